@@ -1,0 +1,52 @@
+"""The built-in plugin: what Headway registers of its own, through the hooks everybody uses. Imports no kernel library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headway.core.backend import AttentionBackend, BackendInfo
+from headway.core.layout import HND, NHD, VLLM_5D, CacheWriter, LayoutInfo
+from headway.core.metadata import Phase
+from headway.core.spec import AttentionSpec
+from headway.registry.hookspecs import hookimpl
+
+
+def _writer(device: torch.device) -> CacheWriter:
+    from headway.backends.layouts import write_rows
+
+    return write_rows
+
+
+def _sdpa() -> type[AttentionBackend]:
+    from headway.backends.sdpa import SDPA
+
+    return SDPA
+
+
+def _sdpa_math() -> type[AttentionBackend]:
+    from headway.backends.sdpa import SDPAMath
+
+    return SDPAMath
+
+
+@hookimpl
+def headway_register_layouts() -> list[LayoutInfo]:
+    """Register the three built-in layouts."""
+    return [LayoutInfo(layout, _writer) for layout in (NHD, HND, VLLM_5D)]
+
+
+@hookimpl
+def headway_register_backends() -> list[BackendInfo]:
+    """Register the built-in backends."""
+    return [
+        BackendInfo("sdpa", "torch's scaled_dot_product_attention, the kernel torch picks", _sdpa),
+        BackendInfo("sdpa.math", "the baseline: torch's MATH kernel over gathered rows", _sdpa_math),
+    ]
+
+
+@hookimpl
+def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+    """Order for a start without measurements: the baseline last."""
+    return sorted(candidates, key=lambda name: name == "sdpa.math")

@@ -1,0 +1,166 @@
+"""`sdpa` and `sdpa.math`: gather cached rows, then torch's scaled_dot_product_attention. They serve everything, everywhere."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from headway.backends.masks import alibi, visible
+from headway.core.backend import ALL_PHASES, FEATURES, AttentionBackend, Capabilities
+from headway.core.layout import LayerCache
+from headway.core.metadata import AttentionMetadata, Phase
+from headway.core.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring sequences that one dense call serves: `count` sequences of `query_len` new tokens."""
+
+    tokens: slice
+    """Their packed tokens."""
+    count: int
+    query_len: int
+    slots: Tensor | None
+    """int64 [count, kv_len]: where their keys lie, short rows padded; None: this step's k and v are all the keys there are."""
+    bias: Tensor | None
+    """Added to the scores, 0 or -inf and ALiBi: [count or 1, num_heads or 1, query_len, kv_len]; None: no mask but causality."""
+    causal: bool
+    """Whether the call must mask causally by itself (query_len = kv_len, no bias)."""
+
+
+class SDPA(AttentionBackend):
+    """torch chooses the kernel: its flash kernel on a CPU; cuDNN, flash or memory-efficient on a GPU."""
+
+    name = "sdpa"
+    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"), features=FEATURES)
+
+    @classmethod
+    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
+        """Name of the kernel that will really run."""
+        return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, torch's own choice"
+
+    def plan(self, metadata: AttentionMetadata) -> list[Group]:
+        """Group neighbours that fit one dense call, and make their gather indices and masks, once for all layers."""
+        decode = metadata.phase is Phase.DECODE
+        lens = zip(metadata.query_lens, metadata.kv_lens, strict=True)
+        # Decodes are padded to the longest of their group; prefills only join neighbours of their own shape.
+        keys = [(q, kv > 0 if decode else kv) for q, kv in lens]
+        groups, row = [], 0
+        for (query_len, kv_len), members in groupby(keys):
+            count = len(list(members))
+            if kv_len:  # else padding rows: nothing to attend to, nothing is read of them
+                groups.append(self._group(metadata, row, count, query_len))
+            row += count
+        return groups
+
+    def _group(self, metadata: AttentionMetadata, row: int, count: int, query_len: int) -> Group:
+        start = int(metadata.query_start_loc_cpu[row])
+        tokens = slice(start, start + count * query_len)
+        kv_lens = metadata.seq_lens_cpu[row : row + count].long()
+        longest = int(kv_lens.max())
+        device = metadata.block_table.device
+        plain = not self.spec.features
+        dense = metadata.phase is Phase.PREFILL and longest == query_len
+        if dense and plain:
+            return Group(tokens, count, query_len, None, None, causal=query_len > 1)
+        slots = None if dense else _slots(metadata, row, kv_lens).to(device)
+        every_key_seen = query_len == 1 and plain and bool((kv_lens == longest).all())
+        bias = None if every_key_seen else self._bias(kv_lens, query_len, longest).to(device)
+        return Group(tokens, count, query_len, slots, bias, causal=False)
+
+    def _bias(self, kv_lens: Tensor, query_len: int, longest: int) -> Tensor:
+        explicit = _explicit(self.spec)
+        key_positions = torch.arange(longest)[None, None]
+        query_positions = (kv_lens[:, None] - query_len + torch.arange(query_len))[:, :, None]
+        seen = visible(query_positions, key_positions, self.spec)[:, None]  # [count, 1, query_len, longest]
+        bias = torch.zeros(seen.shape, dtype=torch.float32 if explicit else self.spec.dtype)
+        if self.spec.alibi_slopes is not None:
+            bias = bias + alibi(query_positions, key_positions, self.spec).transpose(0, 1)
+        return bias.masked_fill(~seen, -torch.inf)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[Group], out: Tensor) -> None:
+        """Dense where there is no context, over gathered rows where there is."""
+        with self._kernels():
+            for group in plan:
+                shape = (group.count, group.query_len, -1, self.spec.head_dim)
+                if group.slots is None:
+                    keys, values = k[group.tokens].view(shape), v[group.tokens].view(shape)
+                else:
+                    keys, values = cache.gather(group.slots)
+                self._attend(q, keys, values, group, out)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: list[Group], out: Tensor) -> None:
+        """One padded call for all sequences of the same query length."""
+        with self._kernels():
+            for group in plan:
+                assert group.slots is not None
+                self._attend(q, *cache.gather(group.slots), group, out)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor) -> None:
+        """keys, values: [count, kv_len, num_kv_heads, head_dim]."""
+        queries = q[group.tokens].view(group.count, group.query_len, -1, self.spec.head_dim).transpose(1, 2)
+        keys, values, bias = keys.transpose(1, 2), values.transpose(1, 2), group.bias
+        folded = group.query_len == 1 and self.spec.group_size > 1
+        if folded:  # the query heads of a kv head become its query rows: no key is read twice
+            queries = queries.reshape(group.count, self.spec.num_kv_heads, self.spec.group_size, -1)
+            if bias is not None and bias.shape[1] > 1:
+                bias = bias.reshape(bias.shape[0], self.spec.num_kv_heads, self.spec.group_size, -1)
+        if _explicit(self.spec):
+            result = _explicit_attention(queries, keys, values, bias, self.spec)
+        else:
+            gqa = not folded and self.spec.group_size > 1
+            result = scaled_dot_product_attention(
+                queries, keys, values, attn_mask=bias, is_causal=group.causal, scale=self.spec.scale, enable_gqa=gqa
+            )
+        if folded:
+            result = result.reshape(group.count, self.spec.num_heads, 1, -1)
+        out[group.tokens] = result.transpose(1, 2).flatten(0, 1)
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class SDPAMath(SDPA):
+    """The baseline: torch's MATH kernel, every score in memory. Slow, plain, right."""
+
+    name = "sdpa.math"
+
+    @classmethod
+    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
+        """Name of the kernel that will really run."""
+        return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, MATH"
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        return sdpa_kernel(SDPBackend.MATH)
+
+
+def _explicit(spec: AttentionSpec) -> bool:
+    """Whether SDPA cannot express the layer: it has no soft-cap, and takes a bias only in q's dtype, too coarse for ALiBi."""
+    return spec.softcap is not None or (spec.alibi_slopes is not None and spec.dtype != torch.float32)
+
+
+def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """softmax(softcap(q k^T scale) + bias) v in float32. q: [n, heads, query_len, d]; k, v: [n, num_kv_heads, kv_len, d]."""
+    repeat = q.shape[1] // k.shape[1]
+    keys, values = (t.float().repeat_interleave(repeat, 1) for t in (k, v))
+    scores = q.float() @ keys.transpose(2, 3) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if bias is not None:
+        scores = scores + bias
+    return (scores.softmax(-1) @ values).to(q.dtype)
+
+
+def _slots(metadata: AttentionMetadata, row: int, kv_lens: Tensor) -> Tensor:
+    """int64 [count, longest] slots of the sequences' keys; past a sequence's end its own first slot, which holds finite rows."""
+    positions = torch.arange(int(kv_lens.max()))
+    positions = torch.where(positions < kv_lens[:, None], positions, 0)
+    table = metadata.block_table_cpu[row : row + len(kv_lens)].long()
+    blocks = table.gather(1, positions // metadata.block_size)
+    return blocks * metadata.block_size + positions % metadata.block_size

@@ -1,0 +1,1 @@
+"""Measurements: workload grammar, throughput, comparisons."""

@@ -1,0 +1,68 @@
+"""Attention in float64, sharing no code with any backend: what every answer is compared with before it counts or is timed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headway.bench.cases import Case
+from headway.core.backend import AttentionBackend
+
+_QUERY_ROWS = 1024
+"""Queries scored at a time, so that long prompts fit."""
+
+
+def reference(case: Case) -> Tensor:
+    """The step's output, float64 [num_tokens, num_heads, head_dim]; rows of padding sequences are zero."""
+    spec, metadata = case.spec, case.metadata
+    out = torch.zeros(case.q.shape, dtype=torch.float64, device=case.q.device)
+    token = 0
+    for row, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
+        if kv_len:
+            positions = torch.arange(kv_len, device=out.device)
+            blocks = metadata.block_table[row].long()[positions // metadata.block_size]
+            k, v = case.cache.gather(blocks * metadata.block_size + positions % metadata.block_size)
+            for head in range(spec.num_heads):
+                kv_head = head * spec.num_kv_heads // spec.num_heads
+                keys, values = k[:, kv_head].double(), v[:, kv_head].double()
+                for first in range(0, query_len, _QUERY_ROWS):
+                    last = min(first + _QUERY_ROWS, query_len)
+                    at = positions[kv_len - query_len + first : kv_len - query_len + last]
+                    q = case.q[token + first : token + last, head].double()
+                    out[token + first : token + last, head] = _attend(case, head, q, keys, values, at, positions)
+        token += query_len
+    return out
+
+
+def _attend(case: Case, head: int, q: Tensor, keys: Tensor, values: Tensor, at: Tensor, positions: Tensor) -> Tensor:
+    """One head: queries q [n, head_dim] at positions `at` over keys and values [kv_len, head_dim]."""
+    spec = case.spec
+    scores = q @ keys.T * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    ago = at[:, None] - positions[None, :]
+    if spec.alibi_slopes is not None:
+        scores = scores - spec.alibi_slopes[head] * ago
+    hidden = ago < 0
+    if spec.sliding_window is not None:
+        hidden |= ago >= spec.sliding_window
+    weights = torch.exp(scores.masked_fill(hidden, -torch.inf) - scores.masked_fill(hidden, -torch.inf).amax(1, keepdim=True))
+    return weights / weights.sum(1, keepdim=True) @ values
+
+
+def run_backend(backend: AttentionBackend, case: Case) -> Tensor:
+    """One step through one backend, as the engine calls it, into an output filled with NaN so that a missed row shows."""
+    metadata, out = case.metadata, torch.full_like(case.q, torch.nan)
+    n = metadata.num_prefill_tokens
+    if metadata.prefill is not None:
+        backend.prefill(case.q[:n], case.k[:n], case.v[:n], case.cache, backend.plan(metadata.prefill), out[:n])
+    if metadata.decode is not None:
+        backend.decode(case.q[n:], case.cache, backend.plan(metadata.decode), out[n:])
+    return out
+
+
+def relative_error(out: Tensor, expected: Tensor, case: Case) -> float:
+    """||out - expected|| / ||expected|| over the rows that are not padding; NaN if any element there is."""
+    lens = torch.tensor(case.metadata.query_lens)
+    real = torch.repeat_interleave(torch.tensor(case.metadata.kv_lens) > 0, lens).to(out.device)
+    return float((out[real].double() - expected[real]).norm() / expected[real].norm())

@@ -1,0 +1,183 @@
+"""The contract of an attention backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from headway.core.errors import ConfigError
+from headway.core.layout import CacheLayout, LayerCache
+from headway.core.metadata import AttentionMetadata, Phase
+from headway.core.spec import DTYPE_NAMES, AttentionSpec
+from headway.core.support import YES, Reason, Support
+
+API_VERSION = 1
+"""Version of this contract. A plugin built for another one is refused with both numbers."""
+
+ALL_PHASES = frozenset(Phase)
+FEATURES = frozenset({"sliding_window", "softcap", "alibi_slopes"})
+"""Optional fields of AttentionSpec; a backend lists those it computes, and is refused for the others."""
+
+Plan = Any
+"""Whatever `plan` returns; only the same backend looks inside."""
+
+
+class GraphLevel(IntEnum):
+    """Which steps a backend can run inside a captured CUDA graph."""
+
+    NONE = 0
+    DECODE = 1
+    """One query token a sequence."""
+    UNIFORM = 2
+    """The same number of query tokens in every sequence."""
+    ANY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend claims. Checked in one place, shown by `headway backends`, and tested both ways."""
+
+    phases: frozenset[Phase]
+    layouts: tuple[CacheLayout, ...] | None = None
+    """Layouts it reads, preferred first; None: every one, because it reads through `LayerCache.gather`."""
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    devices: tuple[str, ...] = ("cuda",)
+    """Device types, as in torch.device.type."""
+    block_multiple: int = 1
+    """block_size must be a multiple of this."""
+    head_dims: tuple[int, ...] | None = None
+    """Accepted head_dim; None: any."""
+    max_group_size: int | None = None
+    """Most query heads that may share a kv head; None: any."""
+    features: frozenset[str] = frozenset()
+    """Out of FEATURES."""
+
+    def check(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """Every reason why this combination is outside the claim."""
+        reasons = []
+
+        def need(ok: bool, what: str, need: str, got: object, hint: str = "") -> None:
+            if not ok:
+                reasons.append(Reason(what, need, str(got), hint))
+
+        phases = " or ".join(p.value for p in Phase if p in self.phases)
+        need(phase in self.phases, "phase", phases, phase.value, f"name another backend for {phase.value}")
+        need(spec.device.type in self.devices, "device", " or ".join(self.devices), spec.device.type)
+        dtypes = " or ".join(DTYPE_NAMES.get(dtype, str(dtype)) for dtype in self.dtypes)
+        need(
+            spec.dtype in self.dtypes,
+            "dtype",
+            dtypes,
+            DTYPE_NAMES.get(spec.dtype, spec.dtype),
+            "choose another --dtype",
+        )
+        if self.layouts is not None:
+            names = " or ".join(known.name for known in self.layouts)
+            need(layout in self.layouts, "kv_layout", names, layout.name, f"--kv-layout {self.layouts[0].name}")
+        if self.head_dims is not None:
+            need(spec.head_dim in self.head_dims, "head_dim", " or ".join(map(str, self.head_dims)), spec.head_dim)
+        multiple = self.block_multiple
+        need(
+            block_size % multiple == 0,
+            "block_size",
+            f"a multiple of {multiple}",
+            block_size,
+            f"--block-size {multiple}",
+        )
+        if self.max_group_size is not None:
+            need(
+                spec.group_size <= self.max_group_size,
+                "query heads a kv head",
+                f"at most {self.max_group_size}",
+                spec.group_size,
+            )
+        for feature in sorted(spec.features - self.features):
+            need(False, feature, "a backend that computes it", f"{feature}={getattr(spec, feature)}")
+        return Support(tuple(reasons))
+
+
+class AttentionBackend(ABC):
+    """One named way to compute attention over a paged cache; it never sees the engine or its configuration.
+
+    A subclass sets `name` and `capabilities` and writes `plan` and one or both of `prefill` and `decode`. The engine makes one
+    instance for each distinct AttentionSpec, writes k and v into the cache itself, then calls `plan` once a step and `prefill`
+    or `decode` once a layer. Those two must neither synchronise with the host nor, if `graph_level` says so, allocate.
+    """
+
+    name: ClassVar[str]
+    api_version: ClassVar[int] = API_VERSION
+    capabilities: ClassVar[Capabilities]
+    graph_level: ClassVar[GraphLevel] = GraphLevel.NONE
+    tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+    """Largest accepted ||out - reference|| / ||reference|| against float64, by dtype."""
+    options: ClassVar[Mapping[str, str]] = {}
+    """Options a user may set with --attn-opt NAME.key=value: key -> what it does. Others are refused."""
+
+    def __init__(
+        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
+    ) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.block_size = block_size
+        for key in options or {}:
+            if key not in self.options:
+                known = ", ".join(f"{self.name}.{known}" for known in self.options) or "none"
+                raise ConfigError("--attn-opt", f"an option of {self.name} ({known})", f"{self.name}.{key}")
+
+    @classmethod
+    def available(cls) -> Support:
+        """Whether it can run on this machine at all: libraries, driver, compiler, device. Found by probing, not by versions."""
+        return YES
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """Whether it can serve this layer; the only place where that is decided. Extend it where a claim needs more words."""
+        return cls.capabilities.check(spec, layout, block_size, phase) & layout.check(spec.head_dim, spec.dtype)
+
+    @classmethod
+    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
+        """Name of the kernel that will really run."""
+        return cls.name
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Device memory to keep free beside the cache."""
+        return 0
+
+    @abstractmethod
+    def plan(self, metadata: AttentionMetadata) -> Plan:
+        """Prepare one step's view (all prefill or extend, or all decode). Host work and allocation are allowed."""
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
+        """Attention of several new tokens a sequence, PREFILL and EXTEND, causal from the bottom right.
+
+        q, out: [num_prefill_tokens, num_heads, head_dim]; k, v: [num_prefill_tokens, num_kv_heads, head_dim], this step's
+        tokens, already written to the cache. A sequence's query i of n sits at position seq_len - n + i.
+        """
+        raise NotImplementedError(f"{self.name} declares no prefill")
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
+        """Attention of the newest tokens over the cache. q, out: [num_decode_tokens, num_heads, head_dim].
+
+        Rows of padding sequences (length 0) must not disturb others; what is written to them is not read.
+        """
+        raise NotImplementedError(f"{self.name} declares no decode")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """How a plugin registers a backend: cheap to list, loaded only when somebody asks for it."""
+
+    name: str
+    summary: str
+    """One line for the table."""
+    load: Callable[[], type[AttentionBackend]]
+    """Imports the kernel library; may raise ImportError."""
+    extra: str = ""
+    """What installs it: an extra of headway or a package."""
+    api_version: int = API_VERSION

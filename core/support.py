@@ -1,0 +1,47 @@
+"""The one answer to "can this run, and if not, why not": read by the selector, the command line, error texts and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Reason(NamedTuple):
+    """Why something is refused."""
+
+    what: str
+    """What was looked at: "head_dim", "device", "block_size"."""
+    need: str
+    """What would have been accepted."""
+    got: str
+    """What was found."""
+    hint: str = ""
+    """What to do about it; only remedies that the resolver would honour."""
+
+    def __str__(self) -> str:
+        text = f"{self.what}: needs {self.need}, got {self.got}"
+        return f"{text} ({self.hint})" if self.hint else text
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Truthy when nothing stands in the way; otherwise carries every reason, not only the first."""
+
+    reasons: tuple[Reason, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.reasons
+
+    def __and__(self, other: Support) -> Support:
+        return Support(self.reasons + tuple(reason for reason in other.reasons if reason not in self.reasons))
+
+    def __str__(self) -> str:
+        return "yes" if self else "no: " + "; ".join(map(str, self.reasons))
+
+    @classmethod
+    def no(cls, what: str, need: str, got: object, hint: str = "") -> Support:
+        """Refuse for one reason."""
+        return cls((Reason(what, need, str(got), hint),))
+
+
+YES = Support()

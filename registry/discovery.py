@@ -1,0 +1,43 @@
+"""Entry points, one by one: a broken plugin is a record, not a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, distributions
+
+
+@dataclass(frozen=True, slots=True)
+class PluginFailure:
+    """A plugin that did not load, and what it raised."""
+
+    name: str
+    owner: str
+    error: Exception
+
+    def __str__(self) -> str:
+        return f"{self.name} (from {self.owner}): {type(self.error).__name__}: {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlugin:
+    """An entry point and the distribution that declares it; nothing is imported before `load`."""
+
+    name: str
+    owner: str
+    point: EntryPoint
+
+    def load(self) -> object:
+        """Import the plugin; raises whatever it raises."""
+        return self.point.load()
+
+
+def entry_points(group: str, blocked: frozenset[str] = frozenset()) -> Iterator[FoundPlugin]:
+    """Every entry point of a group with its distribution's name and version; a distribution found twice counts once."""
+    seen = set()
+    for distribution in distributions():
+        owner = f"{distribution.name} {distribution.version}"
+        for point in distribution.entry_points:
+            if point.group == group and point.name not in blocked and (owner, point.name) not in seen:
+                seen.add((owner, point.name))
+                yield FoundPlugin(point.name, owner, point)

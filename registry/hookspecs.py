@@ -1,0 +1,33 @@
+"""The hooks a plugin may implement. They are called at start-up only, never in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pluggy
+
+from headway.core.backend import BackendInfo
+from headway.core.layout import LayoutInfo
+from headway.core.metadata import Phase
+from headway.core.spec import AttentionSpec
+
+PROJECT = "headway"
+"""pluggy's project name, and the entry-point group plugins are found in."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def headway_register_layouts() -> Iterable[LayoutInfo]:  # type: ignore[empty-body]
+    """Return the cache layouts this plugin brings, each with its one writer."""
+
+
+@hookspec
+def headway_register_backends() -> Iterable[BackendInfo]:  # type: ignore[empty-body]
+    """Return the attention backends this plugin brings; no kernel library may be imported to answer."""
+
+
+@hookspec(firstresult=True)
+def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> Sequence[str] | None:
+    """Order `candidates` best first for a layer and phase that nobody has measured; None leaves it to the next plugin."""

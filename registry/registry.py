@@ -1,0 +1,172 @@
+"""The Registry: which layouts and backends exist, whose they are, and why the rest is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+import pluggy
+
+from headway.core.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.errors import ConfigError, PluginError, UnknownBackendError
+from headway.core.layout import CacheLayout, LayoutInfo
+from headway.core.metadata import Phase
+from headway.core.spec import AttentionSpec
+from headway.core.support import Support
+from headway.registry import hookspecs
+from headway.registry.discovery import PluginFailure, entry_points
+
+BUILTIN_OWNER = "built-in"
+BUILTIN_PLUGIN = "headway.backends.plugin"
+
+
+@dataclass(frozen=True, slots=True)
+class BackendEntry:
+    """A registered backend and who brought it."""
+
+    info: BackendInfo
+    owner: str
+    """"built-in", or the distribution (or object) that registered it."""
+
+
+class Registry:
+    """Layouts and backends by name, filled once by `create_registry`; from then on a lookup is a dict get."""
+
+    def __init__(self, manager: pluggy.PluginManager) -> None:
+        self._manager = manager
+        self._classes: dict[str, type[AttentionBackend]] = {}
+        self._support: dict[str, Support] = {}
+        self.backends: dict[str, BackendEntry] = {}
+        self.layouts: dict[str, LayoutInfo] = {}
+        self.failures: list[PluginFailure] = []
+
+    def add_plugin(self, name: str, owner: str, plugin: object) -> None:
+        """Register one plugin whole or, if anything is wrong with it, not at all.
+
+        :raises Exception: whatever the plugin raises; PluginError for a taken name or a wrong api_version.
+        """
+        try:
+            self._manager.register(plugin, name=name)
+            self._manager.check_pending()
+            others = [other for other in self._manager.get_plugins() if other is not plugin]
+            hook = self._manager.subset_hook_caller
+            layouts = [info for answer in hook("headway_register_layouts", others)() for info in answer]
+            backends = [info for answer in hook("headway_register_backends", others)() for info in answer]
+            for info in layouts:
+                self._check_layout(info)
+            for backend in backends:
+                self._check_backend(backend, owner, [other.name for other in backends])
+        except BaseException:
+            if self._manager.is_registered(plugin):
+                self._manager.unregister(plugin)
+            raise
+        self.layouts.update({info.layout.name: info for info in layouts})
+        self.backends.update({backend.name: BackendEntry(backend, owner) for backend in backends})
+
+    def _check_layout(self, info: LayoutInfo) -> None:
+        for known in self.layouts.values():
+            if known.layout.name == info.layout.name or known.layout == info.layout:
+                raise PluginError(f"layout {info.layout.name!r} is already registered as {known.layout.name!r}")
+
+    def _check_backend(self, info: BackendInfo, owner: str, own_names: Sequence[str]) -> None:
+        if info.api_version != API_VERSION:
+            raise PluginError(
+                f"backend {info.name!r} of {owner} is written for api_version {info.api_version}, Headway has {API_VERSION}: "
+                f"install a release of {owner} made for api_version {API_VERSION}"
+            )
+        known = self.backends.get(info.name)
+        if known is not None or own_names.count(info.name) > 1:
+            raise PluginError(
+                f"backend name {info.name!r} of {owner} is already taken by {known.owner if known else owner}: rename one of them"
+            )
+
+    def backend(self, name: str) -> type[AttentionBackend]:
+        """Load a backend's class.
+
+        :raises UnknownBackendError: nobody registered that name.
+        :raises PluginError: its module does not load, or what it loads is not a backend.
+        """
+        if name not in self._classes:
+            if name not in self.backends:
+                states = {known: str(self.availability(known)) for known in self.backends}
+                states = {known: "available" if state == "yes" else f"unavailable, {state}" for known, state in states.items()}
+                raise UnknownBackendError(name, states, [str(failure) for failure in self.failures])
+            entry = self.backends[name]
+            try:
+                loaded = entry.info.load()
+            except Exception as error:
+                raise PluginError(f"backend {name} of {entry.owner} does not load: {type(error).__name__}: {error}") from error
+            if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
+                raise PluginError(
+                    f"backend {name} of {entry.owner}: load() must return a subclass of AttentionBackend, got {loaded!r}"
+                )
+            self._classes[name] = loaded
+        return self._classes[name]
+
+    def availability(self, name: str) -> Support:
+        """Whether a backend can run on this machine, found once by loading and probing it."""
+        if name not in self._support:
+            try:
+                self._support[name] = self.backend(name).available()
+            except UnknownBackendError:
+                raise
+            except Exception as error:
+                info = self.backends[name].info
+                hint = f"pip install '{info.extra}'" if info.extra else ""
+                self._support[name] = Support.no("import", "a backend that loads and answers", error, hint)
+        return self._support[name]
+
+    def layout(self, name: str) -> LayoutInfo:
+        """A layout by name.
+
+        :raises ConfigError: nobody registered that name.
+        """
+        if name not in self.layouts:
+            raise ConfigError("kv_layout", f"auto or one of {', '.join(self.layouts)}", repr(name))
+        return self.layouts[name]
+
+    def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """Whether a backend can run here and can serve this layer in this phase."""
+        available = self.availability(name)
+        return self.backend(name).supports(spec, layout, block_size, phase) if available else available
+
+    def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+        """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
+
+        :raises PluginError: a plugin's answer is not an order of the candidates.
+        """
+        answer = self._manager.hook.headway_rank_backends(spec=spec, phase=phase, candidates=tuple(candidates))
+        order = list(answer or candidates)
+        if sorted(order) != sorted(candidates):
+            raise PluginError(f"headway_rank_backends must return an order of {list(candidates)}, got {order}")
+        return order
+
+
+def create_registry(
+    plugins: Mapping[str, object] | Iterable[object] = (), *, load_entry_points: bool = True, block: Iterable[str] = ()
+) -> Registry:
+    """Make a registry: the built-ins first, then the given plugin objects, then entry points of the group "headway".
+
+    plugins: modules or objects with hook implementations, or name -> object; one that fails raises.
+    block: names of entry points to leave alone. A failing entry point is recorded in `failures` and start-up goes on.
+    """
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    registry = Registry(manager)
+    registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, import_module(BUILTIN_PLUGIN))
+    named = plugins if isinstance(plugins, Mapping) else {_name(plugin): plugin for plugin in plugins}
+    for name, plugin in named.items():
+        registry.add_plugin(name, name, plugin)
+    if load_entry_points:
+        for point in entry_points(hookspecs.PROJECT, frozenset(block)):
+            try:
+                registry.add_plugin(point.name, point.owner, point.load())
+            except Exception as error:
+                registry.failures.append(PluginFailure(point.name, point.owner, error))
+    return registry
+
+
+def _name(plugin: object) -> str:
+    return plugin.__name__ if isinstance(plugin, (type, ModuleType)) else type(plugin).__name__

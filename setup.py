@@ -1,0 +1,12 @@
+"""Maps the top-level folders core/, backends/, ... to the package headway.*; everything else is in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+PARTS = ("core", "backends", "models", "registry", "bench")
+
+setup(
+    packages=["headway"]
+    + [f"headway.{part}" for part in PARTS]
+    + [f"headway.{part}.{sub}" for part in PARTS for sub in find_packages(part)],
+    package_dir={"headway": "headway", **{f"headway.{part}": part for part in PARTS}},
+)

@@ -1,0 +1,22 @@
+"""Shared fixtures. A GPU test skips, with its reason, where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.registry import Registry, create_registry
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+
+
+@pytest.fixture(scope="session")
+def registry() -> Registry:
+    """The built-ins alone, whatever else is installed."""
+    return create_registry(load_entry_points=False)

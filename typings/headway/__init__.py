@@ -1,0 +1,1 @@
+../../headway/__init__.py

@@ -1,0 +1,1 @@
+../../headway/__main__.py
