@@ -43,13 +43,17 @@ class PagedAttention:
         for view, backends in ((metadata.prefill, prefill), (metadata.decode, decode)):
             if view is None:
                 continue
-            with _blame(backends, view.phase, f"{view.num_seqs} sequences, {view.num_tokens} tokens"):
+            try:
                 plans = {spec: backends[spec].plan(view) for spec in dict.fromkeys(self.specs)}
+            except Exception as error:
+                raise _blame(
+                    error, backends, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens"
+                ) from error
             self._parts.append((view.phase, slice(start, start + view.num_tokens), backends, plans))
             start += view.num_tokens
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q [num_tokens, num_heads, head_dim]."""
+        """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
         out = torch.empty_like(q)
         torch.ops.headway.attention(q, k, v, out, self._handle, layer)
         return out
@@ -60,29 +64,24 @@ class PagedAttention:
         cache, spec = self.caches[layer], self.specs[layer]
         self._write(k, v, cache, self._metadata.slot_mapping)
         for phase, tokens, backends, plans in self._parts:
-            with _blame(backends, phase, f"layer {layer}, q {list(q[tokens].shape)}, k {list(k[tokens].shape)}"):
-                backend, plan = backends[spec], plans[spec]
+            mixed = len(self._parts) > 1
+            queries, result = (q[tokens], out[tokens]) if mixed else (q, out)
+            try:
                 if phase is Phase.DECODE:
-                    backend.decode(q[tokens], cache, plan, out[tokens])
+                    backends[spec].decode(queries, cache, plans[spec], result)
                 else:
-                    backend.prefill(q[tokens], k[tokens], v[tokens], cache, plan, out[tokens])
+                    backends[spec].prefill(queries, k[tokens], v[tokens], cache, plans[spec], result)
+            except Exception as error:
+                shapes = f"layer {layer}, q {list(queries.shape)}, cache {list(cache.key.shape)} in {cache.layout.name}"
+                raise _blame(error, backends, phase, shapes) from error
 
 
-class _blame:
-    """Turn whatever a backend raises into an error that names it, the phase and the shapes; cheap when nothing is raised."""
-
-    def __init__(self, backends: Backends, phase: Phase, work: str) -> None:
-        self.backends, self.phase, self.work = backends, phase, work
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, HeadwayError):
-            name = next(iter(self.backends.values())).name
-            raise BackendError(
-                f"backend {name} failed in {self.phase.value} ({self.work}): {type(error).__name__}: {error}"
-            ) from error
+def _blame(error: Exception, backends: Backends, phase: Phase, work: str) -> HeadwayError:
+    """An error that names the backend, the phase and the shapes."""
+    if isinstance(error, HeadwayError):
+        return error
+    name = next(iter(backends.values())).name
+    return BackendError(f"backend {name} failed in {phase.value} ({work}): {type(error).__name__}: {error}")
 
 
 # torch's op registry is global, and an op takes tensors and numbers only: a number finds the live object again.

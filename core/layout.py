@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -75,12 +78,12 @@ class CacheLayout:
 
     def allocate(self, geometry: CacheGeometry) -> LayerCache:
         """Allocate one layer's key and value, zeroed: kernels that read whole blocks must meet finite numbers."""
-        key = torch.zeros(self.shape(self.key_axes, geometry), dtype=geometry.dtype, device=geometry.device)
-        value = torch.zeros(self.shape(self.value_axes, geometry), dtype=geometry.dtype, device=geometry.device)
+        key = _zeros(self.shape(self.key_axes, geometry), geometry)
+        value = _zeros(self.shape(self.value_axes, geometry), geometry)
         return LayerCache(key, value, self, geometry)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerCache:
     """One layer's paged cache. The layout travels with the tensors, so that nobody has to guess it from a shape."""
 
@@ -94,12 +97,12 @@ class LayerCache:
         """Slots in a block."""
         return self.geometry.block_size
 
-    @property
+    @cached_property
     def logical_key(self) -> Tensor:
         """View [num_blocks, block_size, num_kv_heads, head_dim / x, x]: its strides address every layout alike."""
         return _logical(self.key, self.layout.key_axes)
 
-    @property
+    @cached_property
     def logical_value(self) -> Tensor:
         """View [num_blocks, block_size, num_kv_heads, head_dim / x, x] of the value."""
         return _logical(self.value, self.layout.value_axes)
@@ -133,6 +136,14 @@ class LayoutInfo:
 
     layout: CacheLayout
     load_writer: Callable[[torch.device], CacheWriter]
+
+
+def _zeros(shape: tuple[int, ...], geometry: CacheGeometry) -> Tensor:
+    if geometry.device.type != "cpu":
+        return torch.zeros(shape, dtype=geometry.dtype, device=geometry.device)
+    # calloc, not memset: the system hands out zero pages when they are first written, so a big pool costs no start-up time.
+    flat = torch.from_numpy(numpy.zeros(math.prod(shape) * geometry.dtype.itemsize, dtype=numpy.uint8))
+    return flat.view(geometry.dtype).view(shape)
 
 
 def _logical(tensor: Tensor, axes: tuple[str, ...]) -> Tensor:

@@ -1,1 +1,31 @@
 """Headway: LLM inference on whichever attention kernel is fastest here, now, for this batch."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "HeadwayError", "RequestOutput", "SamplingParams", "hookimpl"]
+
+if TYPE_CHECKING:
+    from headway.core.errors import HeadwayError
+    from headway.core.sampling_params import SamplingParams
+    from headway.llm import LLM
+    from headway.outputs import CompletionOutput, RequestOutput
+    from headway.registry import hookimpl
+
+_HOME = {
+    "LLM": "headway.llm",
+    "CompletionOutput": "headway.outputs",
+    "HeadwayError": "headway.core.errors",
+    "RequestOutput": "headway.outputs",
+    "SamplingParams": "headway.core.sampling_params",
+    "hookimpl": "headway.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load public names when they are first used: a plugin that imports headway.core does not pay for the rest."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'headway' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

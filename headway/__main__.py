@@ -1,0 +1,27 @@
+"""`headway` and `python -m headway`."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.text import Text
+
+from headway.core.errors import HeadwayError
+
+
+def main() -> None:
+    """Run the command line. The user's own mistakes end with one message and exit code 2, never a traceback."""
+    from headway.cli import app
+
+    try:
+        app()
+    except HeadwayError as error:
+        Console(stderr=True, soft_wrap=True).print(Text("headway: error: ", "bold red").append(str(error), "default"))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

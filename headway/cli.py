@@ -1,0 +1,166 @@
+"""The command line: `headway generate`, `headway backends`, `headway bench ...`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headway import __version__
+from headway.bench.throughput_cli import throughput
+from headway.cli_backends import backends
+from headway.outputs import RequestOutput
+
+app = typer.Typer(
+    name="headway",
+    help="LLM inference on whichever attention kernel is fastest here, now, for this batch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure, and compare with others.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+app.command()(backends)
+bench.command()(throughput)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"headway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine chooses.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Options of every command."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="headway: %(message)s")
+    # Libraries stay quiet: their warnings are not about anything a user of this command did.
+    for library in ("transformers", "torch", "huggingface_hub"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
+    model: Annotated[str, typer.Option(help="smollm2, a folder, a .gguf file, or a Hugging Face hub id.")] = "smollm2",
+    attn_backend: Annotated[str, typer.Option(help="auto, NAME, or prefill=NAME,decode=NAME; see: headway backends.")] = "auto",
+    attn_opt: Annotated[list[str] | None, typer.Option(help="An option of a backend: NAME.key=value. Repeatable.")] = None,
+    kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, or a plugin's.")] = "auto",
+    block_size: Annotated[str, typer.Option(help="Tokens in a cache block: auto, or a multiple of 8.")] = "auto",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that reach this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; -1: all.")] = -1,
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this times the likeliest.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampled text repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the completion. Repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end of text.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask in the model's chat template.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and output.")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step; longer prompts go in chunks.")] = 2048,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the cache of equal beginnings.")] = True,
+    kv_cache_memory: Annotated[str | None, typer.Option(help="Size of the cache, such as 2GiB.")] = None,
+    num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default one a free core.")] = None,
+) -> None:
+    """Write on from PROMPT, token by token; then say how fast."""
+    from headway.core.errors import ConfigError
+    from headway.core.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        max_tokens=max_tokens,
+    )
+    if not prompt:
+        raise ConfigError("prompt", "at least one character", "an empty text")
+    options = parse_attn_options(attn_opt or [])
+    size = parse_block_size(block_size)
+    err = Console(stderr=True)
+    started = time.perf_counter()
+    with err.status(f"loading {model}"):
+        from headway.llm import LLM
+
+        llm = LLM(
+            model,
+            attn_backend=attn_backend,
+            attn_options=options,
+            kv_layout=kv_layout,
+            block_size=size,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_cache_memory=kv_cache_memory,
+            num_threads=num_threads,
+        )
+    loaded = time.perf_counter() - started
+    shown = False
+    last: RequestOutput | None = None
+    for text, output in llm.stream(llm.chat_prompt(prompt) if chat else prompt, params):
+        text = text if shown else text.lstrip()  # a completion starts with the space after the prompt
+        shown = shown or bool(text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        last = output
+    print(flush=True)
+    if last is not None:
+        _report(err, last, loaded)
+    err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _report(err: Console, output: RequestOutput, loaded: float) -> None:
+    tokens, metrics = len(output.outputs[0].token_ids), output.metrics
+    seconds = (metrics.finished_time or metrics.arrival_time) - metrics.arrival_time
+    err.print(
+        f"[bold]{tokens / seconds:.1f} tokens/s[/] ({tokens} tokens in {seconds:.2f} s, the first after "
+        f"{metrics.time_to_first_token * 1e3:.0f} ms; {output.outputs[0].finish_reason}; loaded in {loaded:.1f} s)",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
+    """Backend name -> option -> value from texts like NAME.key=value (a name may itself have dots).
+
+    :raises ConfigError: a text of another form.
+    """
+    from headway.core.errors import ConfigError
+
+    options: dict[str, dict[str, str]] = {}
+    for text in texts:
+        target, equals, value = text.partition("=")
+        name, dot, key = target.rpartition(".")
+        if not (equals and dot and name and key):
+            raise ConfigError("--attn-opt", "NAME.key=value", repr(text))
+        options.setdefault(name, {})[key] = value
+    return options
+
+
+def parse_block_size(text: str) -> int | None:
+    """A number, or None for auto.
+
+    :raises ConfigError: neither.
+    """
+    from headway.core.errors import ConfigError
+
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError("block_size", "auto or a multiple of 8", repr(text)) from None

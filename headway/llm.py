@@ -1,0 +1,226 @@
+"""`LLM`: a model, an engine, and text in and out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import cast
+
+import torch
+from tqdm import tqdm
+
+from headway.core.cache import parse_memory
+from headway.core.config import EngineConfig
+from headway.core.detokenizer import Detokenizer
+from headway.core.engine import Engine
+from headway.core.errors import ConfigError, PromptError
+from headway.core.sampling_params import SamplingParams
+from headway.core.sequence import Sequence as EngineSequence
+from headway.models.loader import load_model
+from headway.models.locate import DEFAULT_MODEL
+from headway.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from headway.registry import Registry, create_registry
+from headway.threads import set_threads
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class _Request:
+    """A request under way: its sequences and their growing texts."""
+
+    request_id: str
+    prompt: str | None
+    seqs: list[EngineSequence]
+    texts: list[Detokenizer]
+
+    def output(self) -> RequestOutput:
+        """What the caller sees."""
+        first = self.seqs[0]
+        finished = all(seq.finished for seq in self.seqs)
+        starts = [seq.first_token_time for seq in self.seqs if seq.first_token_time is not None]
+        ends = [seq.finish_time for seq in self.seqs if seq.finish_time is not None]
+        metrics = RequestMetrics(first.arrival_time, min(starts, default=None), max(ends) if finished else None)
+        completions = [
+            CompletionOutput(seq.index, text.text, seq.output_token_ids, seq.finish_reason)
+            for seq, text in zip(self.seqs, self.texts, strict=True)
+        ]
+        return RequestOutput(
+            self.request_id, self.prompt, first.prompt_token_ids, completions, finished, metrics, first.num_cached_tokens
+        )
+
+
+class LLM:
+    """A model ready to generate. Arguments are named as vLLM's offline class names them, where it has them."""
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        attn_backend: str = "auto",
+        attn_options: Mapping[str, Mapping[str, str]] | None = None,
+        kv_layout: str = "auto",
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int | None = None,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 256,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        kv_cache_memory: int | str | None = None,
+        seed: int = 0,
+        num_threads: int | None = None,
+        plugins: Iterable[object] = (),
+        registry: Registry | None = None,
+    ) -> None:
+        """Load a model and set its engine up.
+
+        model: smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id.
+        attn_backend: auto, a backend's name, or "prefill=NAME,decode=NAME"; a name that cannot run here is an error.
+        attn_options: backend name -> option -> value. kv_layout: auto, nhd, hnd, vllm_5d, or a plugin's.
+        dtype: auto, float32, bfloat16, float16. device: auto, cpu, cuda, cuda:N.
+        kv_cache_memory: bytes of the pool, or a text such as "2GiB". num_threads: CPU threads; None: one a free core.
+        plugins: objects with hook implementations, registered beside installed ones. registry: instead of a new one.
+
+        :raises HeadwayError: anything the caller can put right, in one line.
+        """
+        config = EngineConfig(
+            attn_backend=attn_backend,
+            attn_options=attn_options or {},
+            kv_layout=kv_layout,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            kv_cache_memory=None if kv_cache_memory is None else parse_memory(kv_cache_memory),
+            seed=seed,
+        )
+        self.registry = registry or create_registry(plugins)
+        self.device = _device(device)
+        self.num_threads = set_threads(num_threads) if self.device.type == "cpu" else None
+        self.model = load_model(model, dtype, self.device)
+        self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids)
+        self.tokenizer = self.model.tokenizer
+        self._request_ids = count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts; the outputs come in their order.
+
+        prompts: a text, token ids, or a list of either. sampling_params: one for all, or one for each; None: the defaults.
+
+        :raises PromptError: an empty or too long prompt; it is found before anything runs, so nothing is lost.
+        """
+        requests = self._add(prompts, sampling_params)
+        with tqdm(total=sum(len(request.seqs) for request in requests), desc="Processed prompts", disable=not use_tqdm) as bar:
+            started, tokens = time.perf_counter(), 0
+            for finished, new_tokens in self._steps(requests):
+                tokens += new_tokens
+                bar.update(finished)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.1f} tok/s", refresh=False)
+        return [request.output() for request in requests]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[tuple[str, RequestOutput]]:
+        """Complete one prompt and yield (new text of completion 0, output so far) after every step."""
+        requests = self._add([prompt], sampling_params)
+        shown = 0
+        for _ in self._steps(requests, incremental=True):
+            output = requests[0].output()
+            text = requests[0].texts[0].safe_text if not output.finished else output.outputs[0].text
+            yield text[shown:], output
+            shown = len(text)
+
+    def chat_prompt(self, message: str) -> str:
+        """A user's message in the model's own chat template, ready for `generate`.
+
+        :raises ConfigError: the tokenizer brings no chat template.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError("chat", "a model whose tokenizer has a chat template", self.model.name, "leave --chat out")
+        messages = [{"role": "user", "content": message}]
+        text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
+
+    def _add(
+        self, prompts: Prompt | Sequence[Prompt], wishes: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[_Request]:
+        items = _prompts(prompts)
+        params = [wishes or SamplingParams()] * len(items) if not isinstance(wishes, Sequence) else list(wishes)
+        if len(params) != len(items):
+            raise ConfigError("sampling_params", f"one, or one for each of the {len(items)} prompts", len(params))
+        encoded = [self._encode(item, number) for number, item in enumerate(items)]
+        requests = []
+        for item, ids, wish in zip(items, encoded, params, strict=True):
+            request_id = str(next(self._request_ids))
+            seqs = self.engine.add_request(request_id, ids, wish)
+            texts = [Detokenizer(self.tokenizer, wish.stop or ()) for _ in seqs]
+            requests.append(_Request(request_id, item if isinstance(item, str) else None, seqs, texts))
+        return requests
+
+    def _encode(self, prompt: Prompt, number: int) -> list[int]:
+        try:
+            ids = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else [int(token) for token in prompt]
+            self.engine.check_prompt(ids)
+        except PromptError as error:
+            raise PromptError(f"prompt {number}", *error.reason[1:]) from None
+        return ids
+
+    def _steps(self, requests: Sequence[_Request], incremental: bool = False) -> Iterator[tuple[int, int]]:
+        """Run the engine until the requests are done; yields (sequences finished, tokens made) a step.
+
+        A caller that stops listening, or is interrupted, leaves no request behind.
+        """
+        texts = {seq: text for request in requests for seq, text in zip(request.seqs, request.texts, strict=True)}
+        try:
+            while self.engine.has_unfinished:
+                finished, stepped = 0, self.engine.step()
+                for seq in stepped:
+                    self._read(seq, texts[seq], incremental)
+                    finished += seq.finished
+                yield finished, len(stepped)
+        finally:
+            if self.engine.has_unfinished:
+                self.engine.abort_all()
+
+    def _read(self, seq: EngineSequence, text: Detokenizer, incremental: bool) -> None:
+        """Detokenise what a step added: at once where somebody watches or a stop text may come, else when the sequence ends."""
+        watched = incremental or bool(seq.params.stop)
+        ended_by_token = seq.finish_reason == "stop"  # the token that ends a text is not part of it
+        if watched and not ended_by_token and text.append(seq.token_ids[-1]):
+            self.engine.finish(seq, "stop")
+        if not seq.finished:
+            return
+        if not watched:
+            for token in seq.output_token_ids[: -1 if ended_by_token else None]:
+                text.append(token)
+        text.flush()
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list: a text and a list of numbers are one."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError("device", "auto, cpu, cuda or cuda:N", repr(name)) from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError("device", "auto, cpu, cuda or cuda:N", repr(name))
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError("device", "a CUDA device that torch sees", f"{name}, and torch sees {torch.cuda.device_count()}")
+    return device

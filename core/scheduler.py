@@ -1,0 +1,124 @@
+"""Which sequences get how many tokens in the next step."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from headway.core.blocks import BlockManager
+from headway.core.metadata import Phase
+from headway.core.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A sequence's share of a step."""
+
+    seq: Sequence
+    num_new_tokens: int
+
+    @property
+    def phase(self) -> Phase:
+        """Of these tokens."""
+        return Phase.of(self.num_new_tokens, self.seq.num_computed)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last token's logits are wanted: not in the middle of a prompt."""
+        return self.num_new_tokens == self.seq.num_to_compute
+
+
+class Scheduler:
+    """Continuous batching with a token budget: who runs goes on, then who waits is admitted, first come first served.
+
+    A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi). When the pool runs dry, the
+    youngest running sequence gives its blocks back and waits at the head of the queue, to be computed again (vLLM's recompute).
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        enable_chunked_prefill: bool = True,
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence."""
+        self.waiting.append(seq)
+
+    def schedule(self) -> list[Scheduled]:
+        """Choose the next step: sequences that prefill or extend first, then those that decode."""
+        budget = self.max_num_batched_tokens
+        scheduled: list[Scheduled] = []
+        preempted = False
+        position = 0
+        while position < len(self.running) and budget > 0:
+            seq = self.running[position]
+            count = min(seq.num_to_compute, budget)
+            while not self.blocks.reserve(seq, count):
+                preempted = True
+                if self._preempt_last() is seq:
+                    break
+            else:
+                scheduled.append(Scheduled(seq, count))
+                budget -= count
+                position += 1
+        while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
+            count = self._admit(self.waiting[0], budget)
+            if count == 0:
+                break
+            seq = self.waiting.popleft()
+            self.running.append(seq)
+            seq.status = Status.RUNNING
+            scheduled.append(Scheduled(seq, count))
+            budget -= count
+        scheduled.sort(key=lambda share: share.phase is Phase.DECODE)  # stable: first come first served within each part
+        return scheduled
+
+    def _admit(self, seq: Sequence, budget: int) -> int:
+        """Tokens that a waiting sequence gets in this step; 0 if there is no room, and then it holds nothing."""
+        spared = self.blocks.attach_prefix(seq)
+        count = min(seq.num_to_compute, budget)
+        whole = count == seq.num_to_compute
+        if (whole or self.enable_chunked_prefill) and self.blocks.reserve(seq, count):
+            if seq.num_preemptions == 0:
+                seq.num_cached_tokens = spared
+            return count
+        self.blocks.release(seq)
+        return 0
+
+    def _preempt_last(self) -> Sequence:
+        seq = self.running.pop()
+        self.blocks.release(seq)
+        seq.status = Status.WAITING
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(seq)
+        return seq
+
+    def computed(self, scheduled: list[Scheduled]) -> None:
+        """Account for a step that has run, before its sampled tokens are appended."""
+        for share in scheduled:
+            share.seq.num_computed += share.num_new_tokens
+            self.blocks.publish(share.seq)
+
+    def remove_finished(self) -> None:
+        """Free what finished sequences held."""
+        for seq in (*self.running, *self.waiting):
+            if seq.finished:
+                self.blocks.release(seq)
+        self.running = [seq for seq in self.running if not seq.finished]
+        self.waiting = deque(seq for seq in self.waiting if not seq.finished)

@@ -1,0 +1,182 @@
+"""Which backend serves which phase, over which cache layout and block size; and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headway.core.attention import Backends
+from headway.core.backend import AttentionBackend
+from headway.core.errors import ConfigError, UnsupportedError
+from headway.core.layout import CacheLayout, LayoutInfo
+from headway.core.metadata import Phase
+from headway.core.spec import AttentionSpec
+from headway.core.support import Reason, Support
+
+DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
+"""Tried in this order where the user names none: small blocks waste least memory."""
+
+Wish = Mapping[Phase, str]
+"""What a user asked for each phase: a backend's name or "auto"."""
+
+
+class BackendSource(Protocol):
+    """What the selector asks of the Registry."""
+
+    @property
+    def backends(self) -> Mapping[str, object]:
+        """Names of all backends, in the order they were registered."""
+
+    @property
+    def layouts(self) -> Mapping[str, LayoutInfo]:
+        """All layouts, in the order they were registered."""
+
+    def layout(self, name: str) -> LayoutInfo:
+        """One layout; raises ConfigError for an unknown name."""
+
+    def backend(self, name: str) -> type[AttentionBackend]:
+        """A backend's class; raises UnknownBackendError."""
+
+    def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """Whether it can run here and serve this layer."""
+
+    def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+        """Candidates, best guess first."""
+
+
+def parse_wish(text: str) -> Wish:
+    """Read --attn-backend; "prefill" covers EXTEND as well.
+
+    :raises ConfigError: text is not auto, NAME, or prefill=NAME,decode=NAME.
+    """
+    text = text.strip()
+    if "=" not in text and "," not in text and text:
+        return dict.fromkeys(Phase, text)
+    wish = {}
+    for part in text.split(","):
+        key, _, name = (piece.strip() for piece in part.partition("="))
+        if key not in ("prefill", "decode") or not name or key in wish:
+            raise ConfigError("attn_backend", "auto, NAME, or prefill=NAME,decode=NAME", repr(text))
+        wish[key] = name
+    prefill, decode = wish.get("prefill", "auto"), wish.get("decode", "auto")
+    return {Phase.PREFILL: prefill, Phase.EXTEND: prefill, Phase.DECODE: decode}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A layout, a block size, and a backend for each phase."""
+
+    layout: CacheLayout
+    block_size: int
+    names: Mapping[Phase, str]
+    why: str
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{phase.value}={name}" for phase, name in self.names.items())
+        return f"{names}; kv_layout={self.layout.name}, block_size={self.block_size} ({self.why})"
+
+
+class Selector:
+    """Chooses once at start, then answers each step's question with a dict get.
+
+    Until a crossover table exists `auto` takes, for each phase, the first of the rank hook's order that supports every layer.
+    """
+
+    def __init__(
+        self,
+        source: BackendSource,
+        specs: Sequence[AttentionSpec],
+        wish: str = "auto",
+        kv_layout: str = "auto",
+        block_size: int | None = None,
+        options: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """:raises HeadwayError: an unknown name, or an explicit wish that cannot be served, with every reason."""
+        self._source = source
+        self._specs = list(dict.fromkeys(specs))
+        self._options = options or {}
+        self._wish_text = wish
+        self._wish = parse_wish(wish)
+        for name in self._options:
+            source.backend(name)
+        self.selection = self._select(kv_layout, block_size)
+        self._instances = {name: self._make(name) for name in dict.fromkeys(self.selection.names.values())}
+
+    def backends_for(self, phase: Phase) -> Backends:
+        """The instances, by spec, that serve a phase."""
+        return self._instances[self.selection.names[phase]]
+
+    def _make(self, name: str) -> Backends:
+        backend, chosen = self._source.backend(name), self.selection
+        options = self._options.get(name)
+        return {spec: backend(spec, chosen.layout, chosen.block_size, options) for spec in self._specs}
+
+    def _select(self, kv_layout: str, block_size: int | None) -> Selection:
+        for name in self._wish.values():
+            if name != "auto":
+                self._source.backend(name)
+        choices = self._choices(kv_layout, block_size)
+        found = self._search(self._wish, choices)
+        if found is None:
+            raise self._refusal(choices)
+        return found
+
+    def _choices(self, kv_layout: str = "auto", block_size: int | None = None) -> list[tuple[CacheLayout, int]]:
+        infos = list(self._source.layouts.values()) if kv_layout == "auto" else [self._source.layout(kv_layout)]
+        sizes = DEFAULT_BLOCK_SIZES if block_size is None else (block_size,)
+        return [(info.layout, size) for size in sizes for info in infos]
+
+    def _search(self, wish: Wish, choices: Sequence[tuple[CacheLayout, int]]) -> Selection | None:
+        """The first layout and block size over which the wish covers every phase."""
+        for layout, size in choices:
+            names = {phase: self._first(wish, phase, layout, size) for phase in Phase}
+            served = {phase: name for phase, name in names.items() if name is not None}
+            if len(served) == len(Phase):
+                why = "auto: no crossover table, rank order" if "auto" in wish.values() else "asked for"
+                return Selection(layout, size, served, why)
+        return None
+
+    def _first(self, wish: Wish, phase: Phase, layout: CacheLayout, block_size: int) -> str | None:
+        """The best candidate of a phase that supports every layer, or None."""
+        candidates = self._candidates(wish, phase)
+        return next((name for name in candidates if not self._reasons(name, phase, layout, block_size)), None)
+
+    def _candidates(self, wish: Wish, phase: Phase) -> Sequence[str]:
+        if wish[phase] != "auto":
+            return (wish[phase],)
+        return self._source.rank(self._specs[0], phase, list(self._source.backends))
+
+    def _reasons(self, name: str, phase: Phase, layout: CacheLayout, block_size: int) -> tuple[Reason, ...]:
+        support = Support()
+        for spec in self._specs:
+            support &= self._source.supports(name, spec, layout, block_size, phase)
+        return support.reasons
+
+    def _refusal(self, choices: Sequence[tuple[CacheLayout, int]]) -> UnsupportedError:
+        """Explain the layout and block size that came nearest, and name what would work."""
+
+        def unserved(choice: tuple[CacheLayout, int]) -> list[Phase]:
+            return [phase for phase in Phase if self._first(self._wish, phase, *choice) is None]
+
+        layout, size = nearest = min(choices, key=lambda choice: len(unserved(choice)))
+        reasons: list[Reason] = []
+        for phase in unserved(nearest):
+            for name in self._candidates(self._wish, phase):
+                label = "" if self._wish[phase] != "auto" else f"{name}, "
+                found = self._reasons(name, phase, layout, size)
+                reasons += [reason._replace(what=f"{label}{reason.what}") for reason in found]
+        asked = ", ".join(dict.fromkeys(name for name in self._wish.values() if name != "auto")) or "auto"
+        where = f"attention backend {asked} (kv_layout={layout.name}, block_size={size}, {self._specs[0]})"
+        return UnsupportedError(where, list(dict.fromkeys(reasons)), self._fix(unserved(nearest)))
+
+    def _fix(self, unserved: Sequence[Phase]) -> str:
+        """The smallest change of the wish that this selector would honour, found by trying it."""
+        kept = {phase: "auto" if phase in unserved else name for phase, name in self._wish.items()}
+        pair = f"prefill={kept[Phase.PREFILL]},decode={kept[Phase.DECODE]}"
+        wishes = [self._wish_text, pair, "auto"] if set(kept.values()) != {"auto"} else [self._wish_text, "auto"]
+        for text in wishes:
+            found = self._search(parse_wish(text), self._choices())
+            if found is not None:
+                return f"--attn-backend {text} --kv-layout {found.layout.name} --block-size {found.block_size}"
+        return ""

@@ -1,0 +1,95 @@
+"""One completion on its way: its tokens, how far the cache holds them, and why it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Items
+from enum import Enum
+
+import torch
+
+from headway.core.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """The engine's record of one completion. `num_computed` tokens have their k and v in `blocks`."""
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        prompt_token_ids: Items[int],
+        params: SamplingParams,
+        stop_token_ids: frozenset[int],
+        generator: torch.Generator | None,
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        """Which of the request's n completions."""
+        self.params = params
+        self.stop_token_ids = stop_token_ids
+        self.generator = generator
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.token_ids = list(prompt_token_ids)
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        """"stop" or "length" ("abort" when the caller gave up)."""
+        self.num_computed = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens that the prefix cache spared, at first admission."""
+        self.num_preemptions = 0
+        self.blocks: list[int] = []
+        self.block_hashes: list[bytes] = []
+        """Chained hash of each full block of `token_ids`, as far as computed; kept by the block manager."""
+        self.num_published = 0
+        """Blocks whose names other sequences can find."""
+        self.arrival_time = time.perf_counter()
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens whose k and v the cache does not hold yet."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The completion so far; a stop token that ended it is the last."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ended."""
+        return self.status is Status.FINISHED
+
+    def append(self, token: int, max_model_len: int) -> None:
+        """Add a sampled token and see whether it ends the sequence."""
+        if self.first_token_time is None:
+            self.first_token_time = time.perf_counter()
+        self.token_ids.append(token)
+        if token in self.stop_token_ids:
+            self.finish("stop")
+        elif len(self.token_ids) - self.num_prompt_tokens >= self.params.max_tokens or len(self.token_ids) >= max_model_len:
+            self.finish("length")
+
+    def finish(self, reason: str) -> None:
+        """End it."""
+        self.status, self.finish_reason, self.finish_time = Status.FINISHED, reason, time.perf_counter()

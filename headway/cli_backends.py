@@ -1,0 +1,75 @@
+"""`headway backends`: what is registered, whose it is, whether it runs here, and what it serves."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway.registry import Registry, create_registry
+
+
+def backends(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
+    """Show every attention backend: available here or the reason why not, phases, layouts, block sizes, dtypes."""
+    registry = create_registry()
+    rows = [describe(registry, name) for name in registry.backends]
+    if as_json:
+        failures = [
+            {"plugin": failure.name, "owner": failure.owner, "error": str(failure.error)} for failure in registry.failures
+        ]
+        print(json.dumps({"backends": rows, "failures": failures}, indent=2))
+        return
+    out = Console()
+    out.print(_table(rows))
+    for failure in registry.failures:
+        out.print(Text("plugin not loaded: ", "bold red").append(str(failure), "default"))
+
+
+def describe(registry: Registry, name: str) -> dict[str, Any]:
+    """One backend as plain data; what it serves is known only where its module loads."""
+    from headway.core.metadata import Phase
+    from headway.core.spec import DTYPE_NAMES
+
+    entry = registry.backends[name]
+    available = registry.availability(name)
+    row: dict[str, Any] = {
+        "name": name,
+        "kind": entry.owner,
+        "summary": entry.info.summary,
+        "available": bool(available),
+        "reasons": [str(reason) for reason in available.reasons],
+    }
+    try:
+        claims = registry.backend(name).capabilities
+    except Exception:  # its reason is already in the row
+        return row
+    row |= {
+        "phases": [phase.value for phase in Phase if phase in claims.phases],
+        "layouts": [layout.name for layout in claims.layouts] if claims.layouts is not None else list(registry.layouts),
+        "block_multiple": claims.block_multiple,
+        "head_dims": claims.head_dims,
+        "dtypes": [DTYPE_NAMES.get(dtype, str(dtype)) for dtype in claims.dtypes],
+        "devices": list(claims.devices),
+        "features": sorted(claims.features),
+    }
+    return row
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="attention backends", title_justify="left")
+    table.add_column("name", style="bold", no_wrap=True)
+    for column in ("kind", "available here", "phases", "layouts", "block size", "dtypes"):
+        table.add_column(column)
+    for row in rows:
+        state = Text("yes", "green") if row["available"] else Text("no: " + "; ".join(row["reasons"]), "red")
+        if "phases" not in row:
+            table.add_row(row["name"], row["kind"], state, "?", "?", "?", "?")
+            continue
+        block = "any" if row["block_multiple"] == 1 else f"multiple of {row['block_multiple']}"
+        dtypes = " ".join(row["dtypes"])
+        table.add_row(row["name"], row["kind"], state, " ".join(row["phases"]), " ".join(row["layouts"]), block, dtypes)
+    return table

@@ -1,0 +1,30 @@
+"""CPU threads that match the free cores: with one core taken, two torch threads are several times slower than one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import psutil
+import torch
+
+_SAMPLE_SECONDS = 0.1
+_BUSY_PERCENT = 50.0
+
+
+def free_cores() -> int:
+    """Cores this process may use that nobody else keeps busy, measured over a tenth of a second; at least 1."""
+    allowed: Iterable[int] = (
+        psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else range(psutil.cpu_count() or 1)
+    )
+    loads = psutil.cpu_percent(interval=_SAMPLE_SECONDS, percpu=True)
+    return max(1, sum(loads[core] < _BUSY_PERCENT for core in allowed if core < len(loads)))
+
+
+def set_threads(wish: int | None = None) -> int:
+    """Set torch's threads to `wish`; without one to $OMP_NUM_THREADS, else to the free cores. Returns the number."""
+    if wish is None and os.environ.get("OMP_NUM_THREADS"):
+        return int(torch.get_num_threads())
+    count = wish if wish is not None else min(free_cores(), torch.get_num_threads())
+    torch.set_num_threads(count)
+    return count

@@ -1,0 +1,106 @@
+"""What the decoder must know of a checkpoint, read from a transformers configuration; anything it cannot do is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headway.core.errors import ModelError
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""model_type -> architecture. SmolLM and SmolLM2 are Llama."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shapes and switches of a Llama-like decoder."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    inv_freq: torch.Tensor
+    """float32 [head_dim / 2]: RoPE frequencies, scaling included."""
+    rope_factor: float
+    """Multiplies cos and sin (YaRN's attention factor; 1 elsewhere)."""
+    sliding_windows: tuple[int | None, ...]
+    """Each layer's window."""
+    qk_norm: bool
+    """RMSNorm over head_dim of q and k before RoPE (Qwen3)."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_transformers(cls, config: Any) -> DecoderConfig:
+        """Read a transformers PretrainedConfig.
+
+        :raises ModelError: an architecture, activation or RoPE type that the decoder does not compute.
+        """
+        kind = config.model_type
+        if kind not in ARCHITECTURES:
+            named = ", ".join(config.architectures or [kind])
+            raise ModelError(f"model architecture: needs one of {', '.join(ARCHITECTURES.values())}, got {named}")
+        if config.hidden_act != "silu":
+            raise ModelError(f"hidden_act: needs silu, got {config.hidden_act}")
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        inv_freq, rope_factor = _rope(config, head_dim)
+        bias = bool(getattr(config, "attention_bias", False))
+        return cls(
+            model_type=kind,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=config.num_key_value_heads or heads,
+            head_dim=head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            max_position_embeddings=config.max_position_embeddings,
+            inv_freq=inv_freq,
+            rope_factor=rope_factor,
+            sliding_windows=_windows(config),
+            qk_norm=kind == "qwen3",
+            qkv_bias=bias or kind == "qwen2",
+            o_bias=bias,
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            tie_word_embeddings=bool(config.tie_word_embeddings),
+        )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Frequencies and factor; scaled types are computed by transformers, so that they mean what the checkpoint means."""
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ModelError(f"partial_rotary_factor: needs 1, got {parameters['partial_rotary_factor']}")
+    if kind == "default":
+        return 1.0 / parameters["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
+    if kind not in ("linear", "llama3", "yarn"):  # the others change with the length of the sequence
+        raise ModelError(f"rope_type: needs default, linear, llama3 or yarn, got {kind}")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    compute: Callable[..., tuple[torch.Tensor, float]] = ROPE_INIT_FUNCTIONS[kind]
+    return compute(config, torch.device("cpu"))

