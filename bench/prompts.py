@@ -14,12 +14,14 @@ PROMPTS = [
     "Dear Sir or Madam,\n\nI am writing to ask whether",
     "The difference between a virus and a bacterium is that a virus",
     "Q: What is the largest planet of the solar system?\nA:",
-    "Rain had been falling for nine days when the river left its bed. The people of the lower town carried what "
-    "they could up the hill, to the school, where the teachers had pushed the desks together and lit the stove. Nobody slept much. In the morning",
+    "Rain had been falling for nine days when the river left its bed. The people of the lower town carried what they could "
+    "up the hill, to the school, where the teachers had pushed the desks together and lit the stove. Nobody slept much. In the "
+    "morning",
     "Photosynthesis",
     "import numpy as np\n\ndef softmax(x):\n    ",
-    "The recipe says: melt the butter in a pan over a low heat, add the flour, and stir until it is smooth. Then "
-    "pour in the milk a little at a time, stirring all the while, and when the sauce is thick enough to coat the spoon, take it off the heat and",
+    "The recipe says: melt the butter in a pan over a low heat, add the flour, and stir until it is smooth. Then pour in the "
+    "milk a little at a time, stirring all the while, and when the sauce is thick enough to coat the spoon, take it off the "
+    "heat and",
     "If every even number greater than two is the sum of two primes, then ten is the sum of",
 ]
 

@@ -1,0 +1,40 @@
+"""A third-party attention backend: every phase, every layout, one sequence at a time."""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from headway import hookimpl
+from headway.core.backend import ALL_PHASES, AttentionBackend, BackendInfo, Capabilities
+
+
+class Example(AttentionBackend):
+    name = "example"
+    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"))
+
+    def plan(self, metadata):
+        """Once a step: the slots of every sequence's keys, and who sees whom."""
+        plan, start, size = [], 0, metadata.block_size
+        for table, query_len, kv_len in zip(metadata.block_table, metadata.query_lens, metadata.kv_lens, strict=True):
+            at = torch.arange(kv_len, device=table.device)
+            slots = table[at // size].long() * size + at % size
+            mask = at <= torch.arange(kv_len - query_len, kv_len, device=table.device)[:, None]
+            plan.append((slice(start, start + query_len), slots, mask))
+            start += query_len
+        return plan
+
+    def decode(self, q, cache, plan, out):
+        """Once a layer. q, out: [tokens, num_heads, head_dim]; this step's k and v are in the cache already."""
+        for tokens, slots, mask in plan:
+            if len(slots):  # a padding row has no keys
+                k, v = (rows.transpose(0, 1)[None] for rows in cache.gather(slots))
+                query = q[tokens].transpose(0, 1)[None]
+                result = scaled_dot_product_attention(query, k, v, mask, scale=self.spec.scale, enable_gqa=True)
+                out[tokens] = result[0].transpose(0, 1)
+
+    def prefill(self, q, k, v, cache, plan, out):
+        self.decode(q, cache, plan, out)
+
+
+@hookimpl
+def headway_register_backends():
+    return [BackendInfo("example", "the smallest backend that really runs", lambda: Example)]

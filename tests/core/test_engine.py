@@ -1,0 +1,157 @@
+"""The engine: what comes out does not depend on how the work was cut, and a fault leaks nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headway.backends.sdpa import SDPA
+from headway.core.backend import BackendInfo
+from headway.core.config import EngineConfig
+from headway.core.engine import Engine
+from headway.core.errors import BackendError, ConfigError, PromptError
+from headway.core.sampling_params import SamplingParams
+from headway.registry import Registry, create_registry, hookimpl
+from tiny import TinyModel
+
+PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
+SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
+
+
+def run(engine: Engine, params: SamplingParams | list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    wishes = params if isinstance(params, list) else [params] * len(prompts)
+    seqs = [engine.add_request(str(n), p, wish)[0] for n, (p, wish) in enumerate(zip(prompts, wishes, strict=True))]
+    while engine.has_unfinished:
+        engine.step()
+    engine.blocks.check_integrity([])
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    return [seq.output_token_ids for seq in seqs]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0, max_tokens=20), SamplingParams(seed=3, max_tokens=20)], ids=str)
+def test_batching_chunking_and_preemption_change_no_token(registry: Registry, params: SamplingParams) -> None:
+    alone = [run(Engine(TinyModel(), registry, SMALL), params, [prompt])[0] for prompt in PROMPTS]
+    together = run(Engine(TinyModel(), registry, SMALL), params)
+    chunked = EngineConfig(block_size=8, kv_cache_memory=2**20, max_num_batched_tokens=6)
+    tight = EngineConfig(block_size=8, max_model_len=64, kv_cache_memory=9 * 8 * 512, max_num_batched_tokens=16)
+    engine = Engine(TinyModel(), registry, tight)
+    assert together == alone
+    assert run(Engine(TinyModel(), registry, chunked), params) == alone
+    assert run(engine, params) == alone
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_a_seed_repeats_and_another_differs(registry: Registry) -> None:
+    first, again, other = (
+        run(Engine(TinyModel(), registry, SMALL), SamplingParams(seed=seed, temperature=2.0, max_tokens=20)) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Registry) -> None:
+    def engine(seed: int) -> Engine:
+        return Engine(TinyModel(), registry, EngineConfig(block_size=8, kv_cache_memory=2**20, seed=seed))
+
+    params = SamplingParams(temperature=2.0, max_tokens=20)
+    first, again, other = (run(engine(seed), params, [[1, 2, 3]] * 3) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len({tuple(tokens) for tokens in first}) == 3
+
+
+def test_n_gives_n_completions(registry: Registry) -> None:
+    engine = Engine(TinyModel(), registry, SMALL)
+    seqs = engine.add_request("r", [1, 2, 3], SamplingParams(n=3, seed=1, temperature=2.0, max_tokens=12))
+    while engine.has_unfinished:
+        engine.step()
+    assert [seq.index for seq in seqs] == [0, 1, 2]
+    assert len({tuple(seq.output_token_ids) for seq in seqs}) == 3
+
+
+def test_what_ends_a_sequence(registry: Registry) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    (tokens,) = run(Engine(TinyModel(), registry, SMALL), greedy, [[1, 2, 3]])
+    at = next(n for n, token in enumerate(tokens) if token not in tokens[:n] and n > 2)
+
+    def ended(params: SamplingParams, eos: frozenset[int] = frozenset(), config: EngineConfig = SMALL) -> tuple[int, str | None]:
+        engine = Engine(TinyModel(), registry, config, eos)
+        (seq,) = engine.add_request("r", [1, 2, 3], params)
+        while engine.has_unfinished:
+            engine.step()
+        return len(seq.output_token_ids), seq.finish_reason
+
+    eos = frozenset({tokens[at]})
+    assert ended(greedy) == (20, "length")
+    assert ended(greedy, eos) == (at + 1, "stop")
+    assert ended(SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), eos) == (20, "length")
+    assert ended(SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[tokens[at]])) == (at + 1, "stop")
+    short = EngineConfig(block_size=8, kv_cache_memory=2**20, max_model_len=10)
+    assert ended(greedy, config=short) == (7, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [([], "at least one token"), ([1] * 128, "at most 127 tokens"), ([1, 50], "from 0 to 49, got 50"), ([-1], "got -1")],
+)
+def test_bad_prompts_are_refused_before_anything_is_queued(registry: Registry, prompt: list[int], words: str) -> None:
+    engine = Engine(TinyModel(), registry, SMALL)
+    with pytest.raises(PromptError, match=words):
+        engine.add_request("r", prompt, SamplingParams())
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"block_size": 12}, "multiple of 8, got 12"),
+        ({"block_size": 0}, "at least 1"),
+        ({"max_model_len": 4096}, "at most 128"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 16, "max_model_len": 64}, "chunked prefill is off"),
+        ({"kv_cache_memory": 1}, "kv_cache_memory"),
+        ({"kv_layout": "nope"}, "nhd, hnd, vllm_5d"),
+        ({"attn_options": {"sdpa": {"x": "1"}}}, "sdpa.x"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused(registry: Registry, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Engine(TinyModel(), registry, EngineConfig(**options))
+
+
+class Failing(SDPA):
+    name = "failing"
+
+    def decode(self, *args: object) -> None:
+        raise RuntimeError("illegal memory access")
+
+
+class FailingPlugin:
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        return [BackendInfo("failing", "raises in decode", lambda: Failing)]
+
+
+def test_a_backend_that_raises_is_named_and_no_block_leaks() -> None:
+    registry = create_registry([FailingPlugin()], load_entry_points=False)
+    engine = Engine(TinyModel(), registry, EngineConfig(attn_backend="failing", block_size=8, kv_cache_memory=2**20))
+    seqs = [engine.add_request(str(n), prompt, SamplingParams(max_tokens=4))[0] for n, prompt in enumerate(PROMPTS)]
+    engine.step()
+    with pytest.raises(BackendError, match=r"backend failing failed in decode \(layer 0, q \[5, 4, 8\].*illegal memory access"):
+        engine.step()
+    assert all(seq.finish_reason == "abort" for seq in seqs)
+    engine.blocks.check_integrity([])
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+
+
+def test_the_attention_op_is_opaque_to_the_compiler(registry: Registry) -> None:
+    """Shape inference runs the op without touching cache or data, as torch.compile and graph capture need."""
+    engine = Engine(TinyModel(), registry, SMALL)
+    attention = engine._runner._attention
+    with torch._subclasses.FakeTensorMode():
+        q, kv = torch.empty(3, 4, 8), torch.empty(3, 2, 8)
+        out = attention(0, q, kv, kv)
+    assert out.shape == (3, 4, 8)
+    assert math.isfinite(float(engine.caches[0].key.sum()))
+    assert not engine.caches[0].key.any(), "nothing was written"

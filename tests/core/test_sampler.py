@@ -1,0 +1,94 @@
+"""Sampling: the distribution that was asked for, and nothing but the request's own seed decides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headway.core.errors import ConfigError
+from headway.core.sampler import sample
+from headway.core.sampling_params import SamplingParams
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -50.0])
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def draws(params: SamplingParams, count: int = 4000) -> torch.Tensor:
+    """Shares of the tokens over many draws of one request."""
+    generator = seeded(0)
+    tokens = [int(sample(LOGITS[None].clone(), [params], [generator])) for _ in range(count)]
+    return torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)) / count
+
+
+def test_greedy_takes_the_most_likely() -> None:
+    logits = torch.randn(7, 50)
+    assert torch.equal(sample(logits.clone(), [SamplingParams(temperature=0)] * 7, [None] * 7), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperature_gives_the_softmax(temperature: float) -> None:
+    expected = (LOGITS / temperature).softmax(-1)
+    torch.testing.assert_close(draws(SamplingParams(temperature=temperature)), expected, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(top_k=2), [0, 1]),
+        (SamplingParams(top_k=0), [0, 1, 2, 3, 4]),
+        (SamplingParams(top_p=0.5), [0]),  # the first alone has 0.64
+        (SamplingParams(top_p=0.7), [0, 1]),
+        (SamplingParams(top_p=1e-9), [0]),
+        (SamplingParams(top_k=3, top_p=0.95), [0, 1, 2]),
+        (SamplingParams(min_p=0.2), [0, 1]),
+    ],
+    ids=str,
+)
+def test_what_is_left_out_never_comes_and_the_rest_keeps_its_proportions(params: SamplingParams, kept: list[int]) -> None:
+    mask = torch.full_like(LOGITS, -math.inf)
+    mask[kept] = 0
+    torch.testing.assert_close(draws(params), (LOGITS + mask).softmax(-1), rtol=0, atol=0.03)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9)
+    logits = torch.randn(5, 100)
+    alone = [int(sample(logits[row : row + 1].clone(), [params], [seeded(row)])) for row in range(5)]
+    others = [params, SamplingParams(temperature=0), params, SamplingParams(temperature=3, top_k=5), params]
+    together = sample(logits.clone(), others, [seeded(row) for row in range(5)]).tolist()
+    assert [together[row] for row in (0, 2, 4)] == [alone[row] for row in (0, 2, 4)]
+    assert together[1] == int(logits[1].argmax())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", math.nan),
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 2.0),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", True),
+        ("n", 0),
+        ("seed", "x"),
+        ("stop", ""),
+        ("stop_token_ids", ["a"]),
+    ],
+)
+def test_bad_values_are_named_with_what_is_needed(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.reason.what == field
+    assert caught.value.reason.need
+    assert len(str(caught.value).splitlines()) == 1

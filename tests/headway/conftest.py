@@ -1,0 +1,43 @@
+"""Fixtures of the face's tests: a tiny model, broken copies of it, and the command line in this process."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headway.__main__ import main
+from sandbox import Result, save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def model_copy(tiny_model_folder: Path, tmp_path: Path) -> Path:
+    """The tiny model in a folder of the test's own, to be spoiled."""
+    return Path(shutil.copytree(tiny_model_folder, tmp_path / "model"))
+
+
+@pytest.fixture
+def headway(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """What `python -m headway` runs, in this process: (arguments) -> exit code and output."""
+
+    def run(*arguments: str, columns: int = 80) -> Result:
+        monkeypatch.setattr(sys, "argv", ["headway", *arguments])
+        monkeypatch.setenv("COLUMNS", str(columns))
+        capfd.readouterr()
+        code: object = 0
+        try:
+            main()
+        except SystemExit as exit:
+            code = exit.code or 0
+        assert isinstance(code, int)
+        return Result(code, *capfd.readouterr())
+
+    return run

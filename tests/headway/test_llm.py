@@ -1,0 +1,96 @@
+"""The public API: vLLM's offline shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headway import LLM, RequestOutput, SamplingParams
+from headway.core.errors import ConfigError, PromptError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model_folder: Path) -> LLM:
+    return LLM(str(tiny_model_folder), kv_cache_memory="8MiB", num_threads=1, block_size=16)
+
+
+def prompts(llm: LLM) -> list[list[int]]:
+    return [[1, 2, 3, 4], [5], list(range(1, 30))]
+
+
+def test_a_text_a_list_of_ids_and_lists_of_both_are_prompts(llm: LLM) -> None:
+    text = llm.tokenizer.decode([1, 2, 3])
+    ids = llm.tokenizer(text)["input_ids"]
+    (from_text,) = llm.generate(text, GREEDY, use_tqdm=False)
+    (from_ids,) = llm.generate(ids, GREEDY, use_tqdm=False)
+    both = llm.generate([text, ids], GREEDY, use_tqdm=False)
+    assert isinstance(from_text, RequestOutput)
+    assert (from_text.prompt, from_ids.prompt) == (text, None)
+    assert from_text.prompt_token_ids == from_ids.prompt_token_ids == ids
+    assert [output.outputs[0].token_ids for output in both] == [from_text.outputs[0].token_ids] * 2
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_their_own_params(llm: LLM) -> None:
+    wishes = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5)]
+    outputs = llm.generate(prompts(llm), wishes, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts(llm)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 2, 5]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert all(0 < output.metrics.time_to_first_token < 60 for output in outputs)
+    with pytest.raises(ConfigError, match="one for each of the 3 prompts"):
+        llm.generate(prompts(llm), wishes[:2], use_tqdm=False)
+
+
+def test_the_streamed_pieces_join_to_the_text(llm: LLM) -> None:
+    (whole,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    pieces = list(llm.stream([1, 2, 3], GREEDY))
+    assert "".join(text for text, _ in pieces) == whole.outputs[0].text
+    assert pieces[-1][1].finished
+    assert len(pieces) == 8
+
+
+def test_a_stop_text_ends_the_completion_before_it(llm: LLM) -> None:
+    (whole,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    text = whole.outputs[0].text
+    stop = text[len(text) // 2 :][:3]
+    (cut,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=stop), use_tqdm=False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert cut.outputs[0].finish_reason == "stop"
+    assert len(cut.outputs[0].token_ids) <= len(whole.outputs[0].token_ids)
+
+
+def test_the_token_that_ends_a_text_is_not_in_it(llm: LLM) -> None:
+    (whole,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    tokens = whole.outputs[0].token_ids
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[tokens[0]])
+    (ended,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert (ended.outputs[0].token_ids, ended.outputs[0].text, ended.outputs[0].finish_reason) == ([tokens[0]], "", "stop")
+
+
+def test_a_bad_prompt_among_good_ones_is_named_and_nothing_is_left_behind(llm: LLM) -> None:
+    with pytest.raises(PromptError, match="prompt 1: needs at least one token"):
+        llm.generate([[1, 2], [], [3]], GREEDY, use_tqdm=False)
+    assert not llm.engine.has_unfinished
+
+
+def test_a_stream_that_is_given_up_leaves_nothing_behind(llm: LLM) -> None:
+    stream = llm.stream([1, 2, 3], GREEDY)
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_unfinished
+    llm.engine.blocks.check_integrity([])
+
+
+def test_two_calls_share_the_prefix_cache(llm: LLM) -> None:
+    long = list(range(1, 40))
+    (first,) = llm.generate([[*long, 41]], GREEDY, use_tqdm=False)
+    (second,) = llm.generate([[*long, 42]], GREEDY, use_tqdm=False)
+    (off,) = LLM(llm.model.name, kv_cache_memory="8MiB", num_threads=1, enable_prefix_caching=False).generate(
+        [[*long, 42]], GREEDY, use_tqdm=False
+    )
+    assert (first.num_cached_tokens, second.num_cached_tokens, off.num_cached_tokens) == (0, 32, 0)
+    assert second.outputs[0].token_ids == off.outputs[0].token_ids

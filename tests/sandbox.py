@@ -1,0 +1,266 @@
+"""Throw-away models and plugins, and the command line in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_headway(*arguments: str, plugins: Path | None = None, cwd: Path, columns: int = 80) -> Result:
+    """`python -m headway` in a new process, offline, with the distributions under `plugins` installed."""
+    return run_python("-m", "headway", *arguments, plugins=plugins, cwd=cwd, columns=columns)
+
+
+def run_python(*arguments: str, plugins: Path | None = None, cwd: Path, columns: int = 80) -> Result:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": str(columns), "PYTHONUTF8": "1"}
+    environment["PYTHONPATH"] = "" if plugins is None else str(plugins)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=120,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """Exit code 2, nothing on stdout, and one message that holds the words."""
+    assert result.code == 2, result
+    assert result.out == ""
+    assert "Traceback" not in result.err
+    assert result.err.startswith("headway: error: ")
+    assert result.err.count("headway: error: ") == 1
+    for word in words:
+        assert word in result.err
+
+
+def install(folder: Path, name: str, source: str, version: str = "1.0", entry_points: str | None = None) -> None:
+    """Write a distribution: a module called `name`, and metadata that names it in the entry-point group "headway"."""
+    (folder / f"{name}.py").write_text(source)
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(f"[headway]\n{name} = {name}\n" if entry_points is None else entry_points)
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """A Llama of two layers with random weights and a byte-level tokenizer, as transformers saves them: 256 positions."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog", "a cache of keys and values"], trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=256,
+        initializer_range=0.5,  # far from uniform logits, so that greedy choices are no near-ties
+        bos_token_id=None,
+        eos_token_id=wrapped.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+TOY = '''
+"""A third-party plugin: a backend for every phase, and one that only decodes."""
+
+import torch
+
+from headway import hookimpl
+from headway.core.backend import ALL_PHASES, AttentionBackend, BackendInfo, Capabilities
+from headway.core.layout import HND, NHD
+from headway.core.metadata import Phase
+
+
+class Toy(AttentionBackend):
+    name = "toy"
+    capabilities = Capabilities(phases=ALL_PHASES, layouts=(HND, NHD), dtypes=(torch.float32,), devices=("cpu",))
+
+    def plan(self, metadata):
+        return metadata
+
+    def prefill(self, q, k, v, cache, plan, out):
+        self.attend(q, cache, plan, out)
+
+    def decode(self, q, cache, plan, out):
+        self.attend(q, cache, plan, out)
+
+    def attend(self, q, cache, plan, out):
+        start = 0
+        for row, (queries, length) in enumerate(zip(plan.query_lens, plan.kv_lens)):
+            keys = torch.arange(length)
+            slots = plan.block_table[row].long()[keys // plan.block_size] * plan.block_size + keys % plan.block_size
+            k, v = (t.repeat_interleave(self.spec.group_size, 1) for t in cache.gather(slots))
+            scores = torch.einsum("qhd,khd->hqk", q[start : start + queries], k) * self.spec.scale
+            hidden = keys > torch.arange(length - queries, length)[:, None]
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out[start : start + queries] = torch.einsum("hqk,khd->qhd", weights, v)
+            start += queries
+
+
+class ToyDecode(Toy):
+    name = "toy.decode"
+    capabilities = Capabilities(phases=frozenset({Phase.DECODE}), layouts=(HND,), devices=("cpu",), block_multiple=64)
+
+
+@hookimpl
+def headway_register_backends():
+    return [
+        BackendInfo("toy", "plain attention", lambda: Toy),
+        BackendInfo("toy.decode", "plain attention, one query token", lambda: ToyDecode),
+    ]
+'''
+"""Source of a plugin that works: `toy` serves every phase on nhd and hnd, `toy.decode` decodes on hnd in blocks of 64 n."""
+
+REFUSING = '''
+"""Backends that refuse: one its machine, one its model, one that does not load, one that raises in the middle of a step."""
+
+import torch
+
+from headway import hookimpl
+from headway.core.backend import ALL_PHASES, AttentionBackend, BackendInfo, Capabilities
+from headway.core.metadata import Phase
+from headway.core.support import Support
+
+
+class Base(AttentionBackend):
+    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu",))
+
+    def plan(self, metadata):
+        return metadata
+
+
+class OtherMachine(Base):
+    name = "other_machine"
+
+    @classmethod
+    def available(cls):
+        return Support.no("GPU", "compute capability 9.0", "no GPU", "run it on a Hopper GPU")
+
+
+class OtherModel(Base):
+    name = "other_model"
+    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu",), dtypes=(torch.float16,), head_dims=(64, 128))
+
+
+class Failing(Base):
+    name = "failing"
+
+    def prefill(self, q, k, v, cache, plan, out):
+        raise RuntimeError("the kernel fell over")
+
+
+
+
+def missing():
+    raise ImportError("No module named 'libkernel'")
+
+
+@hookimpl
+def headway_register_backends():
+    return [
+        BackendInfo("other_machine", "refuses this machine", lambda: OtherMachine),
+        BackendInfo("other_model", "refuses the tiny model", lambda: OtherModel),
+        BackendInfo("failing", "raises in prefill", lambda: Failing),
+        BackendInfo("missing_library", "does not load", missing, extra="libkernel>=2"),
+    ]
+'''
+"""Source of a plugin whose backends cannot be used with the tiny model on a CPU."""
+
+BROKEN = {
+    "raises_on_import": 'raise RuntimeError("no such driver")\n',
+    "syntax_error": "def headway_register_backends(:\n",
+    "missing_dependency": "import a_library_nobody_has\n",
+    "wrong_signature": """
+from headway import hookimpl
+
+@hookimpl
+def headway_register_backends(surprise):
+    return []
+""",
+    "unknown_hook": """
+from headway import hookimpl
+
+@hookimpl
+def headway_register_kernels():
+    return []
+""",
+    "wrong_api": """
+from headway import hookimpl
+from headway.core.backend import BackendInfo
+
+@hookimpl
+def headway_register_backends():
+    return [BackendInfo("from_the_future", "", lambda: None, api_version=99)]
+""",
+    "taken_name": """
+from headway import hookimpl
+from headway.core.backend import BackendInfo
+
+@hookimpl
+def headway_register_backends():
+    return [BackendInfo("sdpa", "", lambda: None)]
+""",
+    "raising_hook": """
+from headway import hookimpl
+
+@hookimpl
+def headway_register_backends():
+    raise KeyError("no table of kernels")
+""",
+    "wrong_answer": """
+from headway import hookimpl
+
+@hookimpl
+def headway_register_backends():
+    return ["flash"]
+""",
+}
+"""Sources of plugins that break one rule each."""
+
+BROKEN_SAYS = {
+    "raises_on_import": ("RuntimeError", "no such driver"),
+    "syntax_error": ("SyntaxError",),
+    "missing_dependency": ("ModuleNotFoundError", "a_library_nobody_has"),
+    "wrong_signature": ("headway_register_backends", "surprise"),
+    "unknown_hook": ("unknown hook", "headway_register_kernels"),
+    "wrong_api": ("from_the_future", "api_version 99", "Headway has 1"),
+    "taken_name": ("'sdpa'", "taken_name 1.0", "built-in"),
+    "raising_hook": ("KeyError", "no table of kernels"),
+    "wrong_answer": ("str",),
+}
+"""Words that the record of each must hold."""
