@@ -63,6 +63,18 @@ def parse_wish(text: str) -> Wish:
     return {Phase.PREFILL: prefill, Phase.EXTEND: prefill, Phase.DECODE: decode}
 
 
+def check_names(source: BackendSource, wish: str, kv_layout: str, options: Mapping[str, object]) -> None:
+    """Check every name a user gave, before anything slow is done for it.
+
+    :raises HeadwayError: a wish of another form, an unknown backend or layout.
+    """
+    for name in (*parse_wish(wish).values(), *options):
+        if name != "auto":
+            source.backend(name)
+    if kv_layout != "auto":
+        source.layout(kv_layout)
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """A layout, a block size, and a backend for each phase."""
@@ -98,8 +110,7 @@ class Selector:
         self._options = options or {}
         self._wish_text = wish
         self._wish = parse_wish(wish)
-        for name in self._options:
-            source.backend(name)
+        check_names(source, wish, kv_layout, self._options)
         self.selection = self._select(kv_layout, block_size)
         self._instances = {name: self._make(name) for name in dict.fromkeys(self.selection.names.values())}
 
@@ -113,9 +124,6 @@ class Selector:
         return {spec: backend(spec, chosen.layout, chosen.block_size, options) for spec in self._specs}
 
     def _select(self, kv_layout: str, block_size: int | None) -> Selection:
-        for name in self._wish.values():
-            if name != "auto":
-                self._source.backend(name)
         choices = self._choices(kv_layout, block_size)
         found = self._search(self._wish, choices)
         if found is None:

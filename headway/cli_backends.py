@@ -6,6 +6,7 @@ import json
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -60,16 +61,21 @@ def describe(registry: Registry, name: str) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="attention backends", title_justify="left")
+    table = Table(title="attention backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("name", style="bold", no_wrap=True)
-    for column in ("kind", "available here", "phases", "layouts", "block size", "dtypes"):
+    table.add_column("kind")
+    table.add_column("available", ratio=1)
+    for column in ("phases", "layouts", "block", "dtypes"):
         table.add_column(column)
     for row in rows:
         state = Text("yes", "green") if row["available"] else Text("no: " + "; ".join(row["reasons"]), "red")
         if "phases" not in row:
             table.add_row(row["name"], row["kind"], state, "?", "?", "?", "?")
             continue
-        block = "any" if row["block_multiple"] == 1 else f"multiple of {row['block_multiple']}"
-        dtypes = " ".join(row["dtypes"])
+        block = "any" if row["block_multiple"] == 1 else f"n x {row['block_multiple']}"
+        dtypes = " ".join(_SHORT.get(dtype, dtype) for dtype in row["dtypes"])
         table.add_row(row["name"], row["kind"], state, " ".join(row["phases"]), " ".join(row["layouts"]), block, dtypes)
     return table
+
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

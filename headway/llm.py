@@ -17,6 +17,7 @@ from headway.core.detokenizer import Detokenizer
 from headway.core.engine import Engine
 from headway.core.errors import ConfigError, PromptError
 from headway.core.sampling_params import SamplingParams
+from headway.core.selector import check_names
 from headway.core.sequence import Sequence as EngineSequence
 from headway.models.loader import load_model
 from headway.models.locate import DEFAULT_MODEL
@@ -101,6 +102,7 @@ class LLM:
             seed=seed,
         )
         self.registry = registry or create_registry(plugins)
+        check_names(self.registry, attn_backend, kv_layout, config.attn_options)
         self.device = _device(device)
         self.num_threads = set_threads(num_threads) if self.device.type == "cpu" else None
         self.model = load_model(model, dtype, self.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -233,9 +232,7 @@ def test_a_rank_hook_that_answers_none_leaves_it_to_the_next() -> None:
     assert plugin.asked
 
 
-@pytest.mark.parametrize(
-    "answer", [["sdpa"], ["sdpa", "sdpa"], ["sdpa", "sdpa.math", "flash"], "sdpa", ["sdpa", 1], 7], ids=repr
-)
+@pytest.mark.parametrize("answer", [["sdpa"], ["sdpa", "sdpa"], ["sdpa", "sdpa.math", "flash"], "sdpa", ["sdpa", 1], 7], ids=repr)
 def test_a_rank_that_is_no_order_of_the_candidates_is_refused(answer: object) -> None:
     with pytest.raises(PluginError, match="headway_rank_backends"):
         make(mine=Plugin(rank=answer)).rank(spec(), Phase.DECODE, ["sdpa", "sdpa.math"])
@@ -299,7 +296,3 @@ def test_a_claim_that_raises_means_unsupported() -> None:
     support = registry.supports("odd", spec(), NHD, 16, Phase.DECODE)
     assert not support
     assert "libcuda.so.1 is not there" in str(support)
-
-
-def test_a_module_like_plugin_without_our_hooks_brings_nothing(registry: Registry) -> None:
-    assert list(make(mine=SimpleNamespace(other=1)).backends) == list(registry.backends)

@@ -153,7 +153,6 @@ import torch
 
 from headway import hookimpl
 from headway.core.backend import ALL_PHASES, AttentionBackend, BackendInfo, Capabilities
-from headway.core.metadata import Phase
 from headway.core.support import Support
 
 

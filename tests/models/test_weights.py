@@ -1,0 +1,130 @@
+"""Safetensors folders: what is read, and every way in which one can be incomplete or wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from headway.core.errors import ModelError
+from headway.models.weights import Weights
+
+INDEX = "model.safetensors.index.json"
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    return torch.arange(1.0, 1.0 + torch.Size(shape).numel()).view(shape)
+
+
+def save(folder: Path, file: str = "model.safetensors", **tensors: torch.Tensor) -> None:
+    save_file({name.replace("__", "."): value for name, value in tensors.items()}, folder / file)
+
+
+def index(folder: Path, **file_of: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+
+
+def open_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    return Weights(folder, dtype, torch.device("cpu"))
+
+
+def test_a_tensor_is_taken_by_name_in_the_wanted_dtype(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2, 3), b=tensor(4).bfloat16())
+    weights = open_folder(tmp_path, torch.float16)
+    assert "a" in weights
+    assert "c" not in weights
+    torch.testing.assert_close(weights.take("a", (2, 3)), tensor(2, 3).half(), rtol=0, atol=0)
+    torch.testing.assert_close(weights.take("b", (4,)), tensor(4).half(), rtol=0, atol=0)
+    weights.finish()
+
+
+def test_tensors_come_from_whichever_shard_the_index_names(tmp_path: Path) -> None:
+    save(tmp_path, "model-1.safetensors", a=tensor(2))
+    save(tmp_path, "model-2.safetensors", b=tensor(3) * 7)
+    save(tmp_path, "consolidated.safetensors", other=tensor(9))
+    index(tmp_path, a="model-1.safetensors", b="model-2.safetensors")
+    weights = open_folder(tmp_path)
+    torch.testing.assert_close(weights.take("a", (2,)), tensor(2))
+    torch.testing.assert_close(weights.take("b", (3,)), tensor(3) * 7)
+    weights.finish()
+
+
+def test_several_files_without_an_index_are_read_together(tmp_path: Path) -> None:
+    save(tmp_path, "one.safetensors", a=tensor(2))
+    save(tmp_path, "two.safetensors", b=tensor(3))
+    weights = open_folder(tmp_path)
+    assert "a" in weights
+    assert "b" in weights
+
+
+def test_a_missing_tensor_is_named_with_its_folder(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2))
+    with pytest.raises(ModelError, match=rf"{tmp_path} has no tensor 'model\.norm\.weight'"):
+        open_folder(tmp_path).take("model.norm.weight", (2,))
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (2, 3, 1)], ids=str)
+def test_another_shape_is_refused_with_both(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    save(tmp_path, a=tensor(2, 3))
+    with pytest.raises(ModelError) as caught:
+        open_folder(tmp_path).take("a", shape)
+    assert f"a needs shape {list(shape)} by config.json, got [2, 3]" in str(caught.value)
+
+
+def test_left_over_tensors_are_counted_and_the_first_named(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2), **{f"extra{n}": tensor(1) for n in range(5)})
+    weights = open_folder(tmp_path)
+    weights.take("a", (2,))
+    with pytest.raises(ModelError, match="5 tensors .*does not use.*extra0, extra1, extra2$"):
+        weights.finish()
+
+
+def test_rope_frequencies_may_be_left_over(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2), model__layers__0__self_attn__rotary_emb__inv_freq=tensor(4))
+    weights = open_folder(tmp_path)
+    weights.take("a", (2,))
+    weights.finish()
+
+
+def test_a_folder_without_safetensors_says_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ModelError, match=r"holds no \.safetensors file .*\.bin"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 40, -1], ids=["empty", "half a length", "half a header", "one byte short"])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    save(tmp_path, a=tensor(64), b=tensor(64))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*truncated.*fetch it again"):
+        open_folder(tmp_path)
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*not a safetensors file"):
+        open_folder(tmp_path)
+
+
+def test_a_shard_that_the_index_names_and_that_is_not_there_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "model-1.safetensors", a=tensor(2))
+    index(tmp_path, a="model-1.safetensors", b="model-2.safetensors")
+    with pytest.raises(ModelError, match=r"lacks model-2\.safetensors, which .*index\.json names") as caught:
+        open_folder(tmp_path)
+    assert "model-1" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": ["x"]}}', "3", "null"],
+    ids=lambda text: text or "empty",
+)
+def test_an_index_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    save(tmp_path, a=tensor(2))
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ModelError, match=r"index\.json is not a safetensors index"):
+        open_folder(tmp_path)
