@@ -85,7 +85,13 @@ def test_padding_rows_are_skipped_and_disturb_nobody(registry: Registry, name: s
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(
     "change",
-    [{"scale": 0.5}, {"sliding_window": 3}, {"softcap": 0.7}, {"alibi_slopes": (0.9, 0.5, 0.3, 0.1)}],
+    [
+        {"scale": 0.5},
+        {"sliding_window": 3},
+        {"softcap": 0.7},
+        {"alibi_slopes": (0.9, 0.5, 0.3, 0.1)},
+        {"sinks": (1.0, 2.0, 0.5, 3.0)},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_an_accepted_option_changes_the_output(registry: Registry, name: str, change: dict[str, object]) -> None:
