@@ -1,0 +1,94 @@
+"""How long a call takes: median and spread on the device, and what it costs the host.
+
+On a GPU Triton's `do_bench` times with events and flushes the L2 cache before every run, so that nothing is read from there; on a
+CPU it is the process's clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from headway.core.errors import ConfigError
+
+QUANTILES = (0.5, 0.2, 0.8)
+_MIN_RUNS = 5
+_MAX_RUNS = 1000
+_HOST_RUNS = 20
+_HOST_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One call's time over many runs, in microseconds."""
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """How long to warm up and to repeat. The defaults are those the figures in the documentation were taken with."""
+
+    warmup_ms: float = 15.0
+    rep_ms: float = 60.0
+
+    def time(self, call: Callable[[], object], device: torch.device) -> Timing:
+        """Median, 20th and 80th percentile of `call` on a device. `call` must leave its inputs as they were.
+
+        :raises ConfigError: a GPU without Triton, whose benchmark loop this is.
+        """
+        if device.type == "cpu":
+            return _time_on_cpu(call, self.warmup_ms, self.rep_ms)
+        try:
+            from triton.testing import do_bench
+        except ImportError as error:
+            raise ConfigError("timing on a GPU", "triton", f"{type(error).__name__}: {error}", "pip install triton") from error
+        answer = do_bench(call, warmup=self.warmup_ms, rep=self.rep_ms, quantiles=list(QUANTILES), return_mode="median")
+        return Timing(*(1e3 * value for value in answer))
+
+
+def host_us(call: Callable[[], object], device: torch.device) -> float:
+    """Median microseconds until `call` returns to the host, the device idle before each run and not waited for within it.
+
+    Twenty runs, fewer (three at least) of a call that takes long.
+
+    On a CPU the work itself is included, since nothing there returns early.
+    """
+    call()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or (len(times) < _HOST_RUNS and time.perf_counter() - began < _HOST_SECONDS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
+    return median(times)
+
+
+def _time_on_cpu(call: Callable[[], object], warmup_ms: float, rep_ms: float) -> Timing:
+    start = time.perf_counter()
+    call()  # first touch: allocations, thread pools
+    while time.perf_counter() - start < 1e-3 * warmup_ms:
+        call()
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < _MIN_RUNS or (time.perf_counter() - start < 1e-3 * rep_ms and len(times) < _MAX_RUNS):
+        before = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - before))
+    return Timing(*(_quantile(sorted(times), share) for share in QUANTILES))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between the two nearest of the ordered values, as torch.quantile."""
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
