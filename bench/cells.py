@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | No
 
     An fp8 cache gets scales other than 1, so that a kernel that forgets them is caught.
     """
-    narrow = {} if kv_dtype in (None, dtype) else {"kv_dtype": kv_dtype, "k_scale": 0.5, "v_scale": 0.25}
+    narrow: dict[str, Any] = {} if kv_dtype in (None, dtype) else {"kv_dtype": kv_dtype, "k_scale": 0.5, "v_scale": 0.25}
     heads = (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim)
     return AttentionSpec(*heads, scale=geometry.head_dim**-0.5, dtype=dtype, device=device, **narrow)
 

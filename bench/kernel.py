@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,7 +81,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
     contenders, entries_of = entrants(options.phase, options.backends, options.peers, options.device, registry)
     rounds = [(cell, entries_of(cell, options.layouts, options.block_sizes)) for cell in cells]
 
-    with torch.no_grad(), _progress(console) as progress:
+    with torch.no_grad(), _current(options.device), _progress(console) as progress:
         task = progress.add_task("device", total=1 + sum(len(entries) for _, entries in rounds))
         report = KernelReport(
             command=options.command or " ".join(sys.argv),
@@ -183,6 +184,11 @@ def _to_cell(cell: Cell, entry: Entry, measured: Measurement, report: KernelRepo
 
 def _reasons(support: Support) -> str:
     return "; ".join(map(str, support.reasons))
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches, and times, on the current GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _progress(console: Console | None) -> bars.Progress:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -103,8 +103,3 @@ def _sizes(text: str | None) -> Sequence[int] | None:
     if not all(name.isdigit() and int(name) > 0 for name in names):
         raise ConfigError("--block-sizes", "positive numbers, comma-separated, such as 16,256", repr(text))
     return [int(name) for name in names]
-
-
-def register(app: typer.Typer) -> Callable[..., Any]:
-    """Mount the command as `kernel` on an application."""
-    return app.command("kernel")(kernel)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,7 +166,7 @@ class XFormers(Peer):
         if not self._op().is_available():
             raise ImportError(f"xformers.ops.fmha.{self.module}.FwOp says it is not available")
 
-    def _op(self) -> type:
+    def _op(self) -> Any:
         return import_module(f"xformers.ops.fmha.{self.module}").FwOp
 
     def decode(self, case: Case) -> Call:

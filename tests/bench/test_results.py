@@ -8,8 +8,11 @@ import math
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
+from headway.bench.kernel_cli import kernel
 from headway.bench.results import KernelCell, read_report, write_json
 from headway.bench.table import print_report
 from headway.core.errors import ConfigError
@@ -85,3 +88,18 @@ def test_quantiles_are_ordered() -> None:
     timing = QUICK.time(lambda: None, CPU)
     assert timing.p20_us <= timing.median_us <= timing.p80_us
     assert all(math.isfinite(value) for value in dataclasses.astuple(timing))
+
+
+def test_the_command_prints_a_table_and_writes_the_file(tmp_path: Path) -> None:
+    app, path = typer.Typer(), tmp_path / "result.json"
+    app.command("kernel")(kernel)
+    small = ["--geometry", "4/2/32", "--geometry", "2/2/64", "--rep-ms", "0", "--warmup-ms", "0", "--device", "cpu"]
+    chosen = ["--backends", "sdpa", "--no-peers", "--cases", "2q5,1q9s20", "--layouts", "hnd,nhd", "--block-sizes", "8"]
+    answer = CliRunner().invoke(app, ["--phase", "prefill", *small, *chosen, "--output", str(path)])
+    assert answer.exit_code == 0, answer.output
+    assert "prefill, 4/2/32, float32" in answer.output
+    cells = read_report(path).cells
+    assert [(c.geometry, c.case, c.layout) for c in cells] == [
+        (geometry, case, layout) for geometry in ("4/2/32", "2/2/64") for case in ("2q5", "1q9s20") for layout in ("hnd", "nhd")
+    ]
+    assert {cell.status for cell in cells} == {"ok"}
