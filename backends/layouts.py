@@ -32,6 +32,6 @@ def _write(rows: Tensor, logical: Tensor, slots: Tensor, block_size: int) -> Non
     if logical.dtype.itemsize == 1:  # torch indexes no fp8: move it as bytes
         rows, logical = rows.view(torch.uint8), logical.view(torch.uint8)
     if logical.is_contiguous():  # slots are consecutive rows
-        logical.view(logical.shape[0] * block_size, -1).index_copy_(0, slots, rows.reshape(len(slots), -1))
+        logical.view(logical.shape[0] * block_size, -1).index_copy_(0, slots, rows.flatten(1))
     else:
         logical[slots // block_size, slots % block_size] = rows.reshape(len(slots), *logical.shape[2:])

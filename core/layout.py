@@ -146,7 +146,7 @@ def _logical(tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
 
 
 def _gather(logical: Tensor, rows: Tensor, block_size: int) -> Tensor:
-    if logical.dtype.itemsize == 1:  # torch indexes no fp8: move it as bytes
+    if logical.dtype.is_floating_point and logical.dtype.itemsize == 1:  # torch indexes no fp8: move it as bytes
         return _gather(logical.view(torch.uint8), rows, block_size).view(logical.dtype)
     if logical.is_contiguous():  # slots are consecutive rows: one index_select instead of a two-axis gather
         return logical.view(logical.shape[0] * block_size, -1).index_select(0, rows)

@@ -47,6 +47,7 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         assert self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads"
         assert self.alibi_slopes is None or len(self.alibi_slopes) == self.num_heads, "one ALiBi slope a query head"
+        assert self.kv_dtype is not None or self.k_scale == self.v_scale == 1.0, "only a cache with its own kv_dtype is scaled"
         assert self.sinks is None or len(self.sinks) == self.num_heads, "one sink a query head"
 
     @property
