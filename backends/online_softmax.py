@@ -29,7 +29,9 @@ def paged_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, s
             continue
         queries = q[start : start + query_len]
         blocks = metadata.block_table_cpu[row, : -(-kv_len // cache.block_size)]
-        _, l, o = walk(queries, blocks.tolist(), kv_len, 0, cache, spec)
+        m, l, o = walk(queries, blocks.tolist(), kv_len, 0, cache, spec)
+        if spec.sinks is not None:  # a key without a value, seen once by every query
+            l = l + torch.exp(torch.tensor(spec.sinks, device=q.device)[:, None, None] - m)
         out[start : start + query_len] = (o / l).transpose(0, 1).to(q.dtype)
     return out
 

@@ -14,6 +14,13 @@ from headway.registry.hookspecs import hookimpl
 
 
 def _writer(device: torch.device) -> CacheWriter:
+    if device.type == "cuda":
+        try:
+            from headway.backends.triton.writer import write_rows as write_rows_triton
+        except ImportError:
+            pass
+        else:
+            return write_rows_triton
     from headway.backends.layouts import write_rows
 
     return write_rows
@@ -31,6 +38,12 @@ def _sdpa_math() -> type[AttentionBackend]:
     return SDPAMath
 
 
+def _triton() -> type[AttentionBackend]:
+    from headway.backends.triton.backend import TritonAttention
+
+    return TritonAttention
+
+
 @hookimpl
 def headway_register_layouts() -> list[LayoutInfo]:
     """Register the three built-in layouts."""
@@ -41,6 +54,7 @@ def headway_register_layouts() -> list[LayoutInfo]:
 def headway_register_backends() -> list[BackendInfo]:
     """Register the built-in backends."""
     return [
+        BackendInfo("triton", "our paged split-KV decode and varlen prefill in Triton, every layout", _triton, "headway[triton]"),
         BackendInfo("sdpa", "torch's scaled_dot_product_attention, the kernel torch picks", _sdpa),
         BackendInfo("sdpa.math", "the baseline: torch's MATH kernel over gathered rows", _sdpa_math),
     ]
@@ -48,5 +62,6 @@ def headway_register_backends() -> list[BackendInfo]:
 
 @hookimpl
 def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-    """Order for a start without measurements: the baseline last."""
-    return sorted(candidates, key=lambda name: name == "sdpa.math")
+    """Order for a start without measurements: `triton` first on a GPU, the baseline last."""
+    first = "triton" if spec.device.type == "cuda" else None
+    return sorted(candidates, key=lambda name: (name != first, name == "sdpa.math"))

@@ -141,8 +141,8 @@ class SDPAMath(SDPA):
 
 
 def _explicit(spec: AttentionSpec) -> bool:
-    """Whether SDPA cannot express the layer: it has no soft-cap, and takes a bias only in q's dtype, too coarse for ALiBi."""
-    return spec.softcap is not None or (spec.alibi_slopes is not None and spec.dtype != torch.float32)
+    """Whether SDPA cannot express the layer: it has no soft-cap, no sinks, and a bias only in q's dtype, too coarse for ALiBi."""
+    return spec.softcap is not None or spec.sinks is not None or (spec.alibi_slopes is not None and spec.dtype != torch.float32)
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> Tensor:
@@ -154,6 +154,10 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sp
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if bias is not None:
         scores = scores + bias
+    if spec.sinks is not None:  # one more logit a row, whose weight is dropped again; folded heads are rows here
+        sinks = torch.tensor(spec.sinks, device=q.device).view(1, scores.shape[1], -1, 1)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
+        return (scores.softmax(-1)[..., :-1] @ values).to(q.dtype)
     return (scores.softmax(-1) @ values).to(q.dtype)
 
 

@@ -78,8 +78,9 @@ def make_case(
     blocks_of = [-(-kv // block_size) for _, kv in lens]
     order = torch.randperm(sum(blocks_of) + spare_blocks, generator=generator).tolist()
     tables = [[order.pop() for _ in range(count)] for count in blocks_of] + [[]] * padding_rows
-    geometry = CacheGeometry(sum(blocks_of) + spare_blocks, block_size, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device)
-    cache = layout.allocate(geometry)
+    num_blocks = sum(blocks_of) + spare_blocks
+    geometry = CacheGeometry(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
+    cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
     if poison is not None:
         cache.key.fill_(poison)
         cache.value.fill_(poison)

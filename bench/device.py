@@ -7,6 +7,7 @@ import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -76,7 +77,7 @@ def resolve_device(name: str | None) -> torch.device:
 def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> DeviceInfo:
     """Ask the device who it is, and measure its two rates in the element type of the run (a second on a GPU)."""
     copy_gbps, matrix_tflops = measured_rates(device, dtype, timer)
-    common = {
+    common: dict[str, Any] = {
         "type": device.type,
         "python": platform.python_version(),
         "torch": torch.__version__,

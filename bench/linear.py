@@ -5,9 +5,9 @@ python -m headway.bench.linear
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,10 +30,8 @@ _COPIES = 12
 def main() -> None:
     """Print the table."""
     threads, cpu, timer = set_threads(), torch.device("cpu"), Timer()
-    table = Table(
-        title=f"float32 product of a linear layer, ms (F.linear / packed), {threads} threads, torch {torch.__version__}"
-    )
-    table.add_column("layer [out, in]")
+    table = Table(title=f"float32 product, ms (F.linear / packed), {threads} threads, torch {torch.__version__}")
+    table.add_column("layer")
     for rows in ROWS:
         table.add_column(f"{rows} rows", justify="right")
     for name, (out_features, in_features) in track(SHAPES.items(), "timing", console=Console(stderr=True), transient=True):
@@ -41,16 +39,16 @@ def main() -> None:
         row = []
         for rows in ROWS:
             x = torch.randn(rows, in_features)
-            calls = (_in_turn(weights, lambda w, x=x: linear(x, w)), _in_turn([Linear(w) for w in weights], lambda p, x=x: p(x)))
-            plain, packed = (1e-3 * timer.time(call, cpu).median_us for call in calls)
-            row.append(f"{plain:.2f} / {packed:.2f}")
-        table.add_row(f"{name} [{out_features}, {in_features}]", *row)
+            plain = timer.time(_in_turn([partial(linear, weight=w) for w in weights], x), cpu)
+            packed = timer.time(_in_turn([Linear(w) for w in weights], x), cpu)
+            row.append(f"{1e-3 * plain.median_us:.2f} / {1e-3 * packed.median_us:.2f}")
+        table.add_row(name, *row)
     Console().print(table)
 
 
-def _in_turn(items: list[Any], call: Callable[[Any], Tensor]) -> Callable[[], Tensor]:
-    turn = cycle(items)
-    return lambda: call(next(turn))
+def _in_turn(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[], Tensor]:
+    turn = cycle(layers)
+    return lambda: next(turn)(x)
 
 
 if __name__ == "__main__":

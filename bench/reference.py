@@ -24,7 +24,7 @@ def reference(case: Case) -> Tensor:
             k, v = case.cache.gather(blocks * metadata.block_size + positions % metadata.block_size)
             for head in range(spec.num_heads):
                 kv_head = head * spec.num_kv_heads // spec.num_heads
-                keys, values = k[:, kv_head].double(), v[:, kv_head].double()
+                keys, values = k[:, kv_head].double() * spec.k_scale, v[:, kv_head].double() * spec.v_scale
                 for first in range(0, query_len, _QUERY_ROWS):
                     last = min(first + _QUERY_ROWS, query_len)
                     at = positions[kv_len - query_len + first : kv_len - query_len + last]
@@ -46,8 +46,13 @@ def _attend(case: Case, head: int, q: Tensor, keys: Tensor, values: Tensor, at: 
     hidden = ago < 0
     if spec.sliding_window is not None:
         hidden |= ago >= spec.sliding_window
-    weights = torch.exp(scores.masked_fill(hidden, -torch.inf) - scores.masked_fill(hidden, -torch.inf).amax(1, keepdim=True))
-    return weights / weights.sum(1, keepdim=True) @ values
+    scores = scores.masked_fill(hidden, -torch.inf)
+    largest = scores.amax(1, keepdim=True)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(1, keepdim=True)
+    if spec.sinks is not None:
+        total = total + torch.exp(spec.sinks[head] - largest)
+    return weights / total @ values
 
 
 def run_backend(backend: AttentionBackend, case: Case) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headway.bench.device import DeviceInfo
 from headway.core.errors import ConfigError
 
-SCHEMA = "headway.kernel/1"
+SCHEMA: Final = "headway.kernel/1"
 Status = Literal["ok", "unsupported", "incorrect", "error"]
 Owner = Literal["backend", "peer", "writer"]
 PhaseName = Literal["decode", "prefill", "write"]

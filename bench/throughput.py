@@ -19,8 +19,6 @@ from headway.core.sampling_params import SamplingParams
 from headway.core.spec import DTYPE_NAMES
 from headway.llm import LLM
 
-SCHEMA = "headway.throughput/1"
-
 Generated = list[list[int]]
 """Output tokens of each prompt."""
 
@@ -58,7 +56,7 @@ class ThroughputReport(BaseModel):
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    schema_: Literal["headway.throughput/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["headway.throughput/1"] = Field(default="headway.throughput/1", alias="schema")
     command: str
     date: str
     model: str
@@ -157,10 +155,11 @@ class TransformersPeer:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
-        logging.set_verbosity_error()
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         spec = llm.model.decoder.attention_specs[0]
         self._device = spec.device
-        self._model: Any = AutoModelForCausalLM.from_pretrained(llm.model.folder, dtype=spec.dtype).to(spec.device).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(llm.model.folder, dtype=spec.dtype)
+        self._model: Any = loaded.to(spec.device).eval()
         self._tokenizer = llm.tokenizer
         self.settings = {"attn_implementation": str(self._model.config._attn_implementation), "batch": "left-padded"}
 

@@ -19,6 +19,7 @@ QUANTILES = (0.5, 0.2, 0.8)
 _MIN_RUNS = 5
 _MAX_RUNS = 1000
 _HOST_RUNS = 20
+_HOST_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,17 @@ class Timer:
         return Timing(*(1e3 * value for value in answer))
 
 
-def host_us(call: Callable[[], object], device: torch.device, runs: int = _HOST_RUNS) -> float:
+def host_us(call: Callable[[], object], device: torch.device) -> float:
     """Median microseconds until `call` returns to the host, the device idle before each run and not waited for within it.
+
+    Twenty runs, fewer (three at least) of a call that takes long.
 
     On a CPU the work itself is included, since nothing there returns early.
     """
     call()
-    times = []
-    for _ in range(runs):
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or (len(times) < _HOST_RUNS and time.perf_counter() - began < _HOST_SECONDS):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()

@@ -14,14 +14,14 @@ from torch import Tensor
 from headway.core.errors import ConfigError
 from headway.core.layout import CacheLayout, LayerCache
 from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.spec import DTYPE_NAMES, AttentionSpec
+from headway.core.spec import DTYPE_NAMES, KV_DTYPE_NAMES, AttentionSpec
 from headway.core.support import YES, Reason, Support
 
 API_VERSION = 1
 """Version of this contract. A plugin built for another one is refused with both numbers."""
 
 ALL_PHASES = frozenset(Phase)
-FEATURES = frozenset({"sliding_window", "softcap", "alibi_slopes"})
+FEATURES = frozenset({"sliding_window", "softcap", "alibi_slopes", "sinks"})
 """Optional fields of AttentionSpec; a backend lists those it computes, and is refused for the others."""
 
 Plan = Any
@@ -47,6 +47,8 @@ class Capabilities:
     layouts: tuple[CacheLayout, ...] | None = None
     """Layouts it reads, preferred first; None: every one, because it reads through `LayerCache.gather`."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    kv_dtypes: tuple[torch.dtype, ...] = ()
+    """Cache element types it reads besides the layer's own dtype."""
     devices: tuple[str, ...] = ("cuda",)
     """Device types, as in torch.device.type."""
     block_multiple: int = 1
@@ -76,6 +78,13 @@ class Capabilities:
             dtypes,
             DTYPE_NAMES.get(spec.dtype, spec.dtype),
             "choose another --dtype",
+        )
+        kv_dtype = spec.cache_dtype
+        need(
+            kv_dtype == spec.dtype or kv_dtype in self.kv_dtypes,
+            "kv_cache_dtype",
+            " or ".join(["the layer's dtype", *(KV_DTYPE_NAMES.get(dtype, str(dtype)) for dtype in self.kv_dtypes)]),
+            KV_DTYPE_NAMES.get(kv_dtype, kv_dtype),
         )
         if self.layouts is not None:
             names = " or ".join(known.name for known in self.layouts)
@@ -138,7 +147,7 @@ class AttentionBackend(ABC):
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether it can serve this layer; the only place where that is decided. Extend it where a claim needs more words."""
-        return cls.capabilities.check(spec, layout, block_size, phase) & layout.check(spec.head_dim, spec.dtype)
+        return cls.capabilities.check(spec, layout, block_size, phase) & layout.check(spec.head_dim, spec.cache_dtype)
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:

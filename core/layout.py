@@ -76,11 +76,11 @@ class CacheLayout:
         }
         return tuple(sizes[axis] for axis in axes)
 
-    def allocate(self, geometry: CacheGeometry) -> LayerCache:
+    def allocate(self, geometry: CacheGeometry, k_scale: float = 1.0, v_scale: float = 1.0) -> LayerCache:
         """Allocate one layer's key and value, zeroed: kernels that read whole blocks must meet finite numbers."""
         key = _zeros(self.shape(self.key_axes, geometry), geometry)
         value = _zeros(self.shape(self.value_axes, geometry), geometry)
-        return LayerCache(key, value, self, geometry)
+        return LayerCache(key, value, self, geometry, k_scale, v_scale)
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,9 @@ class LayerCache:
     value: Tensor
     layout: CacheLayout
     geometry: CacheGeometry
+    k_scale: float = 1.0
+    """Key = stored key * k_scale (an fp8 cache; 1 otherwise): the writer divides before it stores."""
+    v_scale: float = 1.0
 
     @property
     def block_size(self) -> int:
@@ -110,7 +113,8 @@ class LayerCache:
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Read logical rows back, in the order of `slots`: the oracle every writer and kernel is tested against.
 
-        slots: int64 [...], each block * block_size + offset, none negative. Returns k, v [..., num_kv_heads, head_dim], copies.
+        slots: int64 [...], each block * block_size + offset, none negative. Returns k, v [..., num_kv_heads, head_dim], copies as
+        they are stored: those of an fp8 cache are still to be multiplied by `k_scale` and `v_scale`.
         """
         rows = slots.reshape(-1)
         k = _gather(self.logical_key, rows, self.block_size)
@@ -153,6 +157,8 @@ def _logical(tensor: Tensor, axes: tuple[str, ...]) -> Tensor:
 
 
 def _gather(logical: Tensor, rows: Tensor, block_size: int) -> Tensor:
+    if logical.dtype.is_floating_point and logical.dtype.itemsize == 1:  # torch indexes no fp8: move it as bytes
+        return _gather(logical.view(torch.uint8), rows, block_size).view(logical.dtype)
     if logical.is_contiguous():  # slots are consecutive rows: one index_select instead of a two-axis gather
         return logical.view(logical.shape[0] * block_size, -1).index_select(0, rows)
     return logical[rows // block_size, rows % block_size].flatten(1)

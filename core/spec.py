@@ -8,6 +8,9 @@ import torch
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
+"""Element types only a cache may have, by vLLM's names."""
+KV_DTYPE_NAMES = {**DTYPE_NAMES, **{dtype: name for name, dtype in KV_DTYPES.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class AttentionSpec:
     scale: float
     """Multiplies q.k before the softmax; never applied twice, never assumed to be head_dim ** -0.5."""
     dtype: torch.dtype = torch.float32
-    """Of q, k, v, out and the cache."""
+    """Of q, k, v and out, and of the cache unless `kv_dtype` says otherwise."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where the layer runs."""
     sliding_window: int | None = None
@@ -32,10 +35,20 @@ class AttentionSpec:
     """Scores become softcap * tanh(scores / softcap), after scaling and before bias and mask (Gemma 2)."""
     alibi_slopes: tuple[float, ...] | None = None
     """One slope a query head; adds -slope * (query position - key position) to the scores (Press et al. 2022)."""
+    sinks: tuple[float, ...] | None = None
+    """One logit a query head that joins the softmax's denominator and has no value (GPT-OSS; Xiao et al. 2023); never scaled."""
+    kv_dtype: torch.dtype | None = None
+    """Element type of the cache where it is not `dtype`: torch.float8_e4m3fn."""
+    k_scale: float = 1.0
+    """Key = cached key * k_scale: the writer divides, a backend multiplies."""
+    v_scale: float = 1.0
+    """Value = cached value * v_scale."""
 
     def __post_init__(self) -> None:
         assert self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads"
         assert self.alibi_slopes is None or len(self.alibi_slopes) == self.num_heads, "one ALiBi slope a query head"
+        assert self.kv_dtype is not None or self.k_scale == self.v_scale == 1.0, "only a cache with its own kv_dtype is scaled"
+        assert self.sinks is None or len(self.sinks) == self.num_heads, "one sink a query head"
 
     @property
     def group_size(self) -> int:
@@ -43,12 +56,19 @@ class AttentionSpec:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        """Element type of the cache."""
+        return self.kv_dtype or self.dtype
+
+    @property
     def features(self) -> frozenset[str]:
         """What this layer asks for beyond plain causal attention, named as the fields are."""
-        names = ("sliding_window", "softcap", "alibi_slopes")
+        names = ("sliding_window", "softcap", "alibi_slopes", "sinks")
         return frozenset(name for name in names if getattr(self, name) is not None)
 
     def __str__(self) -> str:
         extra = "".join(f" {name}" for name in sorted(self.features))
         dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))
+        if self.cache_dtype != self.dtype:
+            extra = f", {KV_DTYPE_NAMES.get(self.cache_dtype, self.cache_dtype)} cache{extra}"
         return f"{self.num_heads}/{self.num_kv_heads} heads x {self.head_dim} {dtype} on {self.device.type}{extra}"

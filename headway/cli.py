@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from headway import __version__
+from headway.bench.kernel_cli import kernel
 from headway.bench.throughput_cli import throughput
 from headway.cli_backends import backends
 from headway.outputs import RequestOutput
@@ -26,6 +27,7 @@ bench = typer.Typer(help="Measure, and compare with others.", no_args_is_help=Tr
 app.add_typer(bench, name="bench")
 app.command()(backends)
 bench.command()(throughput)
+bench.command()(kernel)
 
 
 def _version(wanted: bool) -> None:

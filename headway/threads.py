@@ -17,7 +17,7 @@ def free_cores() -> int:
     allowed: Iterable[int] = (
         psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else range(psutil.cpu_count() or 1)
     )
-    loads = psutil.cpu_percent(interval=_SAMPLE_SECONDS, percpu=True)
+    loads: list[float] = psutil.cpu_percent(interval=_SAMPLE_SECONDS, percpu=True)
     return max(1, sum(loads[core] < _BUSY_PERCENT for core in allowed if core < len(loads)))
 
 
@@ -25,6 +25,6 @@ def set_threads(wish: int | None = None) -> int:
     """Set torch's threads to `wish`; without one to $OMP_NUM_THREADS, else to the free cores. Returns the number."""
     if wish is None and os.environ.get("OMP_NUM_THREADS"):
         return int(torch.get_num_threads())
-    count = wish if wish is not None else min(free_cores(), torch.get_num_threads())
+    count = wish if wish is not None else min(free_cores(), int(torch.get_num_threads()))
     torch.set_num_threads(count)
     return count

@@ -14,7 +14,7 @@ from headway.backends.online_softmax import paged_attention
 from headway.bench.cases import Case, make_case, parse_case
 from headway.bench.reference import reference, relative_error, run_backend
 from headway.core.backend import AttentionBackend
-from headway.core.layout import NHD, CacheLayout
+from headway.core.layout import NHD, CacheGeometry, CacheLayout
 from headway.core.metadata import Phase
 from headway.core.spec import AttentionSpec
 from headway.registry import Registry
@@ -85,7 +85,13 @@ def test_padding_rows_are_skipped_and_disturb_nobody(registry: Registry, name: s
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(
     "change",
-    [{"scale": 0.5}, {"sliding_window": 3}, {"softcap": 0.7}, {"alibi_slopes": (0.9, 0.5, 0.3, 0.1)}],
+    [
+        {"scale": 0.5},
+        {"sliding_window": 3},
+        {"softcap": 0.7},
+        {"alibi_slopes": (0.9, 0.5, 0.3, 0.1)},
+        {"sinks": (1.0, 2.0, 0.5, 3.0)},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_an_accepted_option_changes_the_output(registry: Registry, name: str, change: dict[str, object]) -> None:
@@ -118,6 +124,31 @@ def test_a_wrong_answer_would_be_seen(registry: Registry) -> None:
     missed = run_backend(backend_of(registry, "sdpa", case), case)
     missed[0] = math.nan
     assert not relative_error(missed, reference(case), case) < 1e9
+
+
+def test_a_cache_takes_a_step_of_padding_only() -> None:
+    layer = spec()
+    cache = NHD.allocate(CacheGeometry(1, 16, layer.num_kv_heads, layer.head_dim, torch.float32, layer.device))
+    rows = torch.ones(2, layer.num_kv_heads, layer.head_dim)
+    write_rows(rows, rows, cache, torch.tensor([-1, -1]))
+    assert not cache.key.any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_fp8_rows_come_back_as_stored(layout: CacheLayout) -> None:
+    geometry = CacheGeometry(2, 16, 1, 32, torch.float8_e4m3fn, torch.device("cpu"))
+    cache = layout.allocate(geometry, k_scale=0.5, v_scale=2.0)
+    rows = torch.tensor([3.0, 1e4]).repeat(16).view(1, 1, 32)
+    write_rows(rows, rows, cache, torch.tensor([17]))
+    k, v = cache.gather(torch.tensor([17]))
+    assert k.dtype == torch.float8_e4m3fn
+    assert k.float().flatten()[:2].tolist() == [6.0, 448.0]
+    assert v.float().flatten()[:2].tolist() == [1.5, 448.0]
+
+
+def test_sdpa_refuses_an_fp8_cache(registry: Registry) -> None:
+    support = registry.supports("sdpa", spec(kv_dtype=torch.float8_e4m3fn, k_scale=0.5), NHD, 16, Phase.DECODE)
+    assert str(support) == "no: kv_cache_dtype: needs the layer's dtype, got fp8_e4m3"
 
 
 def test_refusals_carry_what_need_got(registry: Registry) -> None:

@@ -39,6 +39,7 @@ SPECS = {
     "window 1": spec(sliding_window=1),
     "softcap": spec(softcap=1.5),
     "alibi": spec(alibi_slopes=(0.5, 0.25, 0.125, 0.0625)),
+    "sinks": spec(sinks=(0.3, -1.0, 2.0, 0.0)),
     "window softcap alibi": spec(sliding_window=9, softcap=2.0, alibi_slopes=(0.5, 0.25, 0.125, 0.0625)),
 }
 

@@ -1,0 +1,124 @@
+"""The backend `triton`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headway.backends.triton.configs import architecture
+from headway.backends.triton.decode import Decode, DecodePlan
+from headway.backends.triton.layer import INTERPRETED, Layer
+from headway.backends.triton.prefill import Prefill, PrefillPlan
+from headway.core.backend import ALL_PHASES, FEATURES, AttentionBackend, Capabilities, GraphLevel
+from headway.core.errors import BackendError, ConfigError
+from headway.core.layout import HND, NHD, VLLM_5D, CacheLayout, LayerCache
+from headway.core.metadata import AttentionMetadata, Phase
+from headway.core.spec import AttentionSpec
+from headway.core.support import YES, Support
+
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability that converts e4m3."""
+
+
+class TritonAttention(AttentionBackend):
+    """Paged split-KV decode (one launch) and varlen prefill and extend, on every layout; needs no build."""
+
+    name = "triton"
+    capabilities = Capabilities(
+        phases=ALL_PHASES,
+        layouts=(NHD, HND, VLLM_5D),
+        kv_dtypes=(torch.float8_e4m3fn,),
+        devices=("cpu", "cuda") if INTERPRETED else ("cuda",),
+        block_multiple=16,
+        head_dims=(32, 64, 80, 96, 128, 256),
+        features=FEATURES,
+    )
+    graph_level = GraphLevel.UNIFORM
+    options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of every sequence in decode, in place of the built-in rule"}
+
+    def __init__(
+        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(spec, layout, block_size, options)
+        self._debug = os.environ.get("HEADWAY_DEBUG") == "1"
+        cuda = spec.device.type == "cuda"
+        arch = architecture(None if INTERPRETED else torch.cuda.get_device_capability(spec.device))
+        multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
+        layer = Layer.of(spec)
+        self._decode = Decode(spec, layer, block_size, arch, multiprocessors, _num_splits(options))
+        self._prefill = Prefill(spec, layer, block_size, arch)
+
+    @classmethod
+    def available(cls) -> Support:
+        """Whether Triton can run kernels here: a GPU with a driver, or the interpreter."""
+        if INTERPRETED or torch.cuda.is_available():
+            return YES
+        return Support.no("device", "a CUDA GPU", "none", "TRITON_INTERPRET=1 runs the kernels slowly on a CPU, for tests")
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """The claim, and what hangs on the GPU and on the scale."""
+        support = super().supports(spec, layout, block_size, phase)
+        if spec.scale <= 0:
+            support &= Support.no("scale", "a positive number", spec.scale)
+        if spec.cache_dtype == torch.float8_e4m3fn and not INTERPRETED and spec.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(spec.device)
+            if capability < FP8_CAPABILITY:
+                support &= Support.no("kv_cache_dtype", "compute capability 8.9 or newer for fp8", "{}.{}".format(*capability))
+        return support
+
+    @classmethod
+    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
+        """Name of the kernel that will really run."""
+        return "split_kv_decode (Triton)" if phase is Phase.DECODE else "varlen_attention (Triton)"
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Partial results of the decode splits."""
+        return self._decode.workspace_bytes(max_num_seqs)
+
+    def plan(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
+        """Fix grids, splits and buffers once for all layers. With HEADWAY_DEBUG=1 a negative block number raises here.
+
+        A block number beyond the cache's last raises at the launch: only there the cache is known.
+        """
+        plan: DecodePlan | PrefillPlan
+        plan = self._decode.plan(metadata) if metadata.phase is Phase.DECODE else self._prefill.plan(metadata)
+        if self._debug:
+            _check_table(metadata, None)
+            plan = replace(plan, checked=metadata)
+        return plan
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor) -> None:
+        """Attention of several new tokens a sequence."""
+        if plan.checked is not None:
+            _check_table(plan.checked, cache.geometry.num_blocks)
+        self._prefill.run(q, k, v, cache, plan, out)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
+        """Attention of the newest tokens over the cache."""
+        if plan.checked is not None:
+            _check_table(plan.checked, cache.geometry.num_blocks)
+        self._decode.run(q, cache, plan, out)
+
+
+def _num_splits(options: Mapping[str, str] | None) -> int | None:
+    text = (options or {}).get("num_splits")
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError("--attn-opt triton.num_splits", "a number of at least 1", repr(text))
+    return int(text)
+
+
+def _check_table(metadata: AttentionMetadata, num_blocks: int | None) -> None:
+    """Raise for a block number that lies outside the cache, among those that a sequence's length makes the kernels read."""
+    for row, (kv_len, blocks) in enumerate(zip(metadata.kv_lens, metadata.block_table_cpu.tolist(), strict=True)):
+        for block in blocks[: -(-kv_len // metadata.block_size)]:
+            if block < 0 or (num_blocks is not None and block >= num_blocks):
+                last = "" if num_blocks is None else f" .. {num_blocks - 1}"
+                raise BackendError(f"triton: block_table row {row}: needs blocks 0{last}, got {block}")

@@ -1,0 +1,170 @@
+"""Plan and launch of the paged decode kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from headway.backends.triton.configs import Architecture, choose_splits, decode_config
+from headway.backends.triton.decode_kernel import split_kv_decode
+from headway.backends.triton.layer import Layer, cache_strides, inner_sizes
+from headway.core.layout import LayerCache
+from headway.core.metadata import AttentionMetadata
+from headway.core.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """One step's decode; the tensors are the metadata's own, so a captured graph reads what is copied into them later."""
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    grid: tuple[int, int, int]
+    max_query_len: int
+    block_m: int
+    rows: int
+    num_splits: int
+    partial: Tensor
+    """float32, results of splits; shared by all plans of a backend and never freed before it (graphs keep the address)."""
+    lse: Tensor
+    arrivals: Tensor
+    """int32, zero between launches."""
+    checked: AttentionMetadata | None = None
+    """In debug mode: what the cache must be compared with before a launch."""
+
+
+class Workspace:
+    """Buffers for partial results. They grow, and outgrown ones are kept: a captured graph may still use them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: list[Tensor] = []
+        self._floats = torch.empty(0, device=device)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def floats(self, count: int) -> Tensor:
+        """At least `count` float32, not initialised."""
+        if self._floats.numel() < count:
+            self._kept.append(self._floats)
+            self._floats = torch.empty(max(count, 2 * self._floats.numel()), device=self._device)
+        return self._floats
+
+    def counters(self, count: int) -> Tensor:
+        """At least `count` int32 that are zero between launches."""
+        if self._counters.numel() < count:
+            self._kept.append(self._counters)
+            size = max(count, 2 * self._counters.numel())
+            self._counters = torch.zeros(size, dtype=torch.int32, device=self._device)
+        return self._counters
+
+
+class Decode:
+    """Decode of one layer kind: chooses the splits once a step, then launches one kernel a layer."""
+
+    def __init__(
+        self, spec: AttentionSpec, layer: Layer, block_size: int, arch: Architecture, multiprocessors: int, num_splits: int | None
+    ) -> None:
+        self._spec = spec
+        self._layer = layer
+        self._block_size = block_size
+        self._multiprocessors = multiprocessors
+        self._num_splits = num_splits
+        self.config = decode_config(arch, layer.block_d, spec.cache_dtype.itemsize)
+        self._workspace = Workspace(spec.device)
+
+    def tile(self, max_query_len: int) -> tuple[int, int, int]:
+        """(BLOCK_M, rows in use rounded up, query tiles a kv head) for so many query tokens."""
+        rows = self._spec.group_size * max_query_len
+        block_m = min(max(16, triton.next_power_of_2(rows)), 64)
+        return block_m, min(triton.next_power_of_2(rows), block_m), -(-rows // block_m)
+
+    def splits(self, kv_lens: list[int], tiles_m: int) -> int:
+        """Splits a sequence, from the host's lengths: those captured, when a graph is."""
+        if self._num_splits is not None:
+            return self._num_splits
+        block_n = self.config.block_n
+        longest = max(kv_lens)
+        if self._spec.sliding_window is not None:
+            longest = min(longest, self._spec.sliding_window + block_n)
+        total = sum(min(kv_len, longest) for kv_len in kv_lens)
+        heads = self._spec.num_kv_heads * tiles_m
+        tile_bytes = 2 * block_n * self._spec.head_dim * self._spec.cache_dtype.itemsize
+        longest_tiles = -(-longest // block_n)
+        total_tiles = max(-(-total // block_n) * heads, longest_tiles)
+        items = len(kv_lens) * heads
+        if longest_tiles > 64:  # round to keep the cached answers few; a 32nd more work changes none of them much
+            step = longest_tiles // 32
+            longest_tiles, total_tiles = -(-longest_tiles // step) * step, -(-total_tiles // step) * step
+        return choose_splits(items, total_tiles, longest_tiles, tile_bytes, self._multiprocessors, self.config)
+
+    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
+        """Fix grid, split count and buffers for a view of decoding sequences."""
+        block_m, rows, tiles_m = self.tile(metadata.max_query_len)
+        num_splits = self.splits(metadata.kv_lens, tiles_m)
+        items = metadata.num_seqs * self._spec.num_kv_heads * tiles_m
+        results = items * num_splits * rows if num_splits > 1 else 0
+        floats = self._workspace.floats(results * (self._layer.block_d + 1))
+        return DecodePlan(
+            block_table=metadata.block_table,
+            seq_lens=metadata.seq_lens,
+            query_start_loc=metadata.query_start_loc,
+            grid=(self._spec.num_kv_heads * tiles_m, num_splits, metadata.num_seqs),
+            max_query_len=metadata.max_query_len,
+            block_m=block_m,
+            rows=rows,
+            num_splits=num_splits,
+            partial=floats,
+            lse=floats[results * self._layer.block_d :],
+            arrivals=self._workspace.counters(items if num_splits > 1 else 0),
+        )
+
+    def run(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
+        """q, out: [num_tokens, num_heads, head_dim]."""
+        if plan.grid[2] == 0:
+            return
+        k_x, v_x = inner_sizes(cache)
+        split_kv_decode[plan.grid](
+            q,
+            cache.key,
+            cache.value,
+            out,
+            plan.block_table,
+            plan.seq_lens,
+            plan.query_start_loc,
+            self._layer.slopes,
+            self._layer.sinks,
+            plan.partial,
+            plan.lse,
+            plan.arrivals,
+            *self._layer.scalars.values(),
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            plan.block_table.stride(0),
+            *cache_strides(cache),
+            **self._layer.constants,
+            MAX_QUERY_LEN=plan.max_query_len,
+            BLOCK_SIZE=self._block_size,
+            K_X=k_x,
+            V_X=v_x,
+            V_SLOTS_INNER=cache.logical_value.stride(1) == 1,
+            BLOCK_M=plan.block_m,
+            ROWS=plan.rows,
+            BLOCK_N=self.config.block_n,
+            NUM_SPLITS=plan.num_splits,
+            CHUNK=max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),
+            STAGES=self.config.num_stages,
+            num_warps=self.config.num_warps,
+            num_stages=self.config.num_stages,
+        )
+
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        """Most bytes the partial results take: the split rule keeps a launch under sixteen waves."""
+        slots = self._multiprocessors * self.config.programs_per_sm
+        items = max_num_seqs * self._spec.num_kv_heads
+        return max(items, 16 * slots) * self.tile(1)[1] * (self._layer.block_d + 1) * 4

@@ -1,0 +1,131 @@
+"""Plan and launch of the prefill kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from headway.backends.triton.configs import Architecture, PrefillConfig, prefill_config
+from headway.backends.triton.layer import Layer, cache_strides, inner_sizes
+from headway.backends.triton.prefill_kernel import varlen_attention
+from headway.core.layout import LayerCache
+from headway.core.metadata import AttentionMetadata, Phase
+from headway.core.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """One step's prefill or extend."""
+
+    dense: bool
+    """No sequence has a context: this step's k and v are all the keys there are."""
+    tiles: Tensor
+    """int32 [num_tiles, 2]: sequence and tile number, the longest first so that no long one starts last."""
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    config: PrefillConfig
+    checked: AttentionMetadata | None = None
+    """In debug mode: what the cache must be compared with before a launch."""
+
+
+class Prefill:
+    """Prefill and extend of one layer kind."""
+
+    def __init__(self, spec: AttentionSpec, layer: Layer, block_size: int, arch: Architecture) -> None:
+        self._spec = spec
+        self._layer = layer
+        self._block_size = block_size
+        self._arch = arch
+
+    def plan(self, metadata: AttentionMetadata) -> PrefillPlan:
+        """List the query tiles of all sequences, most keys first."""
+        # An fp8 cache is read back even so, or the answer would hang on how a prompt was cut into chunks.
+        dense = metadata.phase is Phase.PREFILL and self._spec.cache_dtype == self._spec.dtype
+        rows = metadata.max_query_len * self._spec.group_size
+        itemsize = max(self._spec.dtype.itemsize, 2)
+        config = prefill_config(self._arch, self._layer.block_d, itemsize, rows, dense)
+        tiles = self._tiles(metadata, config.block_m)
+        return PrefillPlan(
+            dense=dense,
+            tiles=tiles.to(metadata.seq_lens.device, non_blocking=True),
+            block_table=metadata.block_table,
+            seq_lens=metadata.seq_lens,
+            query_start_loc=metadata.query_start_loc,
+            config=config,
+        )
+
+    def _tiles(self, metadata: AttentionMetadata, block_m: int) -> Tensor:
+        group = self._spec.group_size
+        kv_lens = metadata.seq_lens_cpu.long()
+        query_lens = metadata.query_start_loc_cpu.diff().long()
+        counts = -(-(query_lens * group) // block_m) * (kv_lens > 0)
+        seqs = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        numbers = torch.arange(len(seqs)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        last_rows = torch.minimum((numbers + 1) * block_m, query_lens[seqs] * group) - 1
+        keys = kv_lens[seqs] - query_lens[seqs] + last_rows // group
+        if self._spec.sliding_window is not None:
+            keys = keys.clamp_max(self._spec.sliding_window)
+        order = keys.argsort(descending=True, stable=True)
+        return torch.stack([seqs[order], numbers[order]], 1).int()
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor) -> None:
+        """q, out: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], read where no context is."""
+        if plan.tiles.shape[0] == 0:
+            return
+        config, dense = plan.config, plan.dense
+        if dense:
+            strides = tuple(s for t in (k, v) for s in (0, t.stride(0), t.stride(1), 1, 1))
+            k_x = v_x = 1
+            # One block that holds every token: [1, head, token, dim].
+            views = [t.transpose(0, 1).unsqueeze(0) for t in (k, v)]
+        else:
+            strides = cache_strides(cache)
+            k_x, v_x = inner_sizes(cache)
+            views = [t.squeeze(4).transpose(1, 2) for t in (cache.logical_key, cache.logical_value)] if k_x == v_x == 1 else []
+        tma = config.tma and all(map(_describable, views)) and bool(views) and (dense or self._block_size % config.block_n == 0)
+        key, value = (k, v) if dense else (cache.key, cache.value)
+        if tma:
+            box = [1, 1, config.block_n, self._layer.block_d]
+            key, value = (TensorDescriptor(t, list(t.shape), list(t.stride()), box) for t in views)
+        varlen_attention[(self._spec.num_kv_heads, plan.tiles.shape[0])](
+            q,
+            key,
+            value,
+            out,
+            plan.tiles,
+            plan.block_table,
+            plan.seq_lens,
+            plan.query_start_loc,
+            self._layer.slopes,
+            self._layer.sinks,
+            *self._layer.scalars.values(),
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            plan.block_table.stride(0),
+            *strides,
+            **self._layer.constants,
+            BLOCK_SIZE=self._block_size,
+            K_X=k_x,
+            V_X=v_x,
+            V_SLOTS_INNER=not dense and cache.logical_value.stride(1) == 1,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            PAGED=not dense,
+            TMA=tma,
+            WARP_SPECIALIZE=config.warp_specialize,
+            STAGES=config.num_stages,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+
+def _describable(view: Tensor) -> bool:
+    """Whether the tensor memory accelerator can address it: 16-byte aligned rows, elements side by side."""
+    size = view.element_size()
+    return view.stride(3) == 1 and view.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in view.stride()[:3])

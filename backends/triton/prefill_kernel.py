@@ -1,0 +1,181 @@
+"""Varlen prefill and extend: one program a tile of query rows, all keys of the sequence up to the tile's last position.
+
+FlashAttention's forward pass (Dao et al. 2022, 2023) with FlashInfer's head packing. The keys come from this step's k and v (no
+context) or through the block table. With TMA they are read by tensor descriptors over the same memory, one box a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headway.backends.triton.tiles import block_numbers, cached_rows, dense_rows, head_offsets, online_step
+
+
+@triton.jit
+def varlen_attention(
+    q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    key,  # pointer to a cache (PAGED) or to k [num_tokens, kv_heads, HEAD_DIM]; with TMA a descriptor [block, head, slot, dim]
+    value,
+    out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    tiles_ptr,  # int32 [num_tiles, 2]: sequence and tile number of each program, the longest first
+    table_ptr,  # int32 [num_seqs, max_blocks]
+    seq_lens_ptr,  # int32 [num_seqs]
+    query_start_ptr,  # int32 [num_seqs + 1]
+    slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
+    sinks_ptr,  # float32 [num_heads], log2(e) * sink
+    score_scale,
+    cap_log2,
+    v_scale,
+    window,
+    q_stride_token,
+    q_stride_head,
+    out_stride_token,
+    out_stride_head,
+    table_stride,
+    k_stride_block,  # those of k, v without context: 0, token, head, 1, 1
+    k_stride_slot,
+    k_stride_head,
+    k_stride_dim,
+    k_stride_x,
+    v_stride_block,
+    v_stride_slot,
+    v_stride_head,
+    v_stride_dim,
+    v_stride_x,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_X: tl.constexpr,
+    V_X: tl.constexpr,
+    V_SLOTS_INNER: tl.constexpr,  # neighbouring slots of the value lie side by side
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr,
+    TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (NUM_KV_HEADS, num_tiles). Row r of a sequence is token r // GROUP, head r % GROUP of the kv head's group."""
+    kv_head = tl.program_id(0)
+    seq = tl.load(tiles_ptr + 2 * tl.program_id(1))
+    first_row = tl.load(tiles_ptr + 2 * tl.program_id(1) + 1) * BLOCK_M
+    start = tl.load(query_start_ptr + seq)
+    query_len = tl.load(query_start_ptr + seq + 1) - start
+    kv_len = tl.load(seq_lens_ptr + seq)
+    context = kv_len - query_len
+
+    row = first_row + tl.arange(0, BLOCK_M)
+    live = row < query_len * GROUP
+    head = kv_head * GROUP + row % GROUP
+    positions = context + row // GROUP
+    d = tl.arange(0, BLOCK_D)
+    inside = live[:, None] & (d[None, :] < HEAD_DIM)
+    q_rows = (start + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head
+    q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=inside, other=0.0).to(DOT)
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table = table_ptr + seq * table_stride
+
+    # Keys the tile's first row sees, those its last row sees, and in between the part that needs no mask.
+    oldest = context + first_row // GROUP
+    newest = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
+    begin = 0
+    full_begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(newest - window + 1, 0), BLOCK_N) * BLOCK_N
+    full_end = tl.maximum((oldest + 1) // BLOCK_N * BLOCK_N, begin)
+    if HAS_WINDOW:
+        full_begin = tl.minimum(full_begin, full_end)
+        m, l, acc = _walk(
+            q, key, value, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions, slopes,
+            score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+            v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, True, False,
+            HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        )  # fmt: skip
+    m, l, acc = _walk(
+        q, key, value, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions, slopes,
+        score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+        v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, False, WARP_SPECIALIZE,
+        HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+    )  # fmt: skip
+    m, l, acc = _walk(
+        q, key, value, m, l, acc, table, kv_head, start, full_end, newest + 1, kv_len, positions, slopes,
+        score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+        v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, True, False,
+        HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+    )  # fmt: skip
+
+    if HAS_SINKS:
+        if HAS_SOFTCAP or HAS_ALIBI:
+            score_scale = 1.0
+        l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m * score_scale)
+    result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+    out_rows = (start + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
+    tl.store(out_ptr + out_rows[:, None] + d[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _walk(
+    q, key, value, m, l, acc, table, kv_head, start, begin, end, kv_len, positions, slopes,
+    score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+    v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
+    V_SLOTS_INNER: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys begin .. end into (m, l, acc); begin is a multiple of BLOCK_N."""
+    n = tl.arange(0, BLOCK_N)
+    k_offsets = head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D)
+    v_offsets = head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_D)
+    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE):
+        if TMA:
+            if PAGED:
+                block = tl.load(table + first // BLOCK_SIZE)
+                slot = first % BLOCK_SIZE
+            else:
+                block = 0
+                slot = start + first
+            k = key.load([block, kv_head, slot, 0]).reshape(BLOCK_N, BLOCK_D).to(DOT)
+            v = value.load([block, kv_head, slot, 0]).reshape(BLOCK_N, BLOCK_D).to(DOT)
+            if MASKED:  # a weight of 0 does not silence NaN: rows past the end are a neighbour's or nobody's
+                v = tl.where((first + n < kv_len)[:, None], v, 0.0).to(DOT)
+        elif PAGED:
+            blocks = block_numbers(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
+            k = cached_rows(
+                key + kv_head * k_stride_head, blocks, k_offsets, first, kv_len, k_stride_block, k_stride_slot,
+                K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, False, False, DOT,
+            )  # fmt: skip
+            v = cached_rows(
+                value + kv_head * v_stride_head, blocks, v_offsets, first, kv_len, v_stride_block, v_stride_slot,
+                V_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, MASKED, V_SLOTS_INNER, DOT,
+            )  # fmt: skip
+        else:
+            k_base = key + start.to(tl.int64) * k_stride_slot + kv_head * k_stride_head
+            v_base = value + start.to(tl.int64) * v_stride_slot + kv_head * v_stride_head
+            k = dense_rows(k_base, first, kv_len, k_stride_slot, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, DOT)
+            v = dense_rows(v_base, first, kv_len, v_stride_slot, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, DOT)
+        m, l, acc = online_step(
+            q, k, v, m, l, acc, first + n, positions, slopes, score_scale, cap_log2, window,
+            MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
+        )  # fmt: skip
+    return m, l, acc

@@ -1,0 +1,171 @@
+"""Device functions that the decode and prefill kernels share: reading cached rows, scoring them, and one online-softmax step.
+
+Scores live in the base-2 domain: exp2 is one instruction, so log2(e) is folded into the scale, the soft-cap, the ALiBi slopes and
+the sinks on the host. Under Triton's interpreter bf16 arithmetic works on the raw bits, therefore every load is cast to `DOT` at
+once, which is float32 there and the query's type on a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def head_offsets(stride_dim, stride_x, X: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Offsets of the elements of one head, [BLOCK_D]: axes [dim / X, X] of a cache's logical view."""
+    d = tl.arange(0, BLOCK_D)
+    if X == 1:
+        offsets = d * stride_dim
+    else:
+        offsets = (d // X) * stride_dim + (d % X) * stride_x
+    return offsets
+
+
+@triton.jit
+def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Physical blocks of the keys first .. first + BLOCK_N of a sequence: a scalar where one block holds all, else [BLOCK_N].
+
+    `first` is a multiple of BLOCK_N. Entries of the table past the sequence's end are not read.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        blocks = tl.load(table_ptr + first // BLOCK_SIZE)
+    else:
+        at = first + tl.arange(0, BLOCK_N)
+        # Rounded to the 16 slots every block is a multiple of, so that the compiler knows neighbouring slots to share a block.
+        blocks = tl.load(table_ptr + at // BLOCK_SIZE, mask=at < tl.cdiv(limit, 16) * 16, other=0)
+    return blocks.to(tl.int64)
+
+
+@triton.jit
+def cached_rows(
+    base_ptr,  # the head's first element
+    blocks,  # of block_numbers
+    offsets,  # of head_offsets
+    first,
+    limit,
+    stride_block,
+    stride_slot,
+    X: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,  # no row from `limit` on is read, but for the rest of 16 slots
+    ZEROED: tl.constexpr,  # rows from `limit` on are zero (a free slot may hold NaN, and 0 * NaN is NaN)
+    SLOTS_INNER: tl.constexpr,  # neighbouring slots lie side by side
+    DOT: tl.constexpr,
+):
+    """Rows [BLOCK_N, BLOCK_D] of a paged key or value.
+
+    A mask with a step inside 16 slots would cost a layout with neighbouring slots its 16-byte reads, so such a one is zeroed after
+    it is read; the others are zeroed by the mask itself.
+    """
+    n = tl.arange(0, BLOCK_N)
+    stride_slot = stride_slot // X * X  # changes nothing (x is the innermost axis) but tells the compiler that pieces are aligned
+    if BLOCK_SIZE % BLOCK_N == 0:
+        start = base_ptr + blocks * stride_block + (first % BLOCK_SIZE) * stride_slot
+        ptrs = start + (n * stride_slot)[:, None] + offsets[None, :]
+    else:
+        rows = blocks * stride_block + ((first + n) % BLOCK_SIZE) * stride_slot
+        ptrs = base_ptr + rows[:, None] + offsets[None, :]
+    live = n < limit - first
+    if ZEROED and not SLOTS_INNER:
+        tile = _load(ptrs, live, HEAD_DIM, BLOCK_D, MASKED)
+    else:
+        tile = _load(ptrs, n < tl.cdiv(limit, 16) * 16 - first, HEAD_DIM, BLOCK_D, MASKED)
+    tile = tile.to(DOT)
+    if ZEROED and SLOTS_INNER:
+        tile = tl.where(live[:, None], tile, 0.0).to(DOT)
+    return tile
+
+
+@triton.jit
+def dense_rows(
+    base_ptr,  # the sequence's and head's first element
+    first,
+    limit,
+    stride_token,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Rows [BLOCK_N, BLOCK_D] of this step's k or v; MASKED as in `cached_rows`."""
+    n = tl.arange(0, BLOCK_N)
+    ptrs = base_ptr + (first + n).to(tl.int64)[:, None] * stride_token + tl.arange(0, BLOCK_D)[None, :]
+    return _load(ptrs, n < limit - first, HEAD_DIM, BLOCK_D, MASKED).to(DOT)
+
+
+@triton.jit
+def _load(ptrs, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    inside = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
+    if MASKED:
+        if HEAD_DIM == BLOCK_D:
+            rows = tl.load(ptrs, mask=live[:, None], other=0.0)
+        else:
+            rows = tl.load(ptrs, mask=live[:, None] & inside, other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        rows = tl.load(ptrs)
+    else:
+        rows = tl.load(ptrs, mask=inside, other=0.0)
+    return rows
+
+
+@triton.jit
+def tanh(x, DOT: tl.constexpr):
+    """tanh; in float32 layers by its series near 0, where 1 - 2 / (exp(2x) + 1) cancels."""
+    y = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
+    if DOT == tl.float32:
+        z = x * x
+        series = x * (1.0 + z * (-0.33333333333 + z * (0.13333333333 + z * (-0.05396825397 + z * 0.02186948854))))
+        y = tl.where(z < 0.04, series, y)
+    return y
+
+
+@triton.jit
+def online_step(
+    q,  # [BLOCK_M, BLOCK_D]
+    k,  # [BLOCK_N, BLOCK_D]
+    v,  # [BLOCK_N, BLOCK_D]
+    m,  # [BLOCK_M] largest score so far, before score_scale
+    l,  # [BLOCK_M] sum of exp2(score - m)
+    acc,  # [BLOCK_M, BLOCK_D]
+    at,  # [BLOCK_N] positions of the keys
+    positions,  # [BLOCK_M] positions of the queries
+    slopes,  # [BLOCK_M] log2(e) * ALiBi slope
+    score_scale,  # log2(e) * scale; scale / softcap where there is a soft-cap
+    cap_log2,  # log2(e) * softcap
+    window,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Fold one tile of keys into the running (m, l, acc): the recurrence of Milakov and Gimelshein (2018)."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if HAS_SOFTCAP or HAS_ALIBI:
+        if HAS_SOFTCAP:
+            scores = cap_log2 * tanh(scores * score_scale, DOT)
+        else:
+            scores = scores * score_scale
+        if HAS_ALIBI:
+            scores = scores - slopes[:, None] * (positions[:, None] - at[None, :]).to(tl.float32)
+        score_scale = 1.0
+    if MASKED:
+        seen = at[None, :] <= positions[:, None]
+        if HAS_WINDOW:
+            seen = seen & (at[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    finite = m_new
+    if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) = 0, not NaN
+        finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+    weights = tl.exp2(scores * score_scale - (finite * score_scale)[:, None])
+    shrink = tl.exp2((m - finite) * score_scale)
+    l = l * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
+    return m_new, l, acc

@@ -1,0 +1,78 @@
+"""The cache writer: k and v of a step to their slots in one launch, in any layout."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headway.backends.triton.tiles import head_offsets
+
+
+@triton.jit
+def write_kv(
+    k_ptr,  # [num_tokens, kv_heads, HEAD_DIM]
+    v_ptr,
+    key_ptr,  # a cache in any layout, addressed by the strides of its logical view [block, slot, head, dim / X, X]
+    value_ptr,
+    slots_ptr,  # int64 [num_tokens]; -1: skipped
+    num_tokens,
+    k_scale,
+    v_scale,
+    k_stride_token,
+    k_stride_head,
+    v_stride_token,
+    v_stride_head,
+    key_stride_block,
+    key_stride_slot,
+    key_stride_head,
+    key_stride_dim,
+    key_stride_x,
+    value_stride_block,
+    value_stride_slot,
+    value_stride_head,
+    value_stride_dim,
+    value_stride_x,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_X: tl.constexpr,
+    V_X: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    K_SLOTS_INNER: tl.constexpr,  # neighbouring slots lie closer than neighbouring elements of a head
+    V_SLOTS_INNER: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Grid (cdiv(num_tokens, BLOCK_T), kv_heads)."""
+    head = tl.program_id(1)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slots = tl.load(slots_ptr + t, mask=t < num_tokens, other=-1)
+    d = tl.arange(0, BLOCK_D)
+    live = slots >= 0
+    slots = tl.where(live, slots, 0)
+    rows = t.to(tl.int64)[:, None]
+    mask = live[:, None] & (d[None, :] < HEAD_DIM)
+    k = tl.load(k_ptr + rows * k_stride_token + head * k_stride_head + d[None, :], mask=mask, other=0.0)
+    v = tl.load(v_ptr + rows * v_stride_token + head * v_stride_head + d[None, :], mask=mask, other=0.0)
+    blocks = slots // BLOCK_SIZE
+    inner = slots % BLOCK_SIZE
+    k_rows = blocks * key_stride_block + inner * key_stride_slot + head * key_stride_head
+    v_rows = blocks * value_stride_block + inner * value_stride_slot + head * value_stride_head
+    _store(key_ptr, k_rows, head_offsets(key_stride_dim, key_stride_x, K_X, BLOCK_D), k, k_scale, live, HEAD_DIM, BLOCK_D,
+           K_SLOTS_INNER, FP8)  # fmt: skip
+    _store(value_ptr, v_rows, head_offsets(value_stride_dim, value_stride_x, V_X, BLOCK_D), v, v_scale, live, HEAD_DIM, BLOCK_D,
+           V_SLOTS_INNER, FP8)  # fmt: skip
+
+
+@triton.jit
+def _store(ptr, rows, offsets, tile, scale, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS_INNER: tl.constexpr,
+           FP8: tl.constexpr):  # fmt: skip
+    """Store a tile [BLOCK_T, BLOCK_D]; with SLOTS_INNER turned first, so that neighbouring threads meet neighbouring slots."""
+    if FP8:  # the conversion saturates to +-448 on its own on a GPU, but not under the interpreter
+        tile = tl.div_rn(tile.to(tl.float32), scale)
+        tile = tl.minimum(tl.maximum(tile, -448.0), 448.0)
+    tile = tile.to(ptr.dtype.element_ty)
+    inside = tl.arange(0, BLOCK_D) < HEAD_DIM
+    if SLOTS_INNER:
+        tl.store(ptr + (offsets[:, None] + rows[None, :]), tl.trans(tile), mask=inside[:, None] & live[None, :])
+    else:
+        tl.store(ptr + (rows[:, None] + offsets[None, :]), tile, mask=live[:, None] & inside[None, :])

@@ -1,0 +1,105 @@
+"""The command `headway bench kernel`: options to `KernelOptions`, and the table."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from headway.bench.cells import Geometry
+from headway.bench.device import resolve_device
+from headway.bench.kernel import KernelOptions, run_kernel_bench
+from headway.bench.results import write_json
+from headway.bench.table import print_report
+from headway.bench.timing import Timer
+from headway.core.errors import ConfigError
+from headway.core.spec import DTYPES, KV_DTYPES
+
+_TIMER = Timer()
+_FILE_WIDTH = 240
+"""Columns of the table where no terminal says how many it has."""
+
+
+class PhaseChoice(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
+    """What to measure."""
+
+    decode = "decode"
+    prefill = "prefill"
+    write = "write"
+
+
+def kernel(
+    phase: Annotated[PhaseChoice, typer.Option(help="Attention over the cache, of prompts, or the cache writers.")] = (
+        PhaseChoice.decode
+    ),
+    backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
+    peers: Annotated[bool, typer.Option(help="Time installed attention libraries, called bare, in the same run.")] = True,
+    only_peers: Annotated[str | None, typer.Option(help="Only these peers, comma-separated.")] = None,
+    geometry: Annotated[list[str] | None, typer.Option(help="num_heads/num_kv_heads/head_dim; repeatable.")] = None,
+    cases: Annotated[str | None, typer.Option(help="Cases such as 8q1s2k,1q1s512. Default: the device's usual cells.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3, ...")] = "auto",
+    layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: the preferred one.")] = None,
+    block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: those of 16 and 256 that fit.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
+    warmup_ms: Annotated[float, typer.Option(min=0.0, help="Warm-up before timing.")] = _TIMER.warmup_ms,
+    rep_ms: Annotated[float, typer.Option(min=0.0, help="Time over which runs are repeated.")] = _TIMER.rep_ms,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+) -> None:
+    """Time attention kernels, each checked against float64 first, beside the bare libraries."""
+    options = KernelOptions(
+        phase=phase.value,
+        backends=_names(backends),
+        peers=_names(only_peers) or peers,
+        geometries=[Geometry.parse(text) for text in geometry or ["32/8/128"]],
+        cases=_names(cases),
+        dtype=_dtype("--dtype", dtype, DTYPES),
+        kv_dtype=_dtype("--kv-dtype", kv_dtype, {**DTYPES, **KV_DTYPES}),
+        layouts=_names(layouts),
+        block_sizes=_sizes(block_sizes),
+        device=resolve_device(device),
+        timer=Timer(warmup_ms, rep_ms),
+        seed=seed,
+        output=output,
+        command=shlex.join(["headway", *sys.argv[1:]]),
+    )
+    report = run_kernel_bench(options, console=Console(stderr=True))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
+    print_report(report, console)
+    if output is not None:
+        write_json(report, output)
+        console.print(f"written to {output}", highlight=False)
+
+
+def _names(text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return names or None
+
+
+def _dtype(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dtype | None:
+    if name == "auto":
+        return None
+    if name not in known:
+        raise ConfigError(option, f"auto or one of {', '.join(known)}", repr(name))
+    return known[name]
+
+
+def _sizes(text: str | None) -> Sequence[int] | None:
+    names = _names(text)
+    if names is None:
+        return None
+    if not all(name.isdigit() and int(name) > 0 for name in names):
+        raise ConfigError("--block-sizes", "positive numbers, comma-separated, such as 16,256", repr(text))
+    return [int(name) for name in names]

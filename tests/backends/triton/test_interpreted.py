@@ -1,0 +1,160 @@
+"""The Triton kernels against float64 under the interpreter, started by test_interpreter.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from grid import CASES, LAYOUTS, SPECS, VERIFY, spec
+from headway.backends import layouts
+from headway.bench.cases import Case, make_case, parse_case
+from headway.bench.reference import reference, relative_error, run_backend
+from headway.core.errors import BackendError, ConfigError
+from headway.core.layout import NHD, VLLM_5D, CacheGeometry, CacheLayout
+from headway.core.metadata import Phase
+from headway.core.spec import AttentionSpec
+
+pytest.importorskip("triton")
+try:
+    from headway.backends.triton.backend import TritonAttention
+    from headway.backends.triton.layer import INTERPRETED
+    from headway.backends.triton.writer import write_rows
+except RuntimeError as error:  # pragma: no cover - an old GPU driver
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
+
+FP8 = torch.float8_e4m3fn
+LAYERS = {name: layer for name, layer in SPECS.items() if layer.head_dim in TritonAttention.capabilities.head_dims}
+
+
+def case_of(name: str, layer: AttentionSpec, layout: CacheLayout = NHD, block_size: int = 16, **options: object) -> Case:
+    verify = VERIFY.get(name, 1)
+    lens = parse_case(CASES.get(name, name), verify)
+    return make_case(lens, layer, layout, block_size, layouts.write_rows, decode_query_len=verify, poison=math.nan, **options)
+
+
+def error_of(case: Case, **options: str) -> float:
+    for view in (case.metadata.prefill, case.metadata.decode):
+        if view is not None:
+            support = TritonAttention.supports(case.spec, case.cache.layout, case.cache.block_size, view.phase)
+            assert support, str(support)
+    backend = TritonAttention(case.spec, case.cache.layout, case.cache.block_size, options)
+    return relative_error(run_backend(backend, case), reference(case), case)
+
+
+@pytest.mark.parametrize("case_name", CASES)
+@pytest.mark.parametrize("spec_name", LAYERS)
+def test_matches_float64(case_name: str, spec_name: str) -> None:
+    assert error_of(case_of(case_name, LAYERS[spec_name])) < 2e-6
+
+
+@pytest.mark.parametrize("case_name", ["mixed", "verify"])
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_layouts_and_block_sizes(layout: CacheLayout, block_size: int, case_name: str) -> None:
+    assert error_of(case_of(case_name, spec(), layout, block_size)) < 2e-6
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("case_name", ["mixed"])
+def test_head_dims(head_dim: int, case_name: str) -> None:
+    assert error_of(case_of(case_name, spec(head_dim=head_dim), VLLM_5D)) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("spec_name", ["gqa 2", "window softcap alibi"])
+@pytest.mark.parametrize("case_name", ["mixed", "extend"])
+def test_half_precision(dtype: torch.dtype, spec_name: str, case_name: str) -> None:
+    layer = dataclasses.replace(LAYERS[spec_name], dtype=dtype)
+    assert error_of(case_of(case_name, layer)) < TritonAttention.tolerance[dtype]
+
+
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+@pytest.mark.parametrize("case_name", ["2q4s21_1q8s70_3q1s65", "1q13"])
+def test_group_sizes(group: int, case_name: str) -> None:
+    layer = spec(num_heads=2 * group, num_kv_heads=2)
+    case = make_case(parse_case(case_name, 8), layer, NHD, 16, layouts.write_rows, decode_query_len=8, poison=math.nan)
+    assert error_of(case) < 2e-6
+
+
+@pytest.mark.parametrize("num_splits", ["1", "2", "3", "16"])
+def test_any_number_of_splits_gives_the_same(num_splits: str) -> None:
+    case = case_of("2q1s16_1q1s17_1q1s95_1q1s300", spec(sinks=(0.3, -1.0, 2.0, 0.0)), padding_rows=2)
+    assert error_of(case, num_splits=num_splits) < 2e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("case_name", ["decode ragged", "extend", "prefill"])
+def test_fp8_cache(layout: CacheLayout, case_name: str) -> None:
+    layer = spec(kv_dtype=FP8, k_scale=0.02, v_scale=0.05)
+    assert error_of(case_of(case_name, layer, layout)) < 2e-6
+
+
+def test_the_scales_of_an_fp8_cache_matter() -> None:
+    case = case_of("decode", spec(kv_dtype=FP8, k_scale=0.02, v_scale=0.05))
+    other = dataclasses.replace(case, spec=spec(kv_dtype=FP8, k_scale=0.03, v_scale=0.05))
+    assert relative_error(reference(other), reference(case), case) > 1e-2
+
+
+def test_partial_results_are_clean_after_use() -> None:
+    case = case_of("2q1s70_1q1s300", spec())
+    backend = TritonAttention(case.spec, NHD, 16, {"num_splits": "5"})
+    first, again = run_backend(backend, case), run_backend(backend, case)
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_writer_writes_what_the_readable_one_writes(layout: CacheLayout, dtype: torch.dtype, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    geometry = CacheGeometry(24, 16, 2, 80, dtype, torch.device("cpu"))
+    scales = (0.5, 0.25) if dtype == FP8 else (1.0, 1.0)
+    k, v = (torch.randn(tokens, 2, 80, generator=generator).mul(3) for _ in range(2))
+    if dtype == FP8:  # the interpreter loses the carry when it rounds to fp8: numbers that need no rounding
+        k, v = (t.to(FP8).float() * scale for t, scale in zip((k, v), scales, strict=True))
+    k, v = k.to(torch.bfloat16), v.to(torch.bfloat16)
+    slots = torch.randperm(24 * 16, generator=generator)[:tokens]
+    slots[tokens // 2] = -1
+    caches = [layout.allocate(geometry, *scales) for _ in range(2)]
+    write_rows(k, v, caches[0], slots)
+    layouts.write_rows(k, v, caches[1], slots)
+    for ours, theirs in ((caches[0].key, caches[1].key), (caches[0].value, caches[1].value)):
+        assert torch.equal(ours.float(), theirs.float())
+    assert tokens == 1 or caches[0].key.float().abs().sum() > 0
+
+
+def test_writer_saturates() -> None:
+    geometry = CacheGeometry(1, 16, 1, 32, FP8, torch.device("cpu"))
+    cache = NHD.allocate(geometry)
+    k = torch.tensor([1e4, -1e4]).repeat(16).view(1, 1, 32)
+    write_rows(k, k, cache, torch.tensor([3]))
+    assert cache.gather(torch.tensor([3]))[0].float().flatten()[:2].tolist() == [448.0, -448.0]
+
+
+@pytest.mark.parametrize("phase_case", ["decode", "extend"])
+def test_debug_names_the_wrong_block(monkeypatch: pytest.MonkeyPatch, phase_case: str) -> None:
+    monkeypatch.setenv("HEADWAY_DEBUG", "1")
+    case = case_of(phase_case, spec())
+    backend = TritonAttention(case.spec, NHD, 16)
+    run_backend(backend, case)
+    for wrong in (-7, 99):
+        case.metadata.block_table_cpu[1, 0] = wrong
+        with pytest.raises(BackendError, match=rf"row 1: needs blocks 0.*, got {wrong}"):
+            run_backend(backend, case)
+
+
+def test_refusals() -> None:
+    def reason(layer: AttentionSpec, block_size: int = 16) -> str:
+        return str(TritonAttention.supports(layer, NHD, block_size, Phase.DECODE))
+
+    assert "head_dim: needs 32 or 64" in reason(spec(head_dim=24))
+    assert "block_size: needs a multiple of 16, got 8" in reason(spec(), 8)
+    assert "dtype" in reason(spec(dtype=torch.float64))
+    assert "scale: needs a positive number" in reason(spec(scale=-1.0))
+    with pytest.raises(ConfigError, match="num_splits"):
+        TritonAttention(spec(), NHD, 16, {"num_splits": "0"})

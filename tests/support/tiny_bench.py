@@ -1,0 +1,53 @@
+"""Tiny kernel benchmarks: cells, runs and broken backends that several test files share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from headway.backends.sdpa import SDPA
+from headway.bench.cells import Cell, Geometry, make_cell, make_spec
+from headway.bench.kernel import KernelOptions, run_kernel_bench
+from headway.bench.results import KernelReport
+from headway.bench.timing import Timer
+from headway.core.backend import BackendInfo
+from headway.registry import Registry, create_registry, hookimpl
+
+QUICK = Timer(warmup_ms=0.0, rep_ms=0.0)
+CPU = torch.device("cpu")
+SMALL = Geometry(4, 2, 32)
+
+
+def cell_of(phase: str, case: str, geometry: Geometry = SMALL, **dtypes: torch.dtype) -> Cell:
+    spec = make_spec(geometry, dtypes.get("dtype", torch.float32), dtypes.get("kv_dtype"), CPU)
+    return make_cell(phase, case, geometry, spec)
+
+
+def run(registry: Registry, **changes: object) -> KernelReport:
+    options = KernelOptions(geometries=[SMALL], peers=False, device=CPU, timer=QUICK, **changes)
+    return run_kernel_bench(options, registry)
+
+
+def plugin(name: str, **methods: object) -> SimpleNamespace:
+    """A plugin whose one backend is sdpa with some methods replaced."""
+    backend = type(name, (SDPA,), {"name": name, **methods})
+
+    class Plugin:
+        @hookimpl
+        def headway_register_backends(self) -> list[BackendInfo]:
+            return [BackendInfo(name, "for a test", lambda: backend)]
+
+    return Plugin()
+
+
+def with_backend(name: str, **methods: object) -> Registry:
+    return create_registry({name: plugin(name, **methods)}, load_entry_points=False)
+
+
+def zeros(self, q, cache, plan, out):
+    out.zero_()
+
+
+def half_of_the_rows(self, q, cache, plan, out):
+    out[: len(out) // 2].zero_()
