@@ -26,6 +26,9 @@ def backends(as_json: Annotated[bool, typer.Option("--json", help="Print JSON in
         return
     out = Console()
     out.print(_table(rows))
+    for row in rows:
+        for reason in row["reasons"]:  # below the table, where a whole sentence fits
+            out.print(Text(f" {row['name']} is not available: ", "red").append(reason, "default"))
     for failure in registry.failures:
         out.print(Text("plugin not loaded: ", "bold red").append(str(failure), "default"))
 
@@ -64,11 +67,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="attention backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("kind")
-    table.add_column("available", ratio=1)
+    table.add_column("available")
     for column in ("phases", "layouts", "block", "dtypes"):
         table.add_column(column)
     for row in rows:
-        state = Text("yes", "green") if row["available"] else Text("no: " + "; ".join(row["reasons"]), "red")
+        state = Text("yes", "green") if row["available"] else Text("no", "red")
         if "phases" not in row:
             table.add_row(row["name"], row["kind"], state, "?", "?", "?", "?")
             continue

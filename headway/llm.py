@@ -36,6 +36,8 @@ class _Request:
     prompt: str | None
     seqs: list[EngineSequence]
     texts: list[Detokenizer]
+    watched: bool
+    """Whether somebody reads the text as it grows, or a stop text may come; else it is made when the sequence ends."""
 
     def output(self) -> RequestOutput:
         """What the caller sees."""
@@ -109,6 +111,7 @@ class LLM:
         self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids)
         self.tokenizer = self.model.tokenizer
         self._request_ids = count()
+        self._requests: dict[EngineSequence, _Request] = {}
 
     def generate(
         self,
@@ -133,11 +136,14 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[tuple[str, RequestOutput]]:
         """Complete one prompt and yield (new text of completion 0, output so far) after every step."""
-        requests = self._add([prompt], sampling_params)
-        shown = 0
-        for _ in self._steps(requests, incremental=True):
-            output = requests[0].output()
-            text = requests[0].texts[0].safe_text if not output.finished else output.outputs[0].text
+        (request,) = requests = self._add([prompt], sampling_params, streamed=True)
+        shown, finished = 0, False
+        steps = self._steps(requests)
+        while not finished:
+            next(steps, None)  # nothing is left to step if another call's steps have finished this request too
+            output = request.output()
+            finished = output.finished
+            text = output.outputs[0].text if finished else request.texts[0].safe_text
             yield text[shown:], output
             shown = len(text)
 
@@ -153,7 +159,7 @@ class LLM:
         return text
 
     def _add(
-        self, prompts: Prompt | Sequence[Prompt], wishes: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Prompt | Sequence[Prompt], wishes: SamplingParams | Sequence[SamplingParams] | None, streamed: bool = False
     ) -> list[_Request]:
         items = _prompts(prompts)
         params = [wishes or SamplingParams()] * len(items) if not isinstance(wishes, Sequence) else list(wishes)
@@ -165,7 +171,9 @@ class LLM:
             request_id = str(next(self._request_ids))
             seqs = self.engine.add_request(request_id, ids, wish)
             texts = [Detokenizer(self.tokenizer, wish.stop or ()) for _ in seqs]
-            requests.append(_Request(request_id, item if isinstance(item, str) else None, seqs, texts))
+            text = item if isinstance(item, str) else None
+            requests.append(_Request(request_id, text, seqs, texts, watched=streamed or bool(wish.stop)))
+            self._requests.update(dict.fromkeys(seqs, requests[-1]))
         return requests
 
     def _encode(self, prompt: Prompt, number: int) -> list[int]:
@@ -176,32 +184,34 @@ class LLM:
             raise PromptError(f"prompt {number}", *error.reason[1:]) from None
         return ids
 
-    def _steps(self, requests: Sequence[_Request], incremental: bool = False) -> Iterator[tuple[int, int]]:
+    def _steps(self, requests: Sequence[_Request]) -> Iterator[tuple[int, int]]:
         """Run the engine until the requests are done; yields (sequences finished, tokens made) a step.
 
-        A caller that stops listening, or is interrupted, leaves no request behind.
+        Other requests in the engine advance with them. A caller that stops listening, or is interrupted, leaves nothing behind.
         """
-        texts = {seq: text for request in requests for seq, text in zip(request.seqs, request.texts, strict=True)}
+        seqs = [seq for request in requests for seq in request.seqs]
         try:
-            while self.engine.has_unfinished:
-                finished, stepped = 0, self.engine.step()
+            while not all(seq.finished for seq in seqs):
+                stepped = self.engine.step()
                 for seq in stepped:
-                    self._read(seq, texts[seq], incremental)
-                    finished += seq.finished
-                yield finished, len(stepped)
+                    self._read(seq)
+                yield sum(seq.finished for seq in stepped), len(stepped)
         finally:
-            if self.engine.has_unfinished:
-                self.engine.abort_all()
+            for seq in seqs:
+                del self._requests[seq]
+                if not seq.finished:
+                    self.engine.finish(seq, "abort")
 
-    def _read(self, seq: EngineSequence, text: Detokenizer, incremental: bool) -> None:
-        """Detokenise what a step added: at once where somebody watches or a stop text may come, else when the sequence ends."""
-        watched = incremental or bool(seq.params.stop)
+    def _read(self, seq: EngineSequence) -> None:
+        """Detokenise what a step added."""
+        request = self._requests[seq]
+        text = request.texts[seq.index]
         ended_by_token = seq.finish_reason == "stop"  # the token that ends a text is not part of it
-        if watched and not ended_by_token and text.append(seq.token_ids[-1]):
+        if request.watched and not ended_by_token and text.append(seq.token_ids[-1]):
             self.engine.finish(seq, "stop")
         if not seq.finished:
             return
-        if not watched:
+        if not request.watched:
             for token in seq.output_token_ids[: -1 if ended_by_token else None]:
                 text.append(token)
         text.flush()

@@ -56,7 +56,7 @@ def test_the_streamed_pieces_join_to_the_text(llm: LLM) -> None:
 def test_a_stop_text_ends_the_completion_before_it(llm: LLM) -> None:
     (whole,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     text = whole.outputs[0].text
-    stop = text[len(text) // 2 :][:3]
+    stop = text[2:5]
     (cut,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=stop), use_tqdm=False)
     assert cut.outputs[0].text == text[: text.index(stop)]
     assert cut.outputs[0].finish_reason == "stop"
@@ -85,8 +85,18 @@ def test_a_stream_that_is_given_up_leaves_nothing_behind(llm: LLM) -> None:
     llm.engine.blocks.check_integrity([])
 
 
+def test_a_stream_and_other_calls_may_interleave(llm: LLM) -> None:
+    alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0] for prompt in ([1, 2, 3], [9, 8], [4])]
+    first, second = llm.stream([1, 2, 3], GREEDY), llm.stream([9, 8], GREEDY)
+    texts = [next(first)[0], next(second)[0]]
+    (between,) = llm.generate([[4]], GREEDY, use_tqdm=False)
+    texts = [text + "".join(piece for piece, _ in stream) for text, stream in zip(texts, (first, second), strict=True)]
+    assert [*texts, between.outputs[0].text] == [completion.text for completion in alone]
+    assert not llm.engine.has_unfinished
+
+
 def test_two_calls_share_the_prefix_cache(llm: LLM) -> None:
-    long = list(range(1, 40))
+    long = list(range(60, 99))
     (first,) = llm.generate([[*long, 41]], GREEDY, use_tqdm=False)
     (second,) = llm.generate([[*long, 42]], GREEDY, use_tqdm=False)
     (off,) = LLM(llm.model.name, kv_cache_memory="8MiB", num_threads=1, enable_prefix_caching=False).generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import string
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def install(folder: Path, name: str, source: str, version: str = "1.0", entry_po
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """A Llama of two layers with random weights and a byte-level tokenizer, as transformers saves them: 256 positions."""
+    """A Llama of two layers with random weights as transformers saves it: 256 positions, 300 tokens of ASCII text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -68,16 +69,12 @@ def save_tiny_model(folder: Path) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog", "a cache of keys and values"], trainer)
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], show_progress=False)
+    syllables = " ".join(first + vowel + last for first in string.ascii_lowercase for vowel in "aeiou" for last in "nrst")
+    tokenizer.train_from_iterator([string.printable, "the quick brown fox jumps over the lazy dog", syllables], trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     config = LlamaConfig(
-        vocab_size=300,
+        vocab_size=len(wrapped),
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
