@@ -10,6 +10,7 @@ from functools import partial
 from itertools import cycle
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -30,7 +31,9 @@ _COPIES = 12
 def main() -> None:
     """Print the table."""
     threads, cpu, timer = set_threads(), torch.device("cpu"), Timer()
-    table = Table(title=f"float32 product, ms (F.linear / packed), {threads} threads, torch {torch.__version__}")
+    table = Table(
+        title=f"float32 product, ms (F.linear / packed), {threads} threads, torch {torch.__version__}", box=box.SIMPLE_HEAD
+    )
     table.add_column("layer")
     for rows in ROWS:
         table.add_column(f"{rows} rows", justify="right")

@@ -133,7 +133,12 @@ def _told(run: Callable[[], _Pass], name: str, advance: Callable[[str], None]) -
 def _settings(llm: LLM) -> dict[str, str]:
     chosen = llm.engine.selection
     names = {phase.value: name for phase, name in chosen.names.items()}
-    return {**names, "kv_layout": chosen.layout.name, "block_size": str(chosen.block_size), "prefix_caching": "off"}
+    return {
+        **names,
+        "kv_layout": chosen.layout.name,
+        "block_size": str(chosen.block_size),
+        "prefix_cache": "emptied before each pass",
+    }
 
 
 def _headway_pass(llm: LLM, ids: Sequence[list[int]], output_len: int) -> _Pass:
@@ -206,9 +211,10 @@ def same_tokens(ours: Generated, theirs: Generated, eos: frozenset[int]) -> floa
 def _summary(name: str, settings: dict[str, str], passes: Sequence[_Pass]) -> EngineResult:
     rates = [sum(map(len, each.tokens)) / each.seconds for each in passes]
     per_token = [
-        (last - first) / max(len(tokens) - 1, 1)
+        statistics.mean(
+            (last - first) / (len(tokens) - 1) for tokens, first, last in zip(each.tokens, each.first, each.last, strict=True)
+        )
         for each in passes
-        for tokens, first, last in zip(each.tokens, each.first, each.last, strict=True)
     ]
     return EngineResult(
         engine=name,
@@ -217,5 +223,5 @@ def _summary(name: str, settings: dict[str, str], passes: Sequence[_Pass]) -> En
         fastest=max(rates),
         slowest=min(rates),
         time_to_first_token_ms=1e3 * statistics.median(statistics.mean(each.first) for each in passes),
-        time_per_output_token_ms=1e3 * statistics.mean(per_token),
+        time_per_output_token_ms=1e3 * statistics.median(per_token),
     )

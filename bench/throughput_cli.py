@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -66,9 +67,9 @@ def print_report(report: ThroughputReport) -> None:
         f"{report.model}, {report.dtype}, {report.num_prompts} prompts ({report.prompt_tokens} tokens) x {report.output_len} new "
         f"tokens, greedy; {device.name}{threads}, torch {device.torch}"
     )
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("engine", style="bold")
-    for column in ("tokens/s", "slowest-fastest", "first token ms", "per token ms", "same tokens", "speed"):
+    for column in ("tokens/s", "range", "first token ms", "per token ms", "same tokens", "speed"):
         table.add_column(column, justify="right")
     for result in report.results:
         spread = f"{result.slowest:.1f}-{result.fastest:.1f}"

@@ -134,10 +134,15 @@ class AttentionBackend(ABC):
         self.spec = spec
         self.layout = layout
         self.block_size = block_size
-        for key in options or {}:
-            if key not in self.options:
-                known = ", ".join(f"{self.name}.{known}" for known in self.options) or "none"
-                raise ConfigError("--attn-opt", f"an option of {self.name} ({known})", f"{self.name}.{key}")
+        self.check_options(options or {})
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, str]) -> None:
+        """:raises ConfigError: an option that the backend does not have."""
+        for key in options:
+            if key not in cls.options:
+                known = ", ".join(f"{cls.name}.{known}" for known in cls.options) or "none"
+                raise ConfigError("--attn-opt", f"an option of {cls.name} ({known})", f"{cls.name}.{key}")
 
     @classmethod
     def available(cls) -> Support:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -53,7 +54,7 @@ def pool_size(
         fits = budget // block_bytes * block_size
         raise ConfigError(
             "kv_cache_memory",
-            f"{_size(one * block_bytes)} for one sequence of max_model_len={max_model_len}",
+            f"{_size(one * block_bytes, math.ceil)} for one sequence of max_model_len={max_model_len}",
             f"{_size(budget)}, room for {fits} tokens",
             f"raise kv_cache_memory or set max_model_len to at most {fits}" if fits else "raise kv_cache_memory",
         )
@@ -100,5 +101,9 @@ def _default_memory(device: torch.device, one_sequence: int) -> int:
     return min(most, max(_DEFAULT_CPU_BYTES, one_sequence))
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 1024**2:.2f} MiB"
+def _size(num_bytes: int, rounded: Callable[[float], int] = math.floor) -> str:
+    """In the unit that shows it; a need is rounded up, so that asking for what is printed is enough."""
+    unit, name = next(
+        (unit, name) for unit, name in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB"), (1, "B")) if num_bytes >= unit / 10
+    )
+    return f"{rounded(num_bytes / unit * 100) / 100:.2f} {name}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headway.core.errors import ConfigError
+from headway.core.sampling_params import SEED_RANGE, is_seed
 
 BLOCK_MULTIPLE = 8
 """Every block size is a multiple of this: no kernel reads smaller steps."""
@@ -40,6 +41,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(name, "a whole number of at least 1", repr(value))
+        if not is_seed(self.seed):
+            raise ConfigError("seed", SEED_RANGE, repr(self.seed))
         if self.block_size is not None and self.block_size % BLOCK_MULTIPLE:
             near = max(BLOCK_MULTIPLE, round(self.block_size / BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
             raise ConfigError("block_size", f"a multiple of {BLOCK_MULTIPLE}", self.block_size, f"{near} is the nearest")

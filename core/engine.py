@@ -38,6 +38,7 @@ class Engine:
         block_size = self.selection.block_size
         self.max_model_len = _max_model_len(config, model, block_size)
         config.check_budget(self.max_model_len)
+        self._longer_prompts = _longer_prompts(config, self.max_model_len, model.max_position_embeddings)
         self.pool = cache.pool_size(specs, block_size, self.max_model_len, config.max_num_seqs, config.kv_cache_memory)
         self.caches = cache.allocate(specs, self.selection.layout, self.pool)
         writer = source.layout(self.selection.layout.name).load_writer(specs[0].device)
@@ -67,7 +68,7 @@ class Engine:
                 "prompt",
                 f"at most {self.max_model_len - 1} tokens (max_model_len={self.max_model_len}, one is for the output)",
                 f"{len(prompt_token_ids)} tokens",
-                "shorten it or raise max_model_len",
+                self._longer_prompts,
             )
         wrong = next((token for token in prompt_token_ids if not 0 <= token < self._vocab_size), None)
         if wrong is not None:
@@ -124,6 +125,17 @@ class Engine:
         for seq in (*self.scheduler.running, *self.scheduler.waiting):
             seq.finish("abort")
         self.scheduler.remove_finished()
+
+
+def _longer_prompts(config: EngineConfig, max_model_len: int, made_for: int) -> str:
+    """What to do about a prompt that is too long: only what would help."""
+    if max_model_len >= made_for:
+        return "shorten it; the model was made for no more"
+    if config.max_model_len is not None:
+        return "shorten it or raise max_model_len"
+    if not config.enable_chunked_prefill and max_model_len >= config.max_num_batched_tokens:
+        return "shorten it, raise max_num_batched_tokens, or turn chunked prefill on"
+    return "shorten it or raise kv_cache_memory"
 
 
 def _max_model_len(config: EngineConfig, model: Model, block_size: int) -> int:

@@ -33,6 +33,8 @@ class SamplingParams:
     max_tokens: int = 16
 
     def __post_init__(self) -> None:
+        self._need("stop", isinstance(self.stop, (str, tuple, list, type(None))), "a text or a list of texts")
+        self._need("stop_token_ids", isinstance(self.stop_token_ids, (tuple, list, type(None))), "a list of token ids")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         self._need("n", _whole(self.n) and self.n >= 1, "a whole number of at least 1")
@@ -41,7 +43,7 @@ class SamplingParams:
         self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "a whole number of at least -1", "-1 keeps every token")
         self._need("min_p", _number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1")
         self._need("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of at least 1")
-        self._need("seed", self.seed is None or _whole(self.seed), "a whole number")
+        self._need("seed", self.seed is None or is_seed(self.seed), SEED_RANGE)
         self._need("stop", all(isinstance(text, str) and text for text in self.stop or ()), "texts that are not empty")
         self._need("stop_token_ids", all(_whole(token) for token in self.stop_token_ids), "token ids")
 
@@ -53,6 +55,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature == 0
+
+
+SEED_RANGE = "a whole number from -2**63 to 2**63 - 1"
+"""Leaves room for the numbers added for the other completions of a prompt."""
+
+
+def is_seed(value: object) -> bool:
+    """Whether torch's generators take it."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _whole(value: object) -> bool:

@@ -69,8 +69,8 @@ def check_names(source: BackendSource, wish: str, kv_layout: str, options: Mappi
     :raises HeadwayError: a wish of another form, an unknown backend or layout.
     """
     for name in (*parse_wish(wish).values(), *options):
-        if name != "auto":
-            source.backend(name)
+        if name != "auto" and name not in source.backends:
+            source.backend(name)  # raises; one that exists is loaded later, where a refusal carries its hint and a fix
     if kv_layout != "auto":
         source.layout(kv_layout)
 
@@ -111,6 +111,8 @@ class Selector:
         self._wish_text = wish
         self._wish = parse_wish(wish)
         check_names(source, wish, kv_layout, self._options)
+        for name, chosen in self._options.items():
+            source.backend(name).check_options(chosen)
         self.selection = self._select(kv_layout, block_size)
         self._instances = {name: self._make(name) for name in dict.fromkeys(self.selection.names.values())}
 
@@ -181,8 +183,10 @@ class Selector:
     def _fix(self, unserved: Sequence[Phase]) -> str:
         """The smallest change of the wish that this selector would honour, found by trying it."""
         kept = {phase: "auto" if phase in unserved else name for phase, name in self._wish.items()}
+        if kept[Phase.EXTEND] == "auto":  # one name covers both
+            kept[Phase.PREFILL] = "auto"
         pair = f"prefill={kept[Phase.PREFILL]},decode={kept[Phase.DECODE]}"
-        wishes = [self._wish_text, pair, "auto"] if set(kept.values()) != {"auto"} else [self._wish_text, "auto"]
+        wishes = [self._wish_text, pair, "auto"]
         for text in wishes:
             found = self._search(parse_wish(text), self._choices())
             if found is not None:

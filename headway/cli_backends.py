@@ -25,7 +25,7 @@ def backends(as_json: Annotated[bool, typer.Option("--json", help="Print JSON in
         print(json.dumps({"backends": rows, "failures": failures}, indent=2))
         return
     out = Console()
-    out.print(_table(rows))
+    out.print(_table(rows, out.width))
     for row in rows:
         for reason in row["reasons"]:  # below the table, where a whole sentence fits
             out.print(Text(f" {row['name']} is not available: ", "red").append(reason, "default"))
@@ -63,22 +63,23 @@ def describe(registry: Registry, name: str) -> dict[str, Any]:
     return row
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="attention backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def _table(rows: list[dict[str, Any]], width: int) -> Table:
+    """Lists go side by side where there is room, else one word a line: rich would cut words off instead."""
+    gap = " " if width >= _WIDE else "\n"
+    table = Table(title="attention backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("kind")
-    table.add_column("available")
-    for column in ("phases", "layouts", "block", "dtypes"):
+    for column in ("kind", "available", "phases", "layouts", "block", "dtypes"):
         table.add_column(column)
     for row in rows:
-        state = Text("yes", "green") if row["available"] else Text("no", "red")
+        start = row["name"], row["kind"].replace(" ", gap), Text("yes", "green") if row["available"] else Text("no", "red")
         if "phases" not in row:
-            table.add_row(row["name"], row["kind"], state, "?", "?", "?", "?")
+            table.add_row(*start, "?", "?", "?", "?")
             continue
         block = "any" if row["block_multiple"] == 1 else f"n x {row['block_multiple']}"
-        dtypes = " ".join(_SHORT.get(dtype, dtype) for dtype in row["dtypes"])
-        table.add_row(row["name"], row["kind"], state, " ".join(row["phases"]), " ".join(row["layouts"]), block, dtypes)
+        dtypes = [_SHORT.get(dtype, dtype) for dtype in row["dtypes"]]
+        table.add_row(*start, gap.join(row["phases"]), gap.join(row["layouts"]), block, gap.join(dtypes))
     return table
 
 
+_WIDE = 120
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

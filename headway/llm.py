@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import cast
+from numbers import Integral
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
@@ -178,7 +179,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt, number: int) -> list[int]:
         try:
-            ids = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else [int(token) for token in prompt]
+            ids = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else _token_ids(prompt)
             self.engine.check_prompt(ids)
         except PromptError as error:
             raise PromptError(f"prompt {number}", *error.reason[1:]) from None
@@ -219,9 +220,19 @@ class LLM:
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list: a text and a list of numbers are one."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise PromptError("prompt", "a text, a list of token ids, or a list of either", repr(prompts))
+    items = list(prompts)
+    return [cast(Prompt, items)] if items and isinstance(items[0], Integral) else cast(list[Prompt], items)
+
+
+def _token_ids(prompt: object) -> list[int]:
+    items: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [None]
+    if not all(isinstance(token, Integral) for token in items):
+        raise PromptError("prompt", "a text or a list of token ids", repr(prompt))
+    return [int(token) for token in items]
 
 
 def _device(name: str) -> torch.device:

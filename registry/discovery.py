@@ -13,7 +13,7 @@ class PluginFailure:
 
     name: str
     owner: str
-    error: Exception
+    error: Exception | SystemExit
 
     def __str__(self) -> str:
         return f"{self.name} (from {self.owner}): {type(self.error).__name__}: {self.error}"
@@ -25,10 +25,13 @@ class FoundPlugin:
 
     name: str
     owner: str
-    point: EntryPoint
+    point: EntryPoint | Exception
+    """What to load; or why the distribution's entry points cannot be read."""
 
     def load(self) -> object:
         """Import the plugin; raises whatever it raises."""
+        if isinstance(self.point, Exception):
+            raise self.point
         return self.point.load()
 
 
@@ -37,7 +40,13 @@ def entry_points(group: str, blocked: frozenset[str] = frozenset()) -> Iterator[
     seen = set()
     for distribution in distributions():
         owner = f"{distribution.name} {distribution.version}"
-        for point in distribution.entry_points:
+        try:
+            points = list(distribution.entry_points)
+        except Exception as error:  # the metadata may be anybody's: only ours is worth a word
+            if f"[{group}]" in (distribution.read_text("entry_points.txt") or ""):
+                yield FoundPlugin("entry_points.txt", owner, error)
+            continue
+        for point in points:
             if point.group == group and point.name not in blocked and (owner, point.name) not in seen:
                 seen.add((owner, point.name))
                 yield FoundPlugin(point.name, owner, point)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import isabstract
 from types import ModuleType
 
 import pluggy
@@ -36,6 +38,7 @@ class Registry:
 
     def __init__(self, manager: pluggy.PluginManager) -> None:
         self._manager = manager
+        self._owners: dict[str, str] = {}
         self._classes: dict[str, type[AttentionBackend]] = {}
         self._support: dict[str, Support] = {}
         self.backends: dict[str, BackendEntry] = {}
@@ -47,26 +50,33 @@ class Registry:
 
         :raises Exception: whatever the plugin raises; PluginError for a taken name or a wrong api_version.
         """
+        if name in self._owners:
+            raise PluginError(f"plugin name {name!r} of {owner} is already taken by {self._owners[name]}: rename one of them")
+        if self._manager.is_registered(plugin):
+            raise PluginError(f"plugin {name!r} of {owner} is already registered as {self._manager.get_name(plugin)!r}")
         try:
             self._manager.register(plugin, name=name)
             self._manager.check_pending()
+            if not self._manager.get_hookcallers(plugin):
+                raise PluginError(f"plugin {name!r} of {owner} implements no hook of ours: mark its functions with headway.hookimpl")
             others = [other for other in self._manager.get_plugins() if other is not plugin]
             hook = self._manager.subset_hook_caller
             layouts = [info for answer in hook("headway_register_layouts", others)() for info in answer]
             backends = [info for answer in hook("headway_register_backends", others)() for info in answer]
-            for info in layouts:
-                self._check_layout(info)
+            for number, info in enumerate(layouts):
+                self._check_layout(info, layouts[:number])
             for backend in backends:
                 self._check_backend(backend, owner, [other.name for other in backends])
         except BaseException:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
             raise
+        self._owners[name] = owner
         self.layouts.update({info.layout.name: info for info in layouts})
         self.backends.update({backend.name: BackendEntry(backend, owner) for backend in backends})
 
-    def _check_layout(self, info: LayoutInfo) -> None:
-        for known in self.layouts.values():
+    def _check_layout(self, info: LayoutInfo, own: Sequence[LayoutInfo]) -> None:
+        for known in (*self.layouts.values(), *own):
             if known.layout.name == info.layout.name or known.layout == info.layout:
                 raise PluginError(f"layout {info.layout.name!r} is already registered as {known.layout.name!r}")
 
@@ -102,6 +112,9 @@ class Registry:
                 raise PluginError(
                     f"backend {name} of {entry.owner}: load() must return a subclass of AttentionBackend, got {loaded!r}"
                 )
+            if isabstract(loaded):
+                missing = ", ".join(sorted(loaded.__abstractmethods__))
+                raise PluginError(f"backend {name} of {entry.owner}: class {loaded.__name__} lacks {missing}")
             self._classes[name] = loaded
         return self._classes[name]
 
@@ -109,7 +122,7 @@ class Registry:
         """Whether a backend can run on this machine, found once by loading and probing it."""
         if name not in self._support:
             try:
-                self._support[name] = self.backend(name).available()
+                self._support[name] = _support(self.backend(name).available(), "available")
             except UnknownBackendError:
                 raise
             except Exception as error:
@@ -130,18 +143,25 @@ class Registry:
     def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether a backend can run here and can serve this layer in this phase."""
         available = self.availability(name)
-        return self.backend(name).supports(spec, layout, block_size, phase) if available else available
+        if not available:
+            return available
+        try:
+            return _support(self.backend(name).supports(spec, layout, block_size, phase), "supports")
+        except Exception as error:
+            return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
 
     def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
         """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
 
         :raises PluginError: a plugin's answer is not an order of the candidates.
         """
-        answer = self._manager.hook.headway_rank_backends(spec=spec, phase=phase, candidates=tuple(candidates))
-        order = list(answer or candidates)
-        if sorted(order) != sorted(candidates):
-            raise PluginError(f"headway_rank_backends must return an order of {list(candidates)}, got {order}")
-        return order
+        try:
+            answer = self._manager.hook.headway_rank_backends(spec=spec, phase=phase, candidates=tuple(candidates))
+        except Exception as error:
+            raise PluginError(f"headway_rank_backends of a plugin raised {type(error).__name__}: {error}") from error
+        if not isinstance(answer, (list, tuple)) or Counter(answer) != Counter(candidates):
+            raise PluginError(f"headway_rank_backends must return an order of {list(candidates)}, got {answer!r}")
+        return list(answer)
 
 
 def create_registry(
@@ -156,16 +176,31 @@ def create_registry(
     manager.add_hookspecs(hookspecs)
     registry = Registry(manager)
     registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, import_module(BUILTIN_PLUGIN))
-    named = plugins if isinstance(plugins, Mapping) else {_name(plugin): plugin for plugin in plugins}
-    for name, plugin in named.items():
+    named = plugins.items() if isinstance(plugins, Mapping) else _named(plugins)
+    for name, plugin in named:
         registry.add_plugin(name, name, plugin)
     if load_entry_points:
         for point in entry_points(hookspecs.PROJECT, frozenset(block)):
             try:
                 registry.add_plugin(point.name, point.owner, point.load())
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 registry.failures.append(PluginFailure(point.name, point.owner, error))
     return registry
+
+
+def _support(answer: object, method: str) -> Support:
+    if not isinstance(answer, Support):
+        raise PluginError(f"{method}() must return a Support, got {answer!r}")
+    return answer
+
+
+def _named(plugins: Iterable[object]) -> Iterable[tuple[str, object]]:
+    """Names for plugin objects: their type's, numbered from the second of a kind on."""
+    seen: Counter[str] = Counter()
+    for plugin in plugins:
+        name = _name(plugin)
+        seen[name] += 1
+        yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), plugin
 
 
 def _name(plugin: object) -> str:

@@ -98,7 +98,6 @@ def test_a_wish_is_read(text: str, prefill: str, decode: str) -> None:
         "a,b",
         "a,",
         "prefill=",
-        "prefill",
         "prefill=a,",
         "prefil=a",
         "prefill=a,b",

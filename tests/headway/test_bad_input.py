@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import headway.llm as headway_llm
 from headway import LLM, HeadwayError, SamplingParams
 from headway.core.errors import ConfigError, ModelError, PromptError
+from headway.models import loader
 from sandbox import REFUSING, TOY, Result, assert_refused, install, run_headway
 
 Headway = Callable[..., Result]
@@ -77,7 +77,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "plugins"
     folder.mkdir()
     install(folder, "headway_toy", TOY)
-    install(folder, "headway_refusing", REFUSING)
+    install(folder, "headway_odd", REFUSING)
     monkeypatch.syspath_prepend(str(folder))
     return folder
 
@@ -92,10 +92,10 @@ def test_a_bad_option_is_refused(headway: Headway, tiny_model_folder: Path, name
 def test_a_bad_option_is_refused_before_a_model_is_looked_for(
     headway: Headway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    def load(*arguments: object) -> None:
-        raise ModelError("the model was loaded first")
+    def find(name: str) -> None:
+        raise ModelError("the model was looked for first")
 
-    monkeypatch.setattr(headway_llm, "load_model", load)
+    monkeypatch.setattr(loader, "locate", find)
     options, words = OPTIONS[name]
     assert_refused(headway(*generate(tmp_path, *options)), *words)
 
@@ -151,9 +151,9 @@ def test_raising_max_model_len_is_no_hint_where_the_model_ends(headway: Headway,
 
 
 def test_a_prompt_beyond_what_the_pool_holds_is_told_to_raise_the_pool(headway: Headway, tiny_model_folder: Path) -> None:
-    refused = headway(*generate(tiny_model_folder, "--kv-cache-memory", "20KiB", prompt="fox " * 40))
+    refused = headway(*generate(tiny_model_folder, "--kv-cache-memory", "20KiB", prompt="fox " * 100))
     assert_refused(refused, "prompt", "at most 79 tokens", "kv_cache_memory")
-    assert headway(*generate(tiny_model_folder, "--kv-cache-memory", "200KiB", prompt="fox " * 40)).code == 0
+    assert headway(*generate(tiny_model_folder, "--kv-cache-memory", "200KiB", prompt="fox " * 100)).code == 0
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused_and_both_its_hints_work(headway: Headway, tiny_model_folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +25,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "plugins"
     folder.mkdir()
     install(folder, "headway_toy", TOY)
-    install(folder, "headway_refusing", REFUSING)
+    install(folder, "headway_odd", REFUSING)
     monkeypatch.syspath_prepend(str(folder))
     return folder
 
@@ -117,9 +119,17 @@ def test_the_table_of_backends_fits_and_cuts_nothing_off(headway: Headway, plugi
     assert (result.code, result.err) == (0, "")
     assert max(map(len, result.out.splitlines())) <= columns
     assert "…" not in result.out
-    words = ["name", "kind", "phases", "layouts", "block", "dtypes", "vllm_5d", "prefill", "extend", "decode"]
-    for word in [*words, "headway_refusing", "other_machine", "'libkernel>=2'", "capability", "ImportError:", "Hopper"]:
-        assert word in result.out.split() or f"{word})" in result.out.split() or f"({word}" in result.out.split(), word
+    seen = Counter(re.findall(r"[^\s()│]+", result.out))
+    for word in ("name", "kind", "phases", "layouts", "dtypes", "'libkernel>=2'", "capability", "ImportError:", "Hopper"):
+        assert seen[word], word
+    rows = json.loads(headway("backends", "--json").out)["backends"]
+    for row in rows:
+        assert seen[row["name"]], row
+        assert seen[row["kind"].split()[0]], row
+    for key, words in {"phases": ("prefill", "extend", "decode"), "layouts": ("nhd", "hnd", "vllm_5d")}.items():
+        for word in words:
+            assert seen[word] >= sum(word in row.get(key, ()) for row in rows), word
+    assert max(seen["bf16"], seen["bfloat16"]) == sum("bfloat16" in row.get("dtypes", ()) for row in rows)
 
 
 @pytest.mark.parametrize("columns", [80, 140])

@@ -296,3 +296,26 @@ def test_a_claim_that_raises_means_unsupported() -> None:
     support = registry.supports("odd", spec(), NHD, 16, Phase.DECODE)
     assert not support
     assert "libcuda.so.1 is not there" in str(support)
+
+
+def test_a_plugin_that_forgot_the_marker_is_told() -> None:
+    class Forgetful:
+        def headway_register_backends(self) -> list[BackendInfo]:
+            return []
+
+    with pytest.raises(PluginError, match=r"implements no hook of ours: mark its functions with headway\.hookimpl"):
+        create_registry([Forgetful()], load_entry_points=False)
+
+
+def test_a_backend_without_a_plan_is_unavailable_and_says_what_it_lacks() -> None:
+    class Unplanned(AttentionBackend):
+        name = "unplanned"
+        capabilities = Capabilities(phases=ALL_PHASES)
+
+    class Plugin:
+        @hookimpl
+        def headway_register_backends(self) -> list[BackendInfo]:
+            return [BackendInfo("unplanned", "has no plan", lambda: Unplanned)]
+
+    registry = create_registry([Plugin()], load_entry_points=False)
+    assert "lacks plan" in str(registry.availability("unplanned"))
