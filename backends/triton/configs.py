@@ -9,6 +9,9 @@ from functools import lru_cache
 MAX_SPLITS = 128
 """Most splits of one sequence: the last arriver merges them one chunk after another."""
 
+MAX_ROUNDS = 40
+"""Splits stop where every multiprocessor has this many programs: the partial results would cost more than the balance brings."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
@@ -18,14 +21,12 @@ class DecodeConfig:
     """Keys a tile."""
     num_warps: int
     num_stages: int
-    programs_per_sm: int = 2
-    """Programs that share a multiprocessor: bounded by the shared memory of their pipelines."""
-    tile_us: float = 0.6
-    """Time of one tile when memory is idle: latency, not bandwidth."""
-    merge_us: float = 2.0
-    """What leaving and merging partial results costs once, and ..."""
-    merge_split_us: float = 0.12
-    """... for each split."""
+    tile_us: float = 1.0
+    """Time of one tile of a program that has its multiprocessor for itself: latency, not bandwidth."""
+    partial_us: float = 1.6
+    """What leaving a partial result costs a program, and ..."""
+    merge_us: float = 0.2
+    """... what merging one more costs the last to arrive."""
     bytes_per_us: float = 2.0e6
     """Memory bandwidth."""
 
@@ -41,7 +42,6 @@ class PrefillConfig:
     num_stages: int
     tma: bool = False
     """Read k and v by tensor descriptors where their strides allow it."""
-    warp_specialize: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Architecture:
 
 SM_90 = Architecture(
     "sm_90",
-    decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, bytes_per_us=4.2e6),
-    prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=2, tma=True),
+    decode=DecodeConfig(block_n=64, num_warps=4, num_stages=7, bytes_per_us=4.2e6),
+    prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     extend=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
 )
 SM_80 = Architecture(
@@ -124,16 +124,14 @@ def choose_splits(items: int, total_tiles: int, longest: int, tile_bytes: int, m
     """
     if longest <= 1 or items == 0:
         return 1
-    slots = multiprocessors * config.programs_per_sm
     busy = max(1.0, total_tiles / longest)  # items of full length that would be as much work
+    shared_tile_us = multiprocessors * tile_bytes / config.bytes_per_us  # a tile where all multiprocessors compete for memory
 
     def time_of(splits: int) -> float:
         each = math.ceil(longest / splits)
-        waves, rest = divmod(busy * math.ceil(longest / each), slots)
-        full = max(config.tile_us, slots * tile_bytes / config.bytes_per_us)
-        last = max(config.tile_us, math.ceil(rest) * tile_bytes / config.bytes_per_us) if rest > 0.5 else 0.0
-        merge = config.merge_us + config.merge_split_us * splits if splits > 1 else 0.0
-        return each * (waves * full + last) + merge
+        rounds = math.ceil(busy * math.ceil(longest / each) / multiprocessors)
+        merge = config.partial_us * rounds + config.merge_us * splits if splits > 1 else 0.0
+        return each * max(config.tile_us, rounds * shared_tile_us) + merge
 
-    most = max(1, min(MAX_SPLITS, longest, 16 * slots // items))
+    most = max(1, min(MAX_SPLITS, longest, MAX_ROUNDS * multiprocessors // items))
     return min(range(1, most + 1), key=time_of)

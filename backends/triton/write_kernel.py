@@ -8,7 +8,7 @@ import triton.language as tl
 from headway.backends.triton.tiles import head_offsets
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def write_kv(
     k_ptr,  # [num_tokens, kv_heads, HEAD_DIM]
     v_ptr,
@@ -38,13 +38,12 @@ def write_kv(
     K_X: tl.constexpr,
     V_X: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    K_SLOTS_INNER: tl.constexpr,  # neighbouring slots lie closer than neighbouring elements of a head
-    V_SLOTS_INNER: tl.constexpr,
+    V_SLOTS_INNER: tl.constexpr,  # neighbouring slots of the value lie side by side
     FP8: tl.constexpr,
 ):
-    """Grid (cdiv(num_tokens, BLOCK_T), kv_heads)."""
-    head = tl.program_id(1)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """Grid (kv_heads, cdiv(num_tokens, BLOCK_T)): programs side by side work on the heads of the same tokens."""
+    head = tl.program_id(0)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = tl.load(slots_ptr + t, mask=t < num_tokens, other=-1)
     d = tl.arange(0, BLOCK_D)
     live = slots >= 0
@@ -55,11 +54,12 @@ def write_kv(
     v = tl.load(v_ptr + rows * v_stride_token + head * v_stride_head + d[None, :], mask=mask, other=0.0)
     blocks = slots // BLOCK_SIZE
     inner = slots % BLOCK_SIZE
+    key_stride_slot = key_stride_slot // K_X * K_X  # changes nothing, but tells the compiler that pieces are aligned
     k_rows = blocks * key_stride_block + inner * key_stride_slot + head * key_stride_head
     v_rows = blocks * value_stride_block + inner * value_stride_slot + head * value_stride_head
-    _store(key_ptr, k_rows, head_offsets(key_stride_dim, key_stride_x, K_X, BLOCK_D), k, k_scale, live, HEAD_DIM, BLOCK_D,
-           K_SLOTS_INNER, FP8)  # fmt: skip
-    _store(value_ptr, v_rows, head_offsets(value_stride_dim, value_stride_x, V_X, BLOCK_D), v, v_scale, live, HEAD_DIM, BLOCK_D,
+    _store(key_ptr, k_rows, head_offsets(key_stride_dim, key_stride_x, K_X, 0, BLOCK_D), k, k_scale, live, HEAD_DIM, BLOCK_D,
+           False, FP8)  # fmt: skip
+    _store(value_ptr, v_rows, head_offsets(value_stride_dim, value_stride_x, V_X, 0, BLOCK_D), v, v_scale, live, HEAD_DIM, BLOCK_D,
            V_SLOTS_INNER, FP8)  # fmt: skip
 
 

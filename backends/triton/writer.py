@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from headway.backends.triton.layer import cache_strides, inner_sizes
+from headway.backends.triton.layer import Addressing
 from headway.backends.triton.write_kernel import write_kv
 from headway.core.layout import LayerCache
 
@@ -18,10 +18,9 @@ def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) ->
     num_tokens, num_kv_heads, head_dim = k.shape
     if num_tokens == 0:
         return
-    strides = cache_strides(cache)
-    k_x, v_x = inner_sizes(cache)
-    block_t = 16 if num_tokens >= 2048 else 4 if num_tokens >= 256 else 1
-    write_kv[(triton.cdiv(num_tokens, block_t), num_kv_heads)](
+    addressing = Addressing.of(cache)
+    block_t, num_warps = tile_of(num_tokens)
+    write_kv[(num_kv_heads, triton.cdiv(num_tokens, block_t))](
         k,
         v,
         cache.key,
@@ -34,15 +33,21 @@ def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) ->
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        *strides,
+        *addressing.strides,
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=cache.block_size,
-        K_X=k_x,
-        V_X=v_x,
+        K_X=addressing.k_x,
+        V_X=addressing.v_x,
         BLOCK_T=block_t,
-        K_SLOTS_INNER=strides[1] < strides[3],
-        V_SLOTS_INNER=strides[6] < strides[8],
+        V_SLOTS_INNER=addressing.v_slots_inner,
         FP8=cache.key.element_size() == 1,
-        num_warps=4 if block_t > 1 else 1,
+        num_warps=num_warps,
     )
+
+
+def tile_of(num_tokens: int) -> tuple[int, int]:
+    """(tokens a program, warps): large tiles keep many reads in flight, small ones occupy the whole GPU with few tokens."""
+    if num_tokens >= 2048:
+        return 16, 4
+    return (4, 4) if num_tokens >= 256 else (1, 1)
