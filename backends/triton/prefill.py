@@ -26,7 +26,7 @@ class PrefillPlan:
     """int32 [num_tiles, 2]: sequence and tile number of each program.
 
     Sequence by sequence, the longest first, so that programs side by side share keys in the L2 cache; in each the last tile, which
-    has the most keys, first, so that no long one starts last.
+    has most keys, first, so that no long one starts last.
     """
     block_table: Tensor
     seq_lens: Tensor
@@ -49,9 +49,9 @@ class Prefill:
         """List the query tiles of all sequences."""
         # An fp8 cache is read back even so, or the answer would hang on how a prompt was cut into chunks.
         dense = metadata.phase is Phase.PREFILL and self._spec.cache_dtype == self._spec.dtype
-        rows = metadata.max_query_len * self._spec.group_size
-        itemsize = max(self._spec.dtype.itemsize, 2)
-        config = prefill_config(self._arch, self._layer.block_d, itemsize, rows, dense)
+        paged = 0 if dense else self._block_size
+        row = (self._layer.block_d, self._spec.dtype.itemsize)
+        config = prefill_config(self._arch, *row, metadata.max_query_len, self._spec.group_size, paged)
         tiles = self._tiles(metadata, config.block_m)
         return PrefillPlan(
             dense=dense,

@@ -24,7 +24,7 @@ def head_offsets(stride_dim, stride_x, X: tl.constexpr, FIRST: tl.constexpr, COU
 
 @triton.jit
 def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Physical blocks of the keys first .. first + BLOCK_N of a sequence: a scalar where one block holds all, else [BLOCK_N].
+    """Physical blocks of the keys first .. first + BLOCK_N of a sequence: a scalar where one block holds all, or [BLOCK_N].
 
     `first` is a multiple of BLOCK_N. Entries of the table past the sequence's end are not read.
     """
@@ -58,8 +58,8 @@ def cached_rows(
 ):
     """Rows [BLOCK_N, BLOCK_D] of a paged key or value.
 
-    A mask with a step inside 16 slots would cost a layout with neighbouring slots its 16-byte reads, so such a one is zeroed after
-    it is read; the others are zeroed by the mask itself.
+    A mask with a step inside 16 slots would cost a layout with neighbouring slots its 16-byte reads, so such a one is zeroed
+    after it is read; the others are zeroed by the mask itself.
     """
     n = tl.arange(0, BLOCK_N)
     stride_slot = stride_slot // X * X  # changes nothing (x is the innermost axis) but tells the compiler that pieces are aligned
@@ -126,7 +126,7 @@ def tanh(x, DOT: tl.constexpr):
 
 @triton.jit
 def unpack_fp8(pairs):
-    """Two e4m3 numbers in each int16, the low byte first, as two float16 tiles of the same shape: exact, one instruction a pair."""
+    """Two e4m3 numbers in each int16, the low byte first, as two float16 tiles of that shape: exact, one instruction a pair."""
     low, high = tl.inline_asm_elementwise(
         """{
         .reg .b16 a, b;

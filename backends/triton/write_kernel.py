@@ -57,22 +57,28 @@ def write_kv(
     key_stride_slot = key_stride_slot // K_X * K_X  # changes nothing, but tells the compiler that pieces are aligned
     k_rows = blocks * key_stride_block + inner * key_stride_slot + head * key_stride_head
     v_rows = blocks * value_stride_block + inner * value_stride_slot + head * value_stride_head
-    _store(key_ptr, k_rows, head_offsets(key_stride_dim, key_stride_x, K_X, 0, BLOCK_D), k, k_scale, live, HEAD_DIM, BLOCK_D,
-           False, FP8)  # fmt: skip
-    _store(value_ptr, v_rows, head_offsets(value_stride_dim, value_stride_x, V_X, 0, BLOCK_D), v, v_scale, live, HEAD_DIM, BLOCK_D,
-           V_SLOTS_INNER, FP8)  # fmt: skip
+    _store(key_ptr, k_rows, key_stride_dim, key_stride_x, k, k_scale, live, HEAD_DIM, BLOCK_D, K_X, K_X > 1, FP8)
+    _store(value_ptr, v_rows, value_stride_dim, value_stride_x, v, v_scale, live, HEAD_DIM, BLOCK_D, V_X, V_SLOTS_INNER, FP8)
 
 
 @triton.jit
-def _store(ptr, rows, offsets, tile, scale, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS_INNER: tl.constexpr,
-           FP8: tl.constexpr):  # fmt: skip
-    """Store a tile [BLOCK_T, BLOCK_D]; with SLOTS_INNER turned first, so that neighbouring threads meet neighbouring slots."""
+def _store(ptr, rows, stride_dim, stride_x, tile, scale, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, X: tl.constexpr,
+           TURN: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
+    """Store a tile [BLOCK_T, BLOCK_D]. TURN: neighbouring threads take neighbouring slots, not pieces of a row.
+
+    (The compiler gives threads the first axis of those that tie in contiguity: here the slots, after the X elements of a piece.)
+    """
+    BLOCK_T: tl.constexpr = tile.shape[0]
     if FP8:  # the conversion saturates to +-448 on its own on a GPU, but not under the interpreter
         tile = tl.div_rn(tile.to(tl.float32), scale)
         tile = tl.minimum(tl.maximum(tile, -448.0), 448.0)
     tile = tile.to(ptr.dtype.element_ty)
-    inside = tl.arange(0, BLOCK_D) < HEAD_DIM
-    if SLOTS_INNER:
-        tl.store(ptr + (offsets[:, None] + rows[None, :]), tl.trans(tile), mask=inside[:, None] & live[None, :])
+    if TURN:
+        piece = tl.arange(0, BLOCK_D // X)
+        offsets = rows[:, None, None] + (piece * stride_dim)[None, :, None] + (tl.arange(0, X) * stride_x)[None, None, :]
+        mask = live[:, None, None] & (piece * X < HEAD_DIM)[None, :, None]
+        tl.store(ptr + offsets, tl.reshape(tile, (BLOCK_T, BLOCK_D // X, X)), mask=mask)
     else:
+        inside = tl.arange(0, BLOCK_D) < HEAD_DIM
+        offsets = head_offsets(stride_dim, stride_x, X, 0, BLOCK_D)
         tl.store(ptr + (rows[:, None] + offsets[None, :]), tile, mask=live[:, None] & inside[None, :])

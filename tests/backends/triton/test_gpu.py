@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU against float64, over the whole grid of shapes, types, layouts and features; captured graphs too."""
+"""The Triton kernels on a GPU against float64: the whole grid of shapes, types, layouts and features; captured graphs too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from grid import LAYOUTS, spec
 from headway.backends import layouts
-from headway.bench.cases import Case, make_case, parse_case
+from headway.bench.cases import make_case, parse_case
 from headway.bench.reference import reference, relative_error, run_backend
 from headway.core.layout import NHD, VLLM_5D, CacheGeometry, CacheLayout
 from headway.core.metadata import AttentionMetadata
@@ -131,7 +131,7 @@ def test_a_graph_captured_at_the_longest_is_right_at_any_length(layout: CacheLay
     with torch.cuda.graph(graph):
         backend.decode(case.q, case.cache, plan, out)
     q = query_len
-    for kv_lens in ([longest] * 6, [q, 17, 64, 65, 129, 4095], [0, 100, 0, 2000, 33, 0], [longest, q, q, q, q, q]):
+    for kv_lens in ([longest] * 6, [q + 1, 17, 64, 65, 129, 4095], [0, 100, 0, 2000, 33, 0], [longest] + [q + 1] * 5):
         contexts = [kv_len - q for kv_len in kv_lens]
         blocks = static.block_table_cpu.tolist()
         smaller = AttentionMetadata.build([q] * rows, contexts, blocks, 16, layer.device, q)
