@@ -50,7 +50,7 @@ class TritonAttention(AttentionBackend):
         arch = architecture(None if INTERPRETED else torch.cuda.get_device_capability(spec.device))
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
         layer = Layer.of(spec)
-        self._decode = Decode(spec, layer, block_size, arch, multiprocessors, _num_splits(options))
+        self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _num_splits(options))
         self._prefill = Prefill(spec, layer, block_size, arch)
 
     @classmethod

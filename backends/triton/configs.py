@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 MAX_SPLITS = 128
 """Most splits of one sequence: the last arriver merges them one chunk after another."""
+
+MAX_ROUNDS = 40
+"""Splits stop where every multiprocessor has this many programs: the partial results would cost more than the balance brings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +22,16 @@ class DecodeConfig:
     """Keys a tile."""
     num_warps: int
     num_stages: int
-    programs_per_sm: int = 2
-    """Programs that share a multiprocessor: bounded by the shared memory of their pipelines."""
-    tile_us: float = 0.6
-    """Time of one tile when memory is idle: latency, not bandwidth."""
-    merge_us: float = 2.0
-    """What leaving and merging partial results costs once, and ..."""
-    merge_split_us: float = 0.12
-    """... for each split."""
+    tile_us: float = 1.0
+    """Time of one tile of a program that has its multiprocessor for itself: latency, not bandwidth."""
+    partial_us: float = 1.6
+    """What leaving a partial result costs a program, and ..."""
+    merge_us: float = 0.2
+    """... what merging one more costs the last to arrive."""
     bytes_per_us: float = 2.0e6
     """Memory bandwidth."""
+    piece: int = 16
+    """Elements of a row read at a time where the layout splits rows: neighbouring threads then meet neighbouring slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,46 +45,61 @@ class PrefillConfig:
     num_stages: int
     tma: bool = False
     """Read k and v by tensor descriptors where their strides allow it."""
-    warp_specialize: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What is tuned for one family of GPUs: 16-bit layers with heads of up to 128 elements."""
+    """What is tuned for one family of GPUs, for rows of up to 256 bytes."""
 
     name: str
-    decode: DecodeConfig
+    decode: Mapping[str, DecodeConfig]
+    """By how rows are reached: "block" (a tile lies in one block), "many" (the same with many programs), "gather" (a tile spans
+    blocks), "split" (rows in pieces, as in vllm_5d), "fp8", "fp8 gather". What is missing falls back to "block"."""
     prefill: PrefillConfig
+    prefill_short: PrefillConfig
+    """Prompts of up to SHORT_PROMPT tokens, where the masked tiles weigh more."""
     extend: PrefillConfig
-    """For keys read through the block table by pointers."""
+    """Keys read through the block table by descriptors, where a tile lies in one block."""
+    extend_gather: PrefillConfig
+    """Keys read through the block table by pointers."""
 
+
+SHORT_PROMPT = 2048
+_PLAIN = PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+_SMALL = PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
+_TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
 
 SM_90 = Architecture(
     "sm_90",
-    decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, bytes_per_us=4.2e6),
-    prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=2, tma=True),
-    extend=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+    decode={
+        "block": DecodeConfig(block_n=64, num_warps=4, num_stages=7, bytes_per_us=4.2e6),
+        "many": DecodeConfig(block_n=64, num_warps=4, num_stages=5, bytes_per_us=4.2e6),
+        "gather": DecodeConfig(block_n=64, num_warps=4, num_stages=3, tile_us=2.1, bytes_per_us=4.2e6),
+        "split": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=1.0, bytes_per_us=4.2e6),
+        "fp8": DecodeConfig(block_n=64, num_warps=2, num_stages=5, bytes_per_us=4.2e6),
+        "fp8 gather": DecodeConfig(block_n=128, num_warps=4, num_stages=5, tile_us=2.0, bytes_per_us=4.2e6),
+    },
+    prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
+    prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
+    extend=PrefillConfig(block_m=128, block_n=64, num_warps=4, num_stages=3, tma=True),
+    extend_gather=_PLAIN,
 )
 SM_80 = Architecture(
     "sm_80",
-    decode=DecodeConfig(block_n=64, num_warps=4, num_stages=3, bytes_per_us=1.5e6),
-    prefill=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
-    extend=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
+    {"block": DecodeConfig(block_n=64, num_warps=4, num_stages=5, bytes_per_us=1.5e6)},
+    _PLAIN,
+    _PLAIN,
+    _PLAIN,
+    _PLAIN,
 )
-DEFAULT = Architecture(
-    "default",
-    decode=DecodeConfig(block_n=32, num_warps=4, num_stages=2),
-    prefill=PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2),
-    extend=PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2),
-)
+DEFAULT = Architecture("default", {"block": DecodeConfig(block_n=32, num_warps=4, num_stages=3)}, _SMALL, _SMALL, _SMALL, _SMALL)
 """For architectures nobody has tuned: little shared memory, shallow pipelines."""
 INTERPRETER = Architecture(
-    "interpreter",
-    decode=DecodeConfig(block_n=16, num_warps=4, num_stages=1),
-    prefill=PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1),
-    extend=PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1),
+    "interpreter", {"block": DecodeConfig(block_n=16, num_warps=4, num_stages=1)}, _TINY, _TINY, _TINY, _TINY
 )
 """Small tiles, so that small tests meet several of them."""
+MANY_PROGRAMS = 12
+"""Programs a multiprocessor from which "many" applies: enough that uneven last waves no longer matter."""
 
 
 def architecture(capability: tuple[int, int] | None) -> Architecture:
@@ -92,9 +111,20 @@ def architecture(capability: tuple[int, int] | None) -> Architecture:
     return SM_80 if capability == (8, 0) else DEFAULT
 
 
-def decode_config(arch: Architecture, block_d: int, itemsize: int) -> DecodeConfig:
+def decode_config(
+    arch: Architecture, block_d: int, itemsize: int, block_size: int, split_rows: bool, many: bool = False
+) -> DecodeConfig:
     """The tuned configuration, with smaller tiles where a row is longer than the 256 bytes it was tuned for."""
-    config = arch.decode
+    table, block = arch.decode, arch.decode["block"]
+    if itemsize == 1 and not split_rows:
+        block = table.get("fp8", block)
+        config = block if block_size % block.block_n == 0 else table.get("fp8 gather", block)
+    elif split_rows:
+        config = table.get("split", block)
+    elif block_size % block.block_n == 0:
+        config = table.get("many", block) if many else block
+    else:
+        config = table.get("gather", block)
     row_bytes = block_d * itemsize
     while row_bytes > 256 and config.block_n > 16:
         row_bytes //= 2
@@ -102,16 +132,20 @@ def decode_config(arch: Architecture, block_d: int, itemsize: int) -> DecodeConf
     return config
 
 
-def prefill_config(arch: Architecture, block_d: int, itemsize: int, rows: int, dense: bool) -> PrefillConfig:
-    """As `decode_config`; rows: query rows of the longest sequence, so that short prompts do not pay for empty tiles."""
-    config = arch.prefill if dense else arch.extend
+def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: int, group: int, paged: int) -> PrefillConfig:
+    """As `decode_config`. query_len: of the longest sequence; paged: the block size, 0 where keys are this step's own k and v."""
+    if paged:
+        config = arch.extend if paged % arch.extend.block_n == 0 else arch.extend_gather
+    else:
+        config = arch.prefill_short if query_len <= SHORT_PROMPT else arch.prefill
     if itemsize == 4:  # float32 has no tensor cores at full precision: small tiles, or registers spill
         config = replace(config, block_m=min(config.block_m, 32), block_n=min(config.block_n, 32), num_warps=4, tma=False)
         config = replace(config, num_stages=min(config.num_stages, 2))
     if block_d > 128:
-        config = replace(config, block_n=max(config.block_n // 2, 16), num_stages=min(config.num_stages, 2))
-    if rows <= config.block_m // 2 and config.block_m >= 128:
-        config = replace(config, block_m=64, num_warps=4)
+        config = replace(config, block_n=max(config.block_n // 2, 16), num_stages=min(config.num_stages, 2), num_warps=8)
+    rows = query_len * group
+    while rows <= config.block_m // 2 and config.block_m > 64:
+        config = replace(config, block_m=config.block_m // 2, num_warps=4)
     return config
 
 
@@ -124,16 +158,14 @@ def choose_splits(items: int, total_tiles: int, longest: int, tile_bytes: int, m
     """
     if longest <= 1 or items == 0:
         return 1
-    slots = multiprocessors * config.programs_per_sm
     busy = max(1.0, total_tiles / longest)  # items of full length that would be as much work
+    shared_tile_us = multiprocessors * tile_bytes / config.bytes_per_us  # a tile where all multiprocessors compete for memory
 
     def time_of(splits: int) -> float:
         each = math.ceil(longest / splits)
-        waves, rest = divmod(busy * math.ceil(longest / each), slots)
-        full = max(config.tile_us, slots * tile_bytes / config.bytes_per_us)
-        last = max(config.tile_us, math.ceil(rest) * tile_bytes / config.bytes_per_us) if rest > 0.5 else 0.0
-        merge = config.merge_us + config.merge_split_us * splits if splits > 1 else 0.0
-        return each * (waves * full + last) + merge
+        rounds = math.ceil(busy * math.ceil(longest / each) / multiprocessors)
+        merge = config.partial_us * rounds + config.merge_us * splits if splits > 1 else 0.0
+        return each * max(config.tile_us, rounds * shared_tile_us) + merge
 
-    most = max(1, min(MAX_SPLITS, longest, 16 * slots // items))
+    most = max(1, min(MAX_SPLITS, longest, MAX_ROUNDS * multiprocessors // items))
     return min(range(1, most + 1), key=time_of)

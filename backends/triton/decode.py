@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from headway.backends.triton.configs import Architecture, choose_splits, decode_config
+from headway.backends.triton.configs import MANY_PROGRAMS, MAX_ROUNDS, Architecture, DecodeConfig, choose_splits, decode_config
 from headway.backends.triton.decode_kernel import split_kv_decode
-from headway.backends.triton.layer import Layer, cache_strides, inner_sizes
-from headway.core.layout import LayerCache
+from headway.backends.triton.launch import Launcher, aligned
+from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
+from headway.core.layout import CacheLayout, LayerCache
 from headway.core.metadata import AttentionMetadata
 from headway.core.spec import AttentionSpec
 
@@ -28,6 +31,7 @@ class DecodePlan:
     block_m: int
     rows: int
     num_splits: int
+    config: DecodeConfig
     partial: Tensor
     """float32, results of splits; shared by all plans of a backend and never freed before it (graphs keep the address)."""
     lse: Tensor
@@ -66,15 +70,28 @@ class Decode:
     """Decode of one layer kind: chooses the splits once a step, then launches one kernel a layer."""
 
     def __init__(
-        self, spec: AttentionSpec, layer: Layer, block_size: int, arch: Architecture, multiprocessors: int, num_splits: int | None
+        self,
+        spec: AttentionSpec,
+        layer: Layer,
+        layout: CacheLayout,
+        block_size: int,
+        arch: Architecture,
+        multiprocessors: int,
+        num_splits: int | None,
     ) -> None:
         self._spec = spec
         self._layer = layer
         self._block_size = block_size
         self._multiprocessors = multiprocessors
         self._num_splits = num_splits
-        self.config = decode_config(arch, layer.block_d, spec.cache_dtype.itemsize)
+        row = (layer.block_d, spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
+        self.configs = (decode_config(arch, *row), decode_config(arch, *row, many=True))
+        """For few programs and for many."""
         self._workspace = Workspace(spec.device)
+        self._scalars = tuple(layer.scalars.values())
+        self._addressing: dict[Hashable, Addressing] = {}
+        self._constants: dict[Hashable, dict[str, Any]] = {}
+        self._launch = Launcher(split_kv_decode)
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
         """(BLOCK_M, rows in use rounded up, query tiles a kv head) for so many query tokens."""
@@ -82,11 +99,11 @@ class Decode:
         block_m = min(max(16, triton.next_power_of_2(rows)), 64)
         return block_m, min(triton.next_power_of_2(rows), block_m), -(-rows // block_m)
 
-    def splits(self, kv_lens: list[int], tiles_m: int) -> int:
+    def splits(self, kv_lens: list[int], tiles_m: int, config: DecodeConfig) -> int:
         """Splits a sequence, from the host's lengths: those captured, when a graph is."""
         if self._num_splits is not None:
             return self._num_splits
-        block_n = self.config.block_n
+        block_n = config.block_n
         longest = max(kv_lens)
         if self._spec.sliding_window is not None:
             longest = min(longest, self._spec.sliding_window + block_n)
@@ -99,13 +116,14 @@ class Decode:
         if longest_tiles > 64:  # round to keep the cached answers few; a 32nd more work changes none of them much
             step = longest_tiles // 32
             longest_tiles, total_tiles = -(-longest_tiles // step) * step, -(-total_tiles // step) * step
-        return choose_splits(items, total_tiles, longest_tiles, tile_bytes, self._multiprocessors, self.config)
+        return choose_splits(items, total_tiles, longest_tiles, tile_bytes, self._multiprocessors, config)
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
         """Fix grid, split count and buffers for a view of decoding sequences."""
         block_m, rows, tiles_m = self.tile(metadata.max_query_len)
-        num_splits = self.splits(metadata.kv_lens, tiles_m)
         items = metadata.num_seqs * self._spec.num_kv_heads * tiles_m
+        config = self.configs[items >= MANY_PROGRAMS * self._multiprocessors]
+        num_splits = self.splits(metadata.kv_lens, tiles_m, config)
         results = items * num_splits * rows if num_splits > 1 else 0
         floats = self._workspace.floats(results * (self._layer.block_d + 1))
         return DecodePlan(
@@ -117,6 +135,7 @@ class Decode:
             block_m=block_m,
             rows=rows,
             num_splits=num_splits,
+            config=config,
             partial=floats,
             lse=floats[results * self._layer.block_d :],
             arrivals=self._workspace.counters(items if num_splits > 1 else 0),
@@ -126,8 +145,14 @@ class Decode:
         """q, out: [num_tokens, num_heads, head_dim]."""
         if plan.grid[2] == 0:
             return
-        k_x, v_x = inner_sizes(cache)
-        split_kv_decode[plan.grid](
+        strides = (cache.key.stride(), cache.value.stride())
+        addressing = self._addressing.get(strides)
+        if addressing is None:
+            addressing = self._addressing[strides] = Addressing.of(cache)
+        variant = (q.stride(), out.stride(), plan.block_m, plan.rows, plan.max_query_len == 1, plan.num_splits > 1, plan.config)
+        pointers = aligned(q.data_ptr(), out.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr())
+        key = (strides, variant, pointers)
+        arguments = (
             q,
             cache.key,
             cache.value,
@@ -140,31 +165,39 @@ class Decode:
             plan.partial,
             plan.lse,
             plan.arrivals,
-            *self._layer.scalars.values(),
+            *self._scalars,
             q.stride(0),
             q.stride(1),
             out.stride(0),
             out.stride(1),
             plan.block_table.stride(0),
-            *cache_strides(cache),
-            **self._layer.constants,
-            MAX_QUERY_LEN=plan.max_query_len,
-            BLOCK_SIZE=self._block_size,
-            K_X=k_x,
-            V_X=v_x,
-            V_SLOTS_INNER=cache.logical_value.stride(1) == 1,
-            BLOCK_M=plan.block_m,
-            ROWS=plan.rows,
-            BLOCK_N=self.config.block_n,
-            NUM_SPLITS=plan.num_splits,
-            CHUNK=max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),
-            STAGES=self.config.num_stages,
-            num_warps=self.config.num_warps,
-            num_stages=self.config.num_stages,
+            *addressing.strides,
         )
+        constants = self._constants.get(key)
+        if constants is None:
+            constants = self._constants[key] = self._compile_time(plan, cache, addressing)
+        self._launch(key, plan.grid, arguments, constants, plan.config.num_warps)
+
+    def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing) -> dict[str, Any]:
+        whole_rows = addressing.k_x == addressing.v_x == 1 and addressing.strides[3] == addressing.strides[8] == 1
+        return {
+            **self._layer.constants,
+            "ONE_TOKEN": plan.max_query_len == 1,
+            "BLOCK_SIZE": self._block_size,
+            "K_X": addressing.k_x,
+            "V_X": addressing.v_x,
+            "V_SLOTS_INNER": addressing.v_slots_inner,
+            "BLOCK_M": plan.block_m,
+            "ROWS": plan.rows,
+            "BLOCK_N": plan.config.block_n,
+            "BLOCK_K": self._layer.block_d if addressing.k_x == 1 else max(plan.config.piece, addressing.k_x),
+            "PAIRS": cache.key.element_size() == 1 and whole_rows and not INTERPRETED,
+            "SPLIT": plan.num_splits > 1,
+            "CHUNK": max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),
+            "STAGES": plan.config.num_stages,
+        }
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
-        """Most bytes the partial results take: the split rule keeps a launch under sixteen waves."""
-        slots = self._multiprocessors * self.config.programs_per_sm
+        """Most bytes the partial results take: the split rule keeps launches small."""
         items = max_num_seqs * self._spec.num_kv_heads
-        return max(items, 16 * slots) * self.tile(1)[1] * (self._layer.block_d + 1) * 4
+        return max(items, MAX_ROUNDS * self._multiprocessors) * self.tile(1)[1] * (self._layer.block_d + 1) * 4

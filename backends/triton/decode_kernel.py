@@ -10,10 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headway.backends.triton.tiles import block_numbers, cached_rows, head_offsets, online_step
+from headway.backends.triton.tiles import block_numbers, cached_rows, head_offsets, softmax_step, unpack_fp8
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "query_start_ptr", "lse_ptr"],
+)
 def split_kv_decode(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
     key_ptr,  # a cache in any layout, addressed by the strides of its logical view [block, slot, head, dim / X, X]
@@ -24,8 +27,8 @@ def split_kv_decode(
     query_start_ptr,  # int32 [num_seqs + 1]
     slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads], log2(e) * sink
-    partial_ptr,  # float32 [num_seqs * items, NUM_SPLITS, ROWS, BLOCK_D]; items: grid axis 0
-    lse_ptr,  # float32 [num_seqs * items, NUM_SPLITS, ROWS]
+    partial_ptr,  # float32 [num_seqs * items, splits, ROWS, BLOCK_D]; items: grid axis 0
+    lse_ptr,  # float32 [num_seqs * items, splits, ROWS]
     arrivals_ptr,  # int32 [num_seqs * items], zero between launches
     score_scale,
     cap_log2,
@@ -48,7 +51,7 @@ def split_kv_decode(
     v_stride_x,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a kv head
-    MAX_QUERY_LEN: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,  # every sequence has exactly one query token
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     BLOCK_SIZE: tl.constexpr,
@@ -58,7 +61,9 @@ def split_kv_decode(
     BLOCK_M: tl.constexpr,  # rows of the query tile; the tensor cores want 16
     ROWS: tl.constexpr,  # rows that can be in use, rounded up to a power of two
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # elements of a key row read at a time; less than BLOCK_D where the layout splits rows
+    PAIRS: tl.constexpr,  # an fp8 cache whose rows lie in one piece: read as pairs, which the tensor cores' loads can turn around
+    SPLIT: tl.constexpr,  # more than one split may hold keys
     CHUNK: tl.constexpr,  # partial results merged at a time
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -68,13 +73,13 @@ def split_kv_decode(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (kv heads * query tiles, NUM_SPLITS, num_seqs). Row r of a sequence's query is token r // GROUP, head r % GROUP."""
+    """Grid (kv heads * query tiles, splits, num_seqs). Row r of a sequence's query is token r // GROUP, head r % GROUP."""
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     first_row = (tl.program_id(0) // NUM_KV_HEADS) * BLOCK_M
     split = tl.program_id(1)
     seq = tl.program_id(2)
     kv_len = tl.load(seq_lens_ptr + seq)
-    if MAX_QUERY_LEN == 1:
+    if ONE_TOKEN:
         token = seq
         query_len = 1
     else:
@@ -86,7 +91,7 @@ def split_kv_decode(
     if HAS_WINDOW:
         first_tile = tl.maximum(kv_len - query_len - window + 1, 0) // BLOCK_N
     tiles = tl.cdiv(kv_len, BLOCK_N) - first_tile
-    tiles_a_split = tl.cdiv(tiles, NUM_SPLITS)
+    tiles_a_split = tl.cdiv(tiles, tl.num_programs(1))
     if split * tiles_a_split >= tiles:  # also every padding row
         return
     if first_row >= query_len * GROUP:
@@ -100,34 +105,75 @@ def split_kv_decode(
     positions = kv_len - query_len + row // GROUP
     d = tl.arange(0, BLOCK_D)
     inside = live[:, None] & (d[None, :] < HEAD_DIM)
-    q_rows = (token + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head
-    q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=inside, other=0.0).to(DOT)
+    q_rows = q_ptr + ((token + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head)[:, None]
+    row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+    q = ()
+    if PAIRS:
+        # q joins the cache's numbers in float16, divided by a power of two so that none overflows.
+        half = tl.arange(0, BLOCK_D // 2)
+        half_inside = live[:, None] & (half[None, :] < HEAD_DIM // 2)
+        q_even = tl.load(q_rows + 2 * half[None, :], mask=half_inside, other=0.0).to(tl.float32)
+        q_odd = tl.load(q_rows + 2 * half[None, :] + 1, mask=half_inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(q_even), 1), tl.max(tl.abs(q_odd), 1))
+        row_scale = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
+        q = ((q_even / row_scale[:, None]).to(tl.float16), (q_odd / row_scale[:, None]).to(tl.float16))
+    else:
+        for piece in tl.static_range(BLOCK_D // BLOCK_K):
+            at = piece * BLOCK_K + tl.arange(0, BLOCK_K)
+            q += (tl.load(q_rows + at[None, :], mask=live[:, None] & (at[None, :] < HEAD_DIM), other=0.0).to(DOT),)
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D], tl.float32)
+    acc_odd = acc
     table = table_ptr + seq * table_stride
     key = key_ptr + kv_head * k_stride_head
     value = value_ptr + kv_head * v_stride_head
-    k_offsets = head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D)
-    v_offsets = head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_D)
     for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
-        k = cached_rows(
-            key, blocks, k_offsets, first, end, k_stride_block, k_stride_slot,
-            K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, False, False, DOT,
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if PAIRS:
+            k = cached_rows(
+                key.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
+                k_stride_block // 2, k_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
+                True, False, False, tl.int16,
+            )  # fmt: skip
+            v = cached_rows(
+                value.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
+                v_stride_block // 2, v_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
+                True, True, False, tl.int16,
+            )  # fmt: skip
+            k_even, k_odd = unpack_fp8(k)
+            scores = tl.dot(q[0], tl.trans(k_even), scores)
+            scores = tl.dot(q[1], tl.trans(k_odd), scores) * row_scale[:, None]
+        else:
+            for piece in tl.static_range(BLOCK_D // BLOCK_K):
+                k = cached_rows(
+                    key, blocks, head_offsets(k_stride_dim, k_stride_x, K_X, piece * BLOCK_K, BLOCK_K), first, end,
+                    k_stride_block, k_stride_slot, K_X, BLOCK_SIZE, HEAD_DIM - piece * BLOCK_K, BLOCK_K, BLOCK_N,
+                    True, False, False, DOT,
+                )  # fmt: skip
+                scores = tl.dot(q[piece], tl.trans(k), scores, input_precision=PRECISION)
+            v = cached_rows(
+                value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, 0, BLOCK_D), first, end,
+                v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+                True, True, V_SLOTS_INNER, DOT,
+            )  # fmt: skip
+        m, l, weights, shrink = softmax_step(
+            scores, m, l, first + tl.arange(0, BLOCK_N), positions, slopes, score_scale, cap_log2, window,
+            True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
         )  # fmt: skip
-        v = cached_rows(
-            value, blocks, v_offsets, first, end, v_stride_block, v_stride_slot,
-            V_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, True, V_SLOTS_INNER, DOT,
-        )  # fmt: skip
-        m, l, acc = online_step(
-            q, k, v, m, l, acc, first + tl.arange(0, BLOCK_N), positions, slopes, score_scale, cap_log2, window,
-            True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
-        )  # fmt: skip
+        if PAIRS:
+            v_even, v_odd = unpack_fp8(v)
+            acc = tl.dot(weights.to(tl.float16), v_even, acc * shrink[:, None])
+            acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * shrink[:, None])
+        else:
+            acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
     if HAS_SOFTCAP or HAS_ALIBI:
         score_scale = 1.0
     m = m * score_scale
@@ -135,7 +181,7 @@ def split_kv_decode(
     out_rows = (token + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
     out_ptrs = out_ptr + out_rows[:, None] + d[None, :]
     active = tl.cdiv(tiles, tl.maximum(tiles_a_split, 1))
-    if active == 1:
+    if not SPLIT or active == 1:
         if HAS_SINKS:
             l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
         result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
@@ -144,7 +190,7 @@ def split_kv_decode(
         item = seq * tl.num_programs(0) + tl.program_id(0)
         lse = m + tl.log2(l)  # of a row without a visible key in this split: -inf
         result = acc / tl.where(l > 0, l, 1.0)[:, None]
-        slot = (item.to(tl.int64) * NUM_SPLITS + split) * ROWS + tl.arange(0, BLOCK_M)
+        slot = (item.to(tl.int64) * tl.num_programs(1) + split) * ROWS + tl.arange(0, BLOCK_M)
         used = tl.arange(0, BLOCK_M) < ROWS
         tl.store(lse_ptr + slot, lse, mask=used)
         tl.store(partial_ptr + slot[:, None] * BLOCK_D + d[None, :], result, mask=used[:, None])
@@ -153,7 +199,7 @@ def split_kv_decode(
         if arrived == active - 1:
             _merge(
                 partial_ptr, lse_ptr, out_ptr, sinks_ptr, item, token, kv_head, first_row, query_len, active, v_scale,
-                out_stride_token, out_stride_head, GROUP, HEAD_DIM, BLOCK_D, ROWS, NUM_SPLITS, CHUNK, HAS_SINKS,
+                out_stride_token, out_stride_head, GROUP, HEAD_DIM, BLOCK_D, ROWS, CHUNK, HAS_SINKS,
             )  # fmt: skip
             tl.store(arrivals_ptr + item, 0)
 
@@ -177,7 +223,6 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
@@ -191,7 +236,7 @@ def _merge(
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for first in range(0, active, CHUNK):
         split = first + tl.arange(0, CHUNK)
-        slot = (item.to(tl.int64) * NUM_SPLITS + split)[:, None] * ROWS + r[None, :]
+        slot = (item.to(tl.int64) * tl.num_programs(1) + split)[:, None] * ROWS + r[None, :]
         there = split < active
         lse = tl.load(lse_ptr + slot, mask=there[:, None], other=float("-inf"), cache_modifier=".cg")
         parts = tl.load(

@@ -67,11 +67,20 @@ class Layer:
         )
 
 
-def cache_strides(cache: LayerCache) -> tuple[int, ...]:
-    """Strides of the logical key and value, [block, slot, head, dim / x, x] each: ten numbers that address every layout."""
-    return (*cache.logical_key.stride(), *cache.logical_value.stride())
+@dataclass(frozen=True, slots=True)
+class Addressing:
+    """How a cache's elements are found: the strides of its logical view, [block, slot, head, dim / x, x]."""
 
+    strides: tuple[int, ...]
+    """Five of the key, five of the value."""
+    k_x: int
+    """Elements of the inner axis of a split head_dim, 1 where it is not split."""
+    v_x: int
+    v_slots_inner: bool
+    """Whether neighbouring slots of the value lie side by side."""
 
-def inner_sizes(cache: LayerCache) -> tuple[int, int]:
-    """x of the key and of the value: elements of the inner axis of a split head_dim, 1 where it is not split."""
-    return cache.logical_key.shape[4], cache.logical_value.shape[4]
+    @classmethod
+    def of(cls, cache: LayerCache) -> Addressing:
+        """Read off a cache."""
+        key, value = cache.logical_key, cache.logical_value
+        return cls((*key.stride(), *value.stride()), key.shape[4], value.shape[4], value.stride(1) == 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headway.backends.triton.configs import Architecture, PrefillConfig, prefill_config
-from headway.backends.triton.layer import Layer, cache_strides, inner_sizes
+from headway.backends.triton.layer import Addressing, Layer
 from headway.backends.triton.prefill_kernel import varlen_attention
 from headway.core.layout import LayerCache
 from headway.core.metadata import AttentionMetadata, Phase
@@ -23,7 +23,11 @@ class PrefillPlan:
     dense: bool
     """No sequence has a context: this step's k and v are all the keys there are."""
     tiles: Tensor
-    """int32 [num_tiles, 2]: sequence and tile number, the longest first so that no long one starts last."""
+    """int32 [num_tiles, 2]: sequence and tile number of each program.
+
+    Sequence by sequence, the longest first, so that programs side by side share keys in the L2 cache; in each the last tile, which
+    has most keys, first, so that no long one starts last.
+    """
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
@@ -42,12 +46,12 @@ class Prefill:
         self._arch = arch
 
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan:
-        """List the query tiles of all sequences, most keys first."""
+        """List the query tiles of all sequences."""
         # An fp8 cache is read back even so, or the answer would hang on how a prompt was cut into chunks.
         dense = metadata.phase is Phase.PREFILL and self._spec.cache_dtype == self._spec.dtype
-        rows = metadata.max_query_len * self._spec.group_size
-        itemsize = max(self._spec.dtype.itemsize, 2)
-        config = prefill_config(self._arch, self._layer.block_d, itemsize, rows, dense)
+        paged = 0 if dense else self._block_size
+        row = (self._layer.block_d, self._spec.dtype.itemsize)
+        config = prefill_config(self._arch, *row, metadata.max_query_len, self._spec.group_size, paged)
         tiles = self._tiles(metadata, config.block_m)
         return PrefillPlan(
             dense=dense,
@@ -63,14 +67,11 @@ class Prefill:
         kv_lens = metadata.seq_lens_cpu.long()
         query_lens = metadata.query_start_loc_cpu.diff().long()
         counts = -(-(query_lens * group) // block_m) * (kv_lens > 0)
-        seqs = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        numbers = torch.arange(len(seqs)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        last_rows = torch.minimum((numbers + 1) * block_m, query_lens[seqs] * group) - 1
-        keys = kv_lens[seqs] - query_lens[seqs] + last_rows // group
-        if self._spec.sliding_window is not None:
-            keys = keys.clamp_max(self._spec.sliding_window)
-        order = keys.argsort(descending=True, stable=True)
-        return torch.stack([seqs[order], numbers[order]], 1).int()
+        longest_first = kv_lens.argsort(descending=True, stable=True)
+        counts = counts[longest_first]
+        seqs = torch.repeat_interleave(longest_first, counts)
+        numbers = torch.repeat_interleave(counts.cumsum(0), counts) - 1 - torch.arange(len(seqs))
+        return torch.stack([seqs, numbers], 1).int()
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor) -> None:
         """q, out: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], read where no context is."""
@@ -83,8 +84,8 @@ class Prefill:
             # One block that holds every token: [1, head, token, dim].
             views = [t.transpose(0, 1).unsqueeze(0) for t in (k, v)]
         else:
-            strides = cache_strides(cache)
-            k_x, v_x = inner_sizes(cache)
+            addressing = Addressing.of(cache)
+            strides, k_x, v_x = addressing.strides, addressing.k_x, addressing.v_x
             views = [t.squeeze(4).transpose(1, 2) for t in (cache.logical_key, cache.logical_value)] if k_x == v_x == 1 else []
         tma = config.tma and all(map(_describable, views)) and bool(views) and (dense or self._block_size % config.block_n == 0)
         key, value = (k, v) if dense else (cache.key, cache.value)
@@ -118,7 +119,6 @@ class Prefill:
             BLOCK_N=config.block_n,
             PAGED=not dense,
             TMA=tma,
-            WARP_SPECIALIZE=config.warp_specialize,
             STAGES=config.num_stages,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

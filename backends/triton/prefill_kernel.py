@@ -9,10 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headway.backends.triton.tiles import block_numbers, cached_rows, dense_rows, head_offsets, online_step
+from headway.backends.triton.tiles import block_numbers, cached_rows, dense_rows, head_offsets, softmax_step
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "query_start_ptr"],
+)
 def varlen_attention(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
     key,  # pointer to a cache (PAGED) or to k [num_tokens, kv_heads, HEAD_DIM]; with TMA a descriptor [block, head, slot, dim]
@@ -55,7 +58,6 @@ def varlen_attention(
     BLOCK_N: tl.constexpr,
     PAGED: tl.constexpr,
     TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -105,21 +107,21 @@ def varlen_attention(
             q, key, value, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions, slopes,
             score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, True, False,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, True,
             HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
         )  # fmt: skip
     m, l, acc = _walk(
         q, key, value, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions, slopes,
         score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, False, WARP_SPECIALIZE,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, False,
         HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
     m, l, acc = _walk(
         q, key, value, m, l, acc, table, kv_head, start, full_end, newest + 1, kv_len, positions, slopes,
         score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, True, False,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, True,
         HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
 
@@ -139,15 +141,15 @@ def _walk(
     v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    PAGED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys begin .. end into (m, l, acc); begin is a multiple of BLOCK_N."""
     n = tl.arange(0, BLOCK_N)
-    k_offsets = head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D)
-    v_offsets = head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_D)
-    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES, warp_specialize=WARP_SPECIALIZE):
+    k_offsets = head_offsets(k_stride_dim, k_stride_x, K_X, 0, BLOCK_D)
+    v_offsets = head_offsets(v_stride_dim, v_stride_x, V_X, 0, BLOCK_D)
+    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         if TMA:
             if PAGED:
                 block = tl.load(table + first // BLOCK_SIZE)
@@ -174,8 +176,10 @@ def _walk(
             v_base = value + start.to(tl.int64) * v_stride_slot + kv_head * v_stride_head
             k = dense_rows(k_base, first, kv_len, k_stride_slot, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, DOT)
             v = dense_rows(v_base, first, kv_len, v_stride_slot, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, DOT)
-        m, l, acc = online_step(
-            q, k, v, m, l, acc, first + n, positions, slopes, score_scale, cap_log2, window,
-            MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        m, l, weights, shrink = softmax_step(
+            scores, m, l, first + n, positions, slopes, score_scale, cap_log2, window,
+            MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
         )  # fmt: skip
+        acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
     return m, l, acc

@@ -12,9 +12,9 @@ import triton.language as tl
 
 
 @triton.jit
-def head_offsets(stride_dim, stride_x, X: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Offsets of the elements of one head, [BLOCK_D]: axes [dim / X, X] of a cache's logical view."""
-    d = tl.arange(0, BLOCK_D)
+def head_offsets(stride_dim, stride_x, X: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Offsets of the elements FIRST .. FIRST + COUNT of one head: axes [dim / X, X] of a cache's logical view."""
+    d = FIRST + tl.arange(0, COUNT)
     if X == 1:
         offsets = d * stride_dim
     else:
@@ -24,7 +24,7 @@ def head_offsets(stride_dim, stride_x, X: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def block_numbers(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Physical blocks of the keys first .. first + BLOCK_N of a sequence: a scalar where one block holds all, else [BLOCK_N].
+    """Physical blocks of the keys first .. first + BLOCK_N of a sequence: a scalar where one block holds all, or [BLOCK_N].
 
     `first` is a multiple of BLOCK_N. Entries of the table past the sequence's end are not read.
     """
@@ -58,8 +58,8 @@ def cached_rows(
 ):
     """Rows [BLOCK_N, BLOCK_D] of a paged key or value.
 
-    A mask with a step inside 16 slots would cost a layout with neighbouring slots its 16-byte reads, so such a one is zeroed after
-    it is read; the others are zeroed by the mask itself.
+    A mask with a step inside 16 slots would cost a layout with neighbouring slots its 16-byte reads, so such a one is zeroed
+    after it is read; the others are zeroed by the mask itself.
     """
     n = tl.arange(0, BLOCK_N)
     stride_slot = stride_slot // X * X  # changes nothing (x is the innermost axis) but tells the compiler that pieces are aligned
@@ -102,11 +102,11 @@ def dense_rows(
 def _load(ptrs, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     inside = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
     if MASKED:
-        if HEAD_DIM == BLOCK_D:
+        if HEAD_DIM >= BLOCK_D:
             rows = tl.load(ptrs, mask=live[:, None], other=0.0)
         else:
             rows = tl.load(ptrs, mask=live[:, None] & inside, other=0.0)
-    elif HEAD_DIM == BLOCK_D:
+    elif HEAD_DIM >= BLOCK_D:
         rows = tl.load(ptrs)
     else:
         rows = tl.load(ptrs, mask=inside, other=0.0)
@@ -125,13 +125,32 @@ def tanh(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def online_step(
-    q,  # [BLOCK_M, BLOCK_D]
-    k,  # [BLOCK_N, BLOCK_D]
-    v,  # [BLOCK_N, BLOCK_D]
+def unpack_fp8(pairs):
+    """Two e4m3 numbers in each int16, the low byte first, as two float16 tiles of that shape: exact, one instruction a pair."""
+    low, high = tl.inline_asm_elementwise(
+        """{
+        .reg .b16 a, b;
+        .reg .b32 x, y;
+        mov.b32 {a, b}, $2;
+        cvt.rn.f16x2.e4m3x2 x, a;
+        cvt.rn.f16x2.e4m3x2 y, b;
+        prmt.b32 $0, x, y, 0x5410;
+        prmt.b32 $1, x, y, 0x7632;
+        }""",
+        "=r,=r,r",
+        args=[pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+    return low, high
+
+
+@triton.jit
+def softmax_step(
+    scores,  # [BLOCK_M, BLOCK_N] q . k
     m,  # [BLOCK_M] largest score so far, before score_scale
     l,  # [BLOCK_M] sum of exp2(score - m)
-    acc,  # [BLOCK_M, BLOCK_D]
     at,  # [BLOCK_N] positions of the keys
     positions,  # [BLOCK_M] positions of the queries
     slopes,  # [BLOCK_M] log2(e) * ALiBi slope
@@ -143,10 +162,11 @@ def online_step(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Fold one tile of keys into the running (m, l, acc): the recurrence of Milakov and Gimelshein (2018)."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    """Fold one tile of scores into the running (m, l): the recurrence of Milakov and Gimelshein (2018).
+
+    Returns m, l, the weights [BLOCK_M, BLOCK_N] and the factor [BLOCK_M] by which what was summed before must shrink.
+    """
     if HAS_SOFTCAP or HAS_ALIBI:
         if HAS_SOFTCAP:
             scores = cap_log2 * tanh(scores * score_scale, DOT)
@@ -166,6 +186,4 @@ def online_step(
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)
     weights = tl.exp2(scores * score_scale - (finite * score_scale)[:, None])
     shrink = tl.exp2((m - finite) * score_scale)
-    l = l * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
-    return m_new, l, acc
+    return m_new, l * shrink + tl.sum(weights, 1), weights, shrink

@@ -8,7 +8,7 @@ import triton.language as tl
 from headway.backends.triton.tiles import head_offsets
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def write_kv(
     k_ptr,  # [num_tokens, kv_heads, HEAD_DIM]
     v_ptr,
@@ -38,13 +38,12 @@ def write_kv(
     K_X: tl.constexpr,
     V_X: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    K_SLOTS_INNER: tl.constexpr,  # neighbouring slots lie closer than neighbouring elements of a head
-    V_SLOTS_INNER: tl.constexpr,
+    V_SLOTS_INNER: tl.constexpr,  # neighbouring slots of the value lie side by side
     FP8: tl.constexpr,
 ):
-    """Grid (cdiv(num_tokens, BLOCK_T), kv_heads)."""
-    head = tl.program_id(1)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """Grid (kv_heads, cdiv(num_tokens, BLOCK_T)): programs side by side work on the heads of the same tokens."""
+    head = tl.program_id(0)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = tl.load(slots_ptr + t, mask=t < num_tokens, other=-1)
     d = tl.arange(0, BLOCK_D)
     live = slots >= 0
@@ -55,24 +54,31 @@ def write_kv(
     v = tl.load(v_ptr + rows * v_stride_token + head * v_stride_head + d[None, :], mask=mask, other=0.0)
     blocks = slots // BLOCK_SIZE
     inner = slots % BLOCK_SIZE
+    key_stride_slot = key_stride_slot // K_X * K_X  # changes nothing, but tells the compiler that pieces are aligned
     k_rows = blocks * key_stride_block + inner * key_stride_slot + head * key_stride_head
     v_rows = blocks * value_stride_block + inner * value_stride_slot + head * value_stride_head
-    _store(key_ptr, k_rows, head_offsets(key_stride_dim, key_stride_x, K_X, BLOCK_D), k, k_scale, live, HEAD_DIM, BLOCK_D,
-           K_SLOTS_INNER, FP8)  # fmt: skip
-    _store(value_ptr, v_rows, head_offsets(value_stride_dim, value_stride_x, V_X, BLOCK_D), v, v_scale, live, HEAD_DIM, BLOCK_D,
-           V_SLOTS_INNER, FP8)  # fmt: skip
+    _store(key_ptr, k_rows, key_stride_dim, key_stride_x, k, k_scale, live, HEAD_DIM, BLOCK_D, K_X, K_X > 1, FP8)
+    _store(value_ptr, v_rows, value_stride_dim, value_stride_x, v, v_scale, live, HEAD_DIM, BLOCK_D, V_X, V_SLOTS_INNER, FP8)
 
 
 @triton.jit
-def _store(ptr, rows, offsets, tile, scale, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS_INNER: tl.constexpr,
-           FP8: tl.constexpr):  # fmt: skip
-    """Store a tile [BLOCK_T, BLOCK_D]; with SLOTS_INNER turned first, so that neighbouring threads meet neighbouring slots."""
+def _store(ptr, rows, stride_dim, stride_x, tile, scale, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, X: tl.constexpr,
+           TURN: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
+    """Store a tile [BLOCK_T, BLOCK_D]. TURN: neighbouring threads take neighbouring slots, not pieces of a row.
+
+    (The compiler gives threads the first axis of those that tie in contiguity: here the slots, after the X elements of a piece.)
+    """
+    BLOCK_T: tl.constexpr = tile.shape[0]
     if FP8:  # the conversion saturates to +-448 on its own on a GPU, but not under the interpreter
         tile = tl.div_rn(tile.to(tl.float32), scale)
         tile = tl.minimum(tl.maximum(tile, -448.0), 448.0)
     tile = tile.to(ptr.dtype.element_ty)
-    inside = tl.arange(0, BLOCK_D) < HEAD_DIM
-    if SLOTS_INNER:
-        tl.store(ptr + (offsets[:, None] + rows[None, :]), tl.trans(tile), mask=inside[:, None] & live[None, :])
+    if TURN:
+        piece = tl.arange(0, BLOCK_D // X)
+        offsets = rows[:, None, None] + (piece * stride_dim)[None, :, None] + (tl.arange(0, X) * stride_x)[None, None, :]
+        mask = live[:, None, None] & (piece * X < HEAD_DIM)[None, :, None]
+        tl.store(ptr + offsets, tl.reshape(tile, (BLOCK_T, BLOCK_D // X, X)), mask=mask)
     else:
+        inside = tl.arange(0, BLOCK_D) < HEAD_DIM
+        offsets = head_offsets(stride_dim, stride_x, X, 0, BLOCK_D)
         tl.store(ptr + (rows[:, None] + offsets[None, :]), tile, mask=live[:, None] & inside[None, :])

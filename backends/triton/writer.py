@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import triton
 from torch import Tensor
 
-from headway.backends.triton.layer import cache_strides, inner_sizes
+from headway.backends.triton.launch import Launcher, aligned
+from headway.backends.triton.layer import Addressing
 from headway.backends.triton.write_kernel import write_kv
 from headway.core.layout import LayerCache
+
+_LAUNCH = Launcher(write_kv)
+_KNOWN: dict[Hashable, tuple[tuple[int, ...], dict[str, Any]]] = {}
+"""Strides and compile-time constants by everything they follow from."""
 
 
 def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -18,31 +26,35 @@ def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) ->
     num_tokens, num_kv_heads, head_dim = k.shape
     if num_tokens == 0:
         return
-    strides = cache_strides(cache)
-    k_x, v_x = inner_sizes(cache)
-    block_t = 16 if num_tokens >= 2048 else 4 if num_tokens >= 256 else 1
-    write_kv[(triton.cdiv(num_tokens, block_t), num_kv_heads)](
-        k,
-        v,
-        cache.key,
-        cache.value,
-        slot_mapping,
-        num_tokens,
-        cache.k_scale,
-        cache.v_scale,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        *strides,
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_SIZE=cache.block_size,
-        K_X=k_x,
-        V_X=v_x,
-        BLOCK_T=block_t,
-        K_SLOTS_INNER=strides[1] < strides[3],
-        V_SLOTS_INNER=strides[6] < strides[8],
-        FP8=cache.key.element_size() == 1,
-        num_warps=4 if block_t > 1 else 1,
-    )
+    block_t, num_warps = tile_of(num_tokens)
+    cached = (cache.key.stride(), cache.value.stride(), cache.geometry)
+    pointers = aligned(k.data_ptr(), v.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr())
+    key = (cached, k.dtype, k.stride(), v.stride(), pointers, block_t, num_warps)
+    known = _KNOWN.get(key)
+    if known is None:
+        addressing = Addressing.of(cache)
+        known = _KNOWN[key] = (
+            addressing.strides,
+            {
+                "HEAD_DIM": head_dim,
+                "BLOCK_D": triton.next_power_of_2(head_dim),
+                "BLOCK_SIZE": cache.block_size,
+                "K_X": addressing.k_x,
+                "V_X": addressing.v_x,
+                "BLOCK_T": block_t,
+                "V_SLOTS_INNER": addressing.v_slots_inner,
+                "FP8": cache.key.element_size() == 1,
+            },
+        )
+    strides, constants = known
+    scales = (cache.k_scale, cache.v_scale)
+    rows = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    arguments = (k, v, cache.key, cache.value, slot_mapping, num_tokens, *scales, *rows, *strides)
+    _LAUNCH(key, (num_kv_heads, triton.cdiv(num_tokens, block_t), 1), arguments, constants, num_warps)
+
+
+def tile_of(num_tokens: int) -> tuple[int, int]:
+    """(tokens a program, warps): large tiles keep many reads in flight, small ones occupy the whole GPU with few tokens."""
+    if num_tokens >= 2048:
+        return 16, 4
+    return (4, 4) if num_tokens >= 256 else (1, 1)

@@ -1,0 +1,38 @@
+"""Launching a compiled kernel again without Triton's argument analysis, which costs more than the kernel at small sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from headway.backends.triton.layer import INTERPRETED
+
+
+class Launcher:
+    """Remembers what a kernel was compiled to for each `key`.
+
+    The caller guarantees that equal keys mean equal compile-time constants, equal integer arguments (but for those the kernel
+    does not specialise on) and equally aligned pointers: those are what Triton compiles for.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(
+        self, key: Hashable, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any], num_warps: int
+    ) -> None:
+        """Run the kernel. arguments: in the kernel's order; constants: its compile-time constants by name, all of them."""
+        known = self._compiled.get(key)
+        if known is not None:
+            known[0][grid](*arguments, *known[1])
+            return
+        compiled = self._kernel[grid](*arguments, **constants, num_warps=num_warps)
+        if not INTERPRETED:
+            names = self._kernel.arg_names[len(arguments) :]
+            self._compiled[key] = (compiled, tuple(constants[name] for name in names))
+
+
+def aligned(*pointers: int) -> tuple[bool, ...]:
+    """Which addresses Triton compiles 16-byte accesses for."""
+    return tuple(pointer % 16 == 0 for pointer in pointers)
