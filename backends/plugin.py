@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from headway.core.backend import AttentionBackend, BackendInfo
+from headway.core.backend import API_VERSION, AttentionBackend, BackendInfo
 from headway.core.layout import HND, NHD, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.metadata import Phase
 from headway.core.spec import AttentionSpec
@@ -44,6 +44,10 @@ def _triton() -> type[AttentionBackend]:
     return TritonAttention
 
 
+def _info(name: str, summary: str, load: Callable[[], type[AttentionBackend]], extra: str = "") -> BackendInfo:
+    return BackendInfo(name, summary, load, extra, api_version=API_VERSION)
+
+
 @hookimpl
 def headway_register_layouts() -> list[LayoutInfo]:
     """Register the three built-in layouts."""
@@ -54,9 +58,9 @@ def headway_register_layouts() -> list[LayoutInfo]:
 def headway_register_backends() -> list[BackendInfo]:
     """Register the built-in backends."""
     return [
-        BackendInfo("triton", "our paged split-KV decode and varlen prefill in Triton, every layout", _triton, "headway[triton]"),
-        BackendInfo("sdpa", "torch's scaled_dot_product_attention, the kernel torch picks", _sdpa),
-        BackendInfo("sdpa.math", "the baseline: torch's MATH kernel over gathered rows", _sdpa_math),
+        _info("triton", "our paged split-KV decode and varlen prefill in Triton, every layout", _triton, "headway[triton]"),
+        _info("sdpa", "torch's scaled_dot_product_attention, the kernel torch picks", _sdpa),
+        _info("sdpa.math", "the baseline: torch's MATH kernel over gathered rows", _sdpa_math),
     ]
 
 

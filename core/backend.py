@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -120,7 +120,6 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
-    api_version: ClassVar[int] = API_VERSION
     capabilities: ClassVar[Capabilities]
     graph_level: ClassVar[GraphLevel] = GraphLevel.NONE
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -194,4 +193,5 @@ class BackendInfo:
     """Imports the kernel library; may raise ImportError."""
     extra: str = ""
     """What installs it: an extra of headway or a package."""
-    api_version: int = API_VERSION
+    api_version: int = field(kw_only=True)
+    """Version of the contract the backend was written for, as a number: a constant of ours would agree with any release."""

@@ -58,7 +58,9 @@ class Registry:
             self._manager.register(plugin, name=name)
             self._manager.check_pending()
             if not self._manager.get_hookcallers(plugin):
-                raise PluginError(f"plugin {name!r} of {owner} implements no hook of ours: mark its functions with headway.hookimpl")
+                raise PluginError(
+                    f"plugin {name!r} of {owner} implements no hook of ours: mark its functions with headway.hookimpl"
+                )
             others = [other for other in self._manager.get_plugins() if other is not plugin]
             hook = self._manager.subset_hook_caller
             layouts = [info for answer in hook("headway_register_layouts", others)() for info in answer]

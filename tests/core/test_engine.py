@@ -130,7 +130,7 @@ class Failing(SDPA):
 class FailingPlugin:
     @hookimpl
     def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("failing", "raises in decode", lambda: Failing)]
+        return [BackendInfo("failing", "raises in decode", lambda: Failing, api_version=1)]
 
 
 def test_a_backend_that_raises_is_named_and_no_block_leaks() -> None:

@@ -11,7 +11,7 @@ import pytest
 from grid import spec
 from headway.backends.layouts import write_rows
 from headway.backends.sdpa import SDPA
-from headway.core.backend import API_VERSION, BackendInfo
+from headway.core.backend import ALL_PHASES, API_VERSION, AttentionBackend, BackendInfo, Capabilities
 from headway.core.errors import ConfigError, PluginError, UnknownBackendError
 from headway.core.layout import HND, NHD, CacheLayout, LayoutInfo
 from headway.core.metadata import Phase
@@ -28,7 +28,7 @@ def refuse_to_load() -> type[SDPA]:
 
 
 def info(name: str, load: Callable[[], object] = refuse_to_load, **changes: object) -> BackendInfo:
-    return BackendInfo(name, f"{name} of a test", load, **changes)
+    return BackendInfo(name, f"{name} of a test", load, **{"api_version": API_VERSION, **changes})
 
 
 def layout(name: str, *axes: str) -> LayoutInfo:
@@ -315,7 +315,7 @@ def test_a_backend_without_a_plan_is_unavailable_and_says_what_it_lacks() -> Non
     class Plugin:
         @hookimpl
         def headway_register_backends(self) -> list[BackendInfo]:
-            return [BackendInfo("unplanned", "has no plan", lambda: Unplanned)]
+            return [BackendInfo("unplanned", "has no plan", lambda: Unplanned, api_version=1)]
 
     registry = create_registry([Plugin()], load_entry_points=False)
     assert "lacks plan" in str(registry.availability("unplanned"))

@@ -137,8 +137,8 @@ class ToyDecode(Toy):
 @hookimpl
 def headway_register_backends():
     return [
-        BackendInfo("toy", "plain attention", lambda: Toy),
-        BackendInfo("toy.decode", "plain attention, one query token", lambda: ToyDecode),
+        BackendInfo("toy", "plain attention", lambda: Toy, api_version=1),
+        BackendInfo("toy.decode", "plain attention, one query token", lambda: ToyDecode, api_version=1),
     ]
 '''
 """Source of a plugin that works: `toy` serves every phase on nhd and hnd, `toy.decode` decodes on hnd in blocks of 64 n."""
@@ -189,10 +189,10 @@ def missing():
 @hookimpl
 def headway_register_backends():
     return [
-        BackendInfo("other_machine", "refuses this machine", lambda: OtherMachine),
-        BackendInfo("other_model", "refuses the tiny model", lambda: OtherModel),
-        BackendInfo("failing", "raises in prefill", lambda: Failing),
-        BackendInfo("missing_library", "does not load", missing, extra="libkernel>=2"),
+        BackendInfo("other_machine", "refuses this machine", lambda: OtherMachine, api_version=1),
+        BackendInfo("other_model", "refuses the tiny model", lambda: OtherModel, api_version=1),
+        BackendInfo("failing", "raises in prefill", lambda: Failing, api_version=1),
+        BackendInfo("missing_library", "does not load", missing, extra="libkernel>=2", api_version=1),
     ]
 '''
 """Source of a plugin whose backends cannot be used with the tiny model on a CPU."""
@@ -229,7 +229,7 @@ from headway.core.backend import BackendInfo
 
 @hookimpl
 def headway_register_backends():
-    return [BackendInfo("sdpa", "", lambda: None)]
+    return [BackendInfo("sdpa", "", lambda: None, api_version=1)]
 """,
     "raising_hook": """
 from headway import hookimpl
