@@ -102,8 +102,8 @@ class Registry:
         """
         if name not in self._classes:
             if name not in self.backends:
-                states = {known: str(self.availability(known)) for known in self.backends}
-                states = {known: "available" if state == "yes" else f"unavailable, {state}" for known, state in states.items()}
+                reasons = {known: "; ".join(map(str, self.availability(known).reasons)) for known in self.backends}
+                states = {known: f"unavailable: {why}" if why else "available" for known, why in reasons.items()}
                 raise UnknownBackendError(name, states, [str(failure) for failure in self.failures])
             entry = self.backends[name]
             try:

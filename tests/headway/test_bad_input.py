@@ -431,7 +431,7 @@ def test_python_m_headway_ends_with_one_message_and_code_2(
     truncate(spoiled)
     arguments, words = {
         "option": (generate(tiny_model_folder, "--temperature", "nan"), ("temperature", "got nan")),
-        "backend": (generate(tiny_model_folder, "--attn-backend", "flsh"), ("'flsh'", "sdpa.math", "unavailable, no: GPU")),
+        "backend": (generate(tiny_model_folder, "--attn-backend", "flsh"), ("'flsh'", "sdpa.math", "unavailable: GPU")),
         "model": (generate("smollm3"), ("'smollm3'", "smollm2")),
         "hub": (generate("no-such/model"), ("no-such/model", "cannot be reached")),
         "truncated": (generate(spoiled), ("truncated", "fetch it again")),
