@@ -53,8 +53,8 @@ class Architecture:
 
     name: str
     decode: Mapping[str, DecodeConfig]
-    """By how rows are reached: "block" (a tile lies in one block), "many" (the same with many programs), "gather" (a tile spans
-    blocks), "split" (rows in pieces, as in vllm_5d), "fp8", "fp8 gather". What is missing falls back to "block"."""
+    """"few" and "many" by the number of programs, "many small" for blocks that a tile of "many" does not divide, "split" for rows
+    in pieces (vllm_5d), "fp8" and "fp8 split" likewise. What is missing falls back to "few"."""
     prefill: PrefillConfig
     prefill_short: PrefillConfig
     """Prompts of up to SHORT_PROMPT tokens, where the masked tiles weigh more."""
@@ -72,30 +72,30 @@ _TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
 SM_90 = Architecture(
     "sm_90",
     decode={
-        "block": DecodeConfig(block_n=64, num_warps=4, num_stages=7, bytes_per_us=4.2e6),
+        "few": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.45, bytes_per_us=4.2e6),
         "many": DecodeConfig(block_n=64, num_warps=4, num_stages=5, bytes_per_us=4.2e6),
-        "gather": DecodeConfig(block_n=64, num_warps=4, num_stages=3, tile_us=2.1, bytes_per_us=4.2e6),
-        "split": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=1.0, bytes_per_us=4.2e6),
-        "fp8": DecodeConfig(block_n=64, num_warps=2, num_stages=5, bytes_per_us=4.2e6),
-        "fp8 gather": DecodeConfig(block_n=128, num_warps=4, num_stages=5, tile_us=2.0, bytes_per_us=4.2e6),
+        "many small": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.45, bytes_per_us=4.2e6),
+        "split": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.5, bytes_per_us=3.8e6, piece=32),
+        "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.45, bytes_per_us=4.2e6),
+        "fp8 split": DecodeConfig(block_n=32, num_warps=2, num_stages=5, tile_us=1.0, bytes_per_us=4.2e6),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
     extend=PrefillConfig(block_m=128, block_n=64, num_warps=4, num_stages=3, tma=True),
-    extend_gather=_PLAIN,
+    extend_gather=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=2),
 )
 SM_80 = Architecture(
     "sm_80",
-    {"block": DecodeConfig(block_n=64, num_warps=4, num_stages=5, bytes_per_us=1.5e6)},
+    {"few": DecodeConfig(block_n=64, num_warps=4, num_stages=5, bytes_per_us=1.5e6)},
     _PLAIN,
     _PLAIN,
     _PLAIN,
     _PLAIN,
 )
-DEFAULT = Architecture("default", {"block": DecodeConfig(block_n=32, num_warps=4, num_stages=3)}, _SMALL, _SMALL, _SMALL, _SMALL)
+DEFAULT = Architecture("default", {"few": DecodeConfig(block_n=32, num_warps=4, num_stages=3)}, _SMALL, _SMALL, _SMALL, _SMALL)
 """For architectures nobody has tuned: little shared memory, shallow pipelines."""
 INTERPRETER = Architecture(
-    "interpreter", {"block": DecodeConfig(block_n=16, num_warps=4, num_stages=1)}, _TINY, _TINY, _TINY, _TINY
+    "interpreter", {"few": DecodeConfig(block_n=16, num_warps=4, num_stages=1)}, _TINY, _TINY, _TINY, _TINY
 )
 """Small tiles, so that small tests meet several of them."""
 MANY_PROGRAMS = 12
@@ -115,16 +115,14 @@ def decode_config(
     arch: Architecture, block_d: int, itemsize: int, block_size: int, split_rows: bool, many: bool = False
 ) -> DecodeConfig:
     """The tuned configuration, with smaller tiles where a row is longer than the 256 bytes it was tuned for."""
-    table, block = arch.decode, arch.decode["block"]
-    if itemsize == 1 and not split_rows:
-        block = table.get("fp8", block)
-        config = block if block_size % block.block_n == 0 else table.get("fp8 gather", block)
-    elif split_rows:
-        config = table.get("split", block)
-    elif block_size % block.block_n == 0:
-        config = table.get("many", block) if many else block
+    table = arch.decode
+    if itemsize == 1 or split_rows:
+        name = "fp8" * (itemsize == 1) + " " * (itemsize == 1 and split_rows) + "split" * split_rows
+    elif many:
+        name = "many" if "many" in table and block_size % table["many"].block_n == 0 else "many small"
     else:
-        config = table.get("gather", block)
+        name = "few"
+    config = table.get(name, table["few"])
     row_bytes = block_d * itemsize
     while row_bytes > 256 and config.block_n > 16:
         row_bytes //= 2

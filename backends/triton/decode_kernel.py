@@ -132,46 +132,23 @@ def split_kv_decode(
     table = table_ptr + seq * table_stride
     key = key_ptr + kv_head * k_stride_head
     value = value_ptr + kv_head * v_stride_head
-    for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
-        blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
-        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if PAIRS:
-            k = cached_rows(
-                key.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
-                k_stride_block // 2, k_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
-                True, False, False, tl.int16,
-            )  # fmt: skip
-            v = cached_rows(
-                value.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
-                v_stride_block // 2, v_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
-                True, True, False, tl.int16,
-            )  # fmt: skip
-            k_even, k_odd = unpack_fp8(k)
-            scores = tl.dot(q[0], tl.trans(k_even), scores)
-            scores = tl.dot(q[1], tl.trans(k_odd), scores) * row_scale[:, None]
-        else:
-            for piece in tl.static_range(BLOCK_D // BLOCK_K):
-                k = cached_rows(
-                    key, blocks, head_offsets(k_stride_dim, k_stride_x, K_X, piece * BLOCK_K, BLOCK_K), first, end,
-                    k_stride_block, k_stride_slot, K_X, BLOCK_SIZE, HEAD_DIM - piece * BLOCK_K, BLOCK_K, BLOCK_N,
-                    True, False, False, DOT,
-                )  # fmt: skip
-                scores = tl.dot(q[piece], tl.trans(k), scores, input_precision=PRECISION)
-            v = cached_rows(
-                value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, 0, BLOCK_D), first, end,
-                v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-                True, True, V_SLOTS_INNER, DOT,
-            )  # fmt: skip
-        m, l, weights, shrink = softmax_step(
-            scores, m, l, first + tl.arange(0, BLOCK_N), positions, slopes, score_scale, cap_log2, window,
-            True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+    # Zeroing what lies past the end costs a layout with neighbouring slots many instructions: only its last tile pays for it.
+    whole = end // BLOCK_N * BLOCK_N if V_SLOTS_INNER else end
+    for first in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
+        m, l, acc, acc_odd = _fold(
+            q, key, value, table, m, l, acc, acc_odd, first, end, positions, slopes, row_scale, score_scale, cap_log2, window,
+            k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_M, BLOCK_N, BLOCK_K, PAIRS, not V_SLOTS_INNER,
+            HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
         )  # fmt: skip
-        if PAIRS:
-            v_even, v_odd = unpack_fp8(v)
-            acc = tl.dot(weights.to(tl.float16), v_even, acc * shrink[:, None])
-            acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * shrink[:, None])
-        else:
-            acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
+    if V_SLOTS_INNER:
+        for first in tl.range(whole, end, BLOCK_N, num_stages=1):
+            m, l, acc, acc_odd = _fold(
+                q, key, value, table, m, l, acc, acc_odd, first, end, positions, slopes, row_scale, score_scale, cap_log2, window,
+                k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_M, BLOCK_N, BLOCK_K, PAIRS, True,
+                HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
+            )  # fmt: skip
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
     if HAS_SOFTCAP or HAS_ALIBI:
@@ -202,6 +179,58 @@ def split_kv_decode(
                 out_stride_token, out_stride_head, GROUP, HEAD_DIM, BLOCK_D, ROWS, CHUNK, HAS_SINKS,
             )  # fmt: skip
             tl.store(arrivals_ptr + item, 0)
+
+
+@triton.jit
+def _fold(
+    q, key, value, table, m, l, acc, acc_odd, first, end, positions, slopes, row_scale, score_scale, cap_log2, window,
+    k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
+    V_SLOTS_INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAIRS: tl.constexpr,
+    ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys first .. first + BLOCK_N into (m, l, acc). PAIRS: acc holds the even elements of a row, acc_odd the odd."""
+    blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
+    scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if PAIRS:
+        k = cached_rows(
+            key.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
+            k_stride_block // 2, k_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
+            True, False, False, tl.int16,
+        )  # fmt: skip
+        v = cached_rows(
+            value.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
+            v_stride_block // 2, v_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
+            True, True, False, tl.int16,
+        )  # fmt: skip
+        k_even, k_odd = unpack_fp8(k)
+        scores = tl.dot(q[0], tl.trans(k_even), scores)
+        scores = tl.dot(q[1], tl.trans(k_odd), scores) * row_scale[:, None]
+    else:
+        for piece in tl.static_range(BLOCK_D // BLOCK_K):
+            k = cached_rows(
+                key, blocks, head_offsets(k_stride_dim, k_stride_x, K_X, piece * BLOCK_K, BLOCK_K), first, end,
+                k_stride_block, k_stride_slot, K_X, BLOCK_SIZE, HEAD_DIM - piece * BLOCK_K, BLOCK_K, BLOCK_N,
+                True, False, False, DOT,
+            )  # fmt: skip
+            scores = tl.dot(q[piece], tl.trans(k), scores, input_precision=PRECISION)
+        v = cached_rows(
+            value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, 0, BLOCK_D), first, end,
+            v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+            True, ZEROED, V_SLOTS_INNER, DOT,
+        )  # fmt: skip
+    m, l, weights, shrink = softmax_step(
+        scores, m, l, first + tl.arange(0, BLOCK_N), positions, slopes, score_scale, cap_log2, window,
+        True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+    )  # fmt: skip
+    if PAIRS:
+        v_even, v_odd = unpack_fp8(v)
+        acc = tl.dot(weights.to(tl.float16), v_even, acc * shrink[:, None])
+        acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * shrink[:, None])
+    else:
+        acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
+    return m, l, acc, acc_odd
 
 
 @triton.jit

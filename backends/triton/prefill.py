@@ -25,8 +25,8 @@ class PrefillPlan:
     tiles: Tensor
     """int32 [num_tiles, 2]: sequence and tile number of each program.
 
-    Sequence by sequence, the longest first, so that programs side by side share keys in the L2 cache; in each the last tile,
-    has most keys, first, so that no long one starts last.
+    Sequence by sequence, the longest first, so that programs side by side share keys in the L2 cache. In each the last tile,
+    which has most keys, comes first, so that no long one starts last.
     """
     block_table: Tensor
     seq_lens: Tensor

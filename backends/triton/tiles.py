@@ -64,7 +64,8 @@ def cached_rows(
     n = tl.arange(0, BLOCK_N)
     stride_slot = stride_slot // X * X  # changes nothing (x is the innermost axis) but tells the compiler that pieces are aligned
     if BLOCK_SIZE % BLOCK_N == 0:
-        start = base_ptr + blocks * stride_block + (first % BLOCK_SIZE) * stride_slot
+        within = (first % BLOCK_SIZE) // BLOCK_N * BLOCK_N  # only says again that it is a multiple of BLOCK_N
+        start = base_ptr + blocks * stride_block + within * stride_slot
         ptrs = start + (n * stride_slot)[:, None] + offsets[None, :]
     else:
         rows = blocks * stride_block + ((first + n) % BLOCK_SIZE) * stride_slot
