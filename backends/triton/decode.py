@@ -190,7 +190,6 @@ class Decode:
             "BLOCK_M": plan.block_m,
             "ROWS": plan.rows,
             "BLOCK_N": plan.config.block_n,
-            "BLOCK_K": self._layer.block_d if addressing.k_x == 1 else max(plan.config.piece, addressing.k_x),
             "PAIRS": cache.key.element_size() == 1 and whole_rows and not INTERPRETED,
             "SPLIT": plan.num_splits > 1,
             "CHUNK": max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),
