@@ -30,8 +30,6 @@ class DecodeConfig:
     """... what merging one more costs the last to arrive."""
     bytes_per_us: float = 2.0e6
     """Memory bandwidth."""
-    piece: int = 16
-    """Elements of a row read at a time where the layout splits rows: neighbouring threads then meet neighbouring slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +51,8 @@ class Architecture:
 
     name: str
     decode: Mapping[str, DecodeConfig]
-    """"few" and "many" by the number of programs, "many small" for blocks that a tile of "many" does not divide, "split" for rows
-    in pieces (vllm_5d), "fp8" and "fp8 split" likewise. What is missing falls back to "few"."""
+    """"few" and "many" by the number of programs, "many small" for rows in pieces (vllm_5d) and for blocks that a tile of "many"
+    does not divide, "fp8" for an fp8 cache. What is missing falls back to "few"."""
     prefill: PrefillConfig
     prefill_short: PrefillConfig
     """Prompts of up to SHORT_PROMPT tokens, where the masked tiles weigh more."""
@@ -72,12 +70,10 @@ _TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
 SM_90 = Architecture(
     "sm_90",
     decode={
-        "few": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.45, bytes_per_us=4.2e6),
+        "few": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.8, bytes_per_us=4.2e6),
         "many": DecodeConfig(block_n=64, num_warps=4, num_stages=5, bytes_per_us=4.2e6),
-        "many small": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.45, bytes_per_us=4.2e6),
-        "split": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.5, bytes_per_us=3.8e6, piece=32),
-        "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.45, bytes_per_us=4.2e6),
-        "fp8 split": DecodeConfig(block_n=32, num_warps=2, num_stages=5, tile_us=1.0, bytes_per_us=4.2e6),
+        "many small": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.8, bytes_per_us=4.2e6),
+        "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.8, bytes_per_us=4.2e6),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
@@ -116,10 +112,11 @@ def decode_config(
 ) -> DecodeConfig:
     """The tuned configuration, with smaller tiles where a row is longer than the 256 bytes it was tuned for."""
     table = arch.decode
-    if itemsize == 1 or split_rows:
-        name = "fp8" * (itemsize == 1) + " " * (itemsize == 1 and split_rows) + "split" * split_rows
+    if itemsize == 1:
+        name = "fp8"
     elif many:
-        name = "many" if "many" in table and block_size % table["many"].block_n == 0 else "many small"
+        fits = "many" in table and block_size % table["many"].block_n == 0 and not split_rows
+        name = "many" if fits else "many small"
     else:
         name = "few"
     config = table.get(name, table["few"])

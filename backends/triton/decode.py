@@ -176,7 +176,14 @@ class Decode:
         constants = self._constants.get(key)
         if constants is None:
             constants = self._constants[key] = self._compile_time(plan, cache, addressing)
-        self._launch(key, plan.grid, arguments, constants, plan.config.num_warps)
+        self._launch(key, plan.grid, arguments, constants, self._num_warps(plan))
+
+    def _num_warps(self, plan: DecodePlan) -> int:
+        """The configuration's, or more where its warps could not hold the query tile and the sums in registers."""
+        rows = plan.block_m // 16
+        if self._spec.dtype == torch.float32:
+            rows *= 4
+        return max(plan.config.num_warps, min(rows * max(1, self._layer.block_d // 128), 8))
 
     def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing) -> dict[str, Any]:
         whole_rows = addressing.k_x == addressing.v_x == 1 and addressing.strides[3] == addressing.strides[8] == 1
@@ -190,7 +197,6 @@ class Decode:
             "BLOCK_M": plan.block_m,
             "ROWS": plan.rows,
             "BLOCK_N": plan.config.block_n,
-            "BLOCK_K": self._layer.block_d if addressing.k_x == 1 else max(plan.config.piece, addressing.k_x),
             "PAIRS": cache.key.element_size() == 1 and whole_rows and not INTERPRETED,
             "SPLIT": plan.num_splits > 1,
             "CHUNK": max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headway.backends.triton.tiles import block_numbers, cached_rows, head_offsets, softmax_step, unpack_fp8
+from headway.backends.triton.tiles import block_numbers, cached_rows, head_offsets, softmax_step, split_rows, unpack_fp8
 
 
 @triton.jit(
@@ -61,7 +61,6 @@ def split_kv_decode(
     BLOCK_M: tl.constexpr,  # rows of the query tile; the tensor cores want 16
     ROWS: tl.constexpr,  # rows that can be in use, rounded up to a power of two
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # elements of a key row read at a time; less than BLOCK_D where the layout splits rows
     PAIRS: tl.constexpr,  # an fp8 cache whose rows lie in one piece: read as pairs, which the tensor cores' loads can turn around
     SPLIT: tl.constexpr,  # more than one split may hold keys
     CHUNK: tl.constexpr,  # partial results merged at a time
@@ -107,7 +106,6 @@ def split_kv_decode(
     inside = live[:, None] & (d[None, :] < HEAD_DIM)
     q_rows = q_ptr + ((token + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head)[:, None]
     row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
-    q = ()
     if PAIRS:
         # q joins the cache's numbers in float16, divided by a power of two so that none overflows.
         half = tl.arange(0, BLOCK_D // 2)
@@ -118,9 +116,7 @@ def split_kv_decode(
         row_scale = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
         q = ((q_even / row_scale[:, None]).to(tl.float16), (q_odd / row_scale[:, None]).to(tl.float16))
     else:
-        for piece in tl.static_range(BLOCK_D // BLOCK_K):
-            at = piece * BLOCK_K + tl.arange(0, BLOCK_K)
-            q += (tl.load(q_rows + at[None, :], mask=live[:, None] & (at[None, :] < HEAD_DIM), other=0.0).to(DOT),)
+        q = (tl.load(q_rows + d[None, :], mask=inside, other=0.0).to(DOT),)
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
@@ -138,7 +134,7 @@ def split_kv_decode(
         m, l, acc, acc_odd = _fold(
             q, key, value, table, m, l, acc, acc_odd, first, end, positions, slopes, row_scale, score_scale, cap_log2, window,
             k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_M, BLOCK_N, BLOCK_K, PAIRS, not V_SLOTS_INNER,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_M, BLOCK_N, PAIRS, not V_SLOTS_INNER,
             HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
         )  # fmt: skip
     if V_SLOTS_INNER:
@@ -146,7 +142,7 @@ def split_kv_decode(
             m, l, acc, acc_odd = _fold(
                 q, key, value, table, m, l, acc, acc_odd, first, end, positions, slopes, row_scale, score_scale, cap_log2, window,
                 k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_M, BLOCK_N, BLOCK_K, PAIRS, True,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_M, BLOCK_N, PAIRS, True,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
             )  # fmt: skip
     if PAIRS:
@@ -186,7 +182,7 @@ def _fold(
     q, key, value, table, m, l, acc, acc_odd, first, end, positions, slopes, row_scale, score_scale, cap_log2, window,
     k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
-    V_SLOTS_INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAIRS: tl.constexpr,
+    V_SLOTS_INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
     ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -208,15 +204,19 @@ def _fold(
         scores = tl.dot(q[0], tl.trans(k_even), scores)
         scores = tl.dot(q[1], tl.trans(k_odd), scores) * row_scale[:, None]
     else:
-        for piece in tl.static_range(BLOCK_D // BLOCK_K):
+        if K_X > 1 and BLOCK_SIZE % BLOCK_N == 0:
+            k = split_rows(
+                key, blocks, first, k_stride_block, k_stride_dim, K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, DOT
+            )  # fmt: skip
+        else:
             k = cached_rows(
-                key, blocks, head_offsets(k_stride_dim, k_stride_x, K_X, piece * BLOCK_K, BLOCK_K), first, end,
-                k_stride_block, k_stride_slot, K_X, BLOCK_SIZE, HEAD_DIM - piece * BLOCK_K, BLOCK_K, BLOCK_N,
+                key, blocks, head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D), first, end,
+                k_stride_block, k_stride_slot, K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
                 True, False, False, DOT,
             )  # fmt: skip
-            scores = tl.dot(q[piece], tl.trans(k), scores, input_precision=PRECISION)
+        scores = tl.dot(q[0], tl.trans(k), scores, input_precision=PRECISION)
         v = cached_rows(
-            value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, 0, BLOCK_D), first, end,
+            value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_D), first, end,
             v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
             True, ZEROED, V_SLOTS_INNER, DOT,
         )  # fmt: skip

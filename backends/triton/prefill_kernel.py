@@ -147,8 +147,8 @@ def _walk(
 ):  # fmt: skip
     """Fold the keys begin .. end into (m, l, acc); begin is a multiple of BLOCK_N."""
     n = tl.arange(0, BLOCK_N)
-    k_offsets = head_offsets(k_stride_dim, k_stride_x, K_X, 0, BLOCK_D)
-    v_offsets = head_offsets(v_stride_dim, v_stride_x, V_X, 0, BLOCK_D)
+    k_offsets = head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D)
+    v_offsets = head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_D)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         if TMA:
             if PAGED:

@@ -80,5 +80,5 @@ def _store(ptr, rows, stride_dim, stride_x, tile, scale, live, HEAD_DIM: tl.cons
         tl.store(ptr + offsets, tl.reshape(tile, (BLOCK_T, BLOCK_D // X, X)), mask=mask)
     else:
         inside = tl.arange(0, BLOCK_D) < HEAD_DIM
-        offsets = head_offsets(stride_dim, stride_x, X, 0, BLOCK_D)
+        offsets = head_offsets(stride_dim, stride_x, X, BLOCK_D)
         tl.store(ptr + (rows[:, None] + offsets[None, :]), tile, mask=live[:, None] & inside[None, :])

@@ -55,6 +55,6 @@ def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) ->
 
 def tile_of(num_tokens: int) -> tuple[int, int]:
     """(tokens a program, warps): large tiles keep many reads in flight, small ones occupy the whole GPU with few tokens."""
-    if num_tokens >= 2048:
-        return 16, 4
-    return (4, 4) if num_tokens >= 256 else (1, 1)
+    if num_tokens >= 4096:
+        return 64, 4
+    return (16, 4) if num_tokens >= 256 else (4, 1)
