@@ -1,0 +1,30 @@
+"""The tables in the documentation are what their result files say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headway.bench.markdown import render
+from headway.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_documents_tables_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert text.count("<!-- kernel ") >= 6
+    assert render(text) == text
+
+
+def test_a_stale_table_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert render(text.replace("| 1q1s512 | ", "| 1q1s512 | 1.0 (9999) ")) == text
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.json"):
+        render("<!-- kernel nowhere.json decode 32/8/128 -->\n<!-- end -->")
