@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,13 +13,16 @@ from headway.core.metadata import Phase
 from headway.core.spec import AttentionSpec
 from headway.registry.hookspecs import hookimpl
 
+log = logging.getLogger("headway")
+
 
 def _writer(device: torch.device) -> CacheWriter:
     if device.type == "cuda":
         try:
             from headway.backends.triton.writer import write_rows as write_rows_triton
-        except ImportError:
-            pass
+        except ImportError as error:
+            hint = "pip install 'headway[triton]'"
+            log.warning("cache writes go through torch, which waits for the GPU in every layer: %s (%s)", error, hint)
         else:
             return write_rows_triton
     from headway.backends.layouts import write_rows
