@@ -80,12 +80,19 @@ def read_grid(path: Path) -> GridReport:
 
 
 def merge(reports: Iterable[GridReport]) -> list[GridReport]:
-    """One report a device: parts of a grid that ran side by side, such as one process a backend, count as one run."""
+    """One report a device: parts of a grid that ran side by side, such as one process a backend, count as one run.
+
+    What several parts did alike, such as the cache writers, counts once.
+    """
     merged: dict[tuple[str, str, str], GridReport] = {}
     for report in reports:
         key = (report.device.type, report.device.name, report.device.torch)
         if key in merged:
-            merged[key] = GridReport(device=merged[key].device, cells=[*merged[key].cells, *report.cells])
+            merged[key] = GridReport(device=merged[key].device, cells=_distinct([*merged[key].cells, *report.cells]))
         else:
             merged[key] = report
     return list(merged.values())
+
+
+def _distinct(cells: list[GridCell]) -> list[GridCell]:
+    return list({cell.model_dump_json(exclude={"relative_error"}): cell for cell in cells}.values())

@@ -13,6 +13,7 @@ import typer
 
 from headway.bench.device import DeviceIdentity
 from headway.bench.grid import GridCell, GridReport, merge, read_grid
+from headway.bench.results import write_json
 from headway.core.errors import ConfigError, HeadwayError
 
 BEGIN = "<!-- support matrix: begin, written by python -m headway.bench.support_matrix -->"
@@ -65,18 +66,19 @@ def _section(report: GridReport) -> str:
     parts = [f"### {report.device.name}", _device(report.device)]
     for axis, title, first in TABLES:
         answers = [cell for cell in cells if cell.check == "answer" or (cell.check == "claim" and cell.about == axis)]
-        found = dict.fromkeys([*first, *sorted({getattr(cell, axis) for cell in answers} - set(first))])
-        columns = [value for value in found if value not in HIDDEN]
+        others = {getattr(cell, axis) for cell in answers} - set(first) - HIDDEN
+        numbers = all(isinstance(value, int) for value in first)
+        columns = sorted({*first, *others}) if numbers else [*first, *sorted(others)]
         rows = [
             [_mark([c for c in answers if c.backend == name and getattr(c, axis) == v]) for v in columns] for name in backends
         ]
         parts.append(_table(title, [str(value) for value in columns], backends, rows))
-    others = [("option", "Options that change the output"), ("alternate", "Turns on one cache with another")]
+    checks = (("option", "Options that change the output"), ("alternate", "Turns on one cache with another"))
     rows = [
-        [_mark([c for c in cells if c.check == check and c.backend.split(" > ")[0] == b]) for check, _ in others]
+        [_mark([c for c in cells if c.check == check and c.backend.split(" > ")[0] == b]) for check, _ in checks]
         for b in backends
     ]
-    parts.append(_table("Checks", [title for _, title in others], backends, rows))
+    parts.append(_table("Checks", [title for _, title in checks], backends, rows))
     graphs = [cell for cell in cells if cell.check == "graph"]
     if graphs:
         rows = [[_mark([c for c in graphs if c.backend == b and c.phase == phase]) for phase, _ in GRAPHS] for b in backends]
@@ -130,16 +132,22 @@ def _one_line(text: str) -> str:
 def main(
     files: Annotated[list[Path], typer.Argument(help="Result files of the grid; parts of one device are put together.")],
     docs: Annotated[Path | None, typer.Option(help="Replace the matrix between the markers of this document.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the parts of one device's grid as one file.")] = None,
 ) -> None:
     """Render the support matrix of FILES."""
     try:
-        matrix = render([read_grid(path) for path in files])
+        reports = merge(read_grid(path) for path in files)
+        matrix = render(reports)
+        if output is not None:
+            if len(reports) != 1:
+                raise ConfigError("--output", "parts of one device's grid", f"{len(reports)} devices")
+            write_json(reports[0], output)
         if docs is not None:
             docs.write_text(replace_in(docs.read_text(encoding="utf-8"), matrix), encoding="utf-8")
     except (HeadwayError, OSError) as error:
         typer.echo(f"support_matrix: error: {error}", err=True)
         raise typer.Exit(2) from error
-    if docs is None:
+    if docs is None and output is None:
         typer.echo(matrix)
 
 

@@ -62,6 +62,7 @@ def test_ticks_count_cells_and_crosses_stand_where_a_value_is_refused() -> None:
     cells = [cell(), cell(phase="prefill"), cell(block_size=512), cell("refused", "claim", about="block_size", block_size=16)]
     matrix = render([report(*cells)])
     blocks = row_of(matrix, "Block sizes")
+    assert list(blocks) == ["8", "16", "64", "128", "256", "512"]
     assert (blocks["256"], blocks["16"], blocks["64"], blocks["512"]) == ("✓ 2", "✗", "–", "✓ 1")
     phases = row_of(matrix, "Phases")
     assert (phases["decode"], phases["prefill"], phases["verify"]) == (
@@ -150,6 +151,12 @@ def test_the_command_prints_writes_and_refuses(tmp_path: Path) -> None:
     assert run(app, [str(result), "--docs", str(docs)]).exit_code == 0
     assert "✓ 1" in docs.read_text()
     assert run(app, [str(tmp_path / "none.json")]).exit_code == 2
+    merged = tmp_path / "merged.json"
+    assert run(app, [str(result), str(result), "--output", str(merged)]).exit_code == 0
+    assert read_grid(merged) == report(cell())  # what two parts have alike counts once
+    other = GridReport(device=DEVICE.model_copy(update={"name": "another"}), cells=[])
+    write_json(other, tmp_path / "other.json")
+    assert run(app, [str(result), str(tmp_path / "other.json"), "--output", str(merged)]).exit_code == 2
 
 
 def test_the_log_keeps_passes_failures_and_refusals(tmp_path: Path) -> None:

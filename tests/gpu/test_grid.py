@@ -1,4 +1,11 @@
-"""The grid on a GPU: `HEADWAY_GRID_OUT=grid.json pytest -m gpu tests/gpu`; one backend with `-k NAME`, several side by side."""
+"""The grid on a GPU: `HEADWAY_GRID_OUT=grid.json python -m pytest -m gpu tests/gpu`.
+
+Most of its time goes into compiling kernels, which more processes do sooner, one a backend:
+
+    for b in triton flash_attn flash_attn_4 xformers torch_varlen,sdpa,sdpa.math; do
+      HEADWAY_GRID_ONLY=$b HEADWAY_GRID_OUT=grid-$b.json python -m pytest -q -m gpu tests/gpu & done; wait
+    python -m headway.bench.support_matrix grid-*.json --output bench/results/h200/grid.json
+"""
 
 from __future__ import annotations
 

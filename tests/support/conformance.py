@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if names:
             metafunc.parametrize(names[0], [None])
         return
-    backends = cover.backends(device)
+    backends, mine = cover.backends(device), cover.chosen(device)
     if "cell" in metafunc.fixturenames:
         source = {
             "test_answer": cover.answers,
@@ -46,11 +46,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             "test_an_accepted_option_changes_the_output": _option_cells,
             "test_a_graph_captured_at_the_longest_is_right_at_any_length": _graph_cells,
         }[metafunc.function.__name__]
-        cells = [cell for name in backends for cell in source(name, device)]
+        cells = [cell for name in mine for cell in source(name, device)]
         metafunc.parametrize("cell", cells, ids=str)
     elif "pair" in metafunc.fixturenames:
         pairs = [(*pair, layout) for pair in permutations(backends, 2) for layout in registry().layouts]
-        pairs = [pair for pair in pairs if _common_block(*pair, device)]
+        pairs = [pair for pair in pairs if pair[0] in mine and _common_block(*pair, device)]
         metafunc.parametrize("pair", pairs, ids=lambda pair: "-".join(pair))
     elif "name" in metafunc.fixturenames:
         metafunc.parametrize("name", list(registry().backends))

@@ -72,6 +72,12 @@ def backends(device_type: str) -> tuple[str, ...]:
     return tuple(name for name in able if device_type in found.backend(name).capabilities.devices)
 
 
+def chosen(device_type: str) -> tuple[str, ...]:
+    """Those of `backends` this process is to test: all, or those HEADWAY_GRID_ONLY names, with commas between."""
+    only = os.environ.get("HEADWAY_GRID_ONLY")
+    return tuple(name for name in backends(device_type) if not only or name in only.split(","))
+
+
 @cache
 def values(name: str) -> dict[str, tuple[Value, ...]]:
     """What each axis may be for a backend, claimed or not; the plainest first."""
