@@ -43,7 +43,7 @@ PACKAGES: Final = {
         build_time="5 minutes to 2 hours, by cores and MAX_JOBS",
         build_gib=9,
     ),
-    "flash-attn-4": Package("flash-attn-4", "--pre", capability=(9, 0)),
+    "flash-attn-4": Package("flash-attn-4>=4.0.0b36", "--pre", capability=(9, 0)),
     "xformers": Package(
         "xformers>=0.0.32",
         note="wheels built for CUDA 12 load beside a newer torch if nvidia-cuda-runtime-cu12 is installed and its lib folder "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -55,6 +57,13 @@ def advice(extra: str, support: Support = MISSING, machine: Machine = H200, devi
 )
 def test_the_library_of_an_extra(extra: str, name: str) -> None:
     assert library(extra) == name
+
+
+def test_requirements_are_those_of_the_extras() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for name in PACKAGES.keys() & extras.keys():
+        assert extras[name] == [PACKAGES[name].requirement]
 
 
 @pytest.mark.parametrize("extra", [*PACKAGES, ""])
@@ -156,7 +165,7 @@ def test_a_library_that_loads_and_says_no_is_left_alone() -> None:
 
 
 def test_options_of_pip_and_notes() -> None:
-    assert advice("flash-attn-4").commands == ("python -m pip install --pre 'flash-attn-4'",)
+    assert advice("flash-attn-4").commands == ("python -m pip install --pre 'flash-attn-4>=4.0.0b36'",)
     assert "nvidia-cuda-runtime-cu12" in advice("xformers").note
 
 
