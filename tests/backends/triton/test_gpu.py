@@ -1,4 +1,4 @@
-"""What of the Triton kernels tests/gpu/test_grid.py has not: fp8 caches, splits, long cases, odd block sizes, the writer."""
+"""What of the Triton kernels tests/gpu/test_grid.py has not: fp8 caches, splits, long cases, odd block sizes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from grid import LAYOUTS, spec
 from headway.backends import layouts
 from headway.bench.cases import make_case, parse_case
 from headway.bench.reference import reference, relative_error, run_backend
-from headway.core.layout import NHD, CacheGeometry, CacheLayout
+from headway.core.layout import NHD, CacheLayout
 from headway.core.spec import AttentionSpec
 
 pytest.importorskip("triton")
 try:
     from headway.backends.triton.backend import TritonAttention
-    from headway.backends.triton.writer import write_rows
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
 
@@ -79,23 +78,3 @@ def test_longer(block_size: int, case_name: str) -> None:
 @pytest.mark.parametrize("case_name", ["decode", "verify"])
 def test_any_number_of_splits(case_name: str, num_splits: int) -> None:
     check(case_name, layer_of(), NHD, 16, {"num_splits": str(num_splits)})
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 64, 300, 5000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8], ids=str)
-@pytest.mark.parametrize("head_dim", [80, 128])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_writer(layout: CacheLayout, head_dim: int, dtype: torch.dtype, tokens: int) -> None:
-    device = torch.device("cuda")
-    geometry = CacheGeometry(400, 16, 8, head_dim, dtype, device)
-    scales = (0.02, 0.05) if dtype == FP8 else (1.0, 1.0)
-    source = torch.bfloat16 if dtype == FP8 else dtype
-    k, v = (torch.randn(tokens, 8, head_dim, device=device).mul(3).to(source) for _ in range(2))
-    slots = torch.randperm(400 * 16, device=device)[:tokens]
-    slots[tokens // 2] = -1
-    caches = [layout.allocate(geometry, *scales) for _ in range(2)]
-    write_rows(k, v, caches[0], slots)
-    layouts.write_rows(k, v, caches[1], slots)
-    for ours, theirs in ((caches[0].key, caches[1].key), (caches[0].value, caches[1].value)):
-        assert torch.equal(ours.float(), theirs.float())
-    assert tokens == 1 or caches[0].key.float().abs().sum() > 0
