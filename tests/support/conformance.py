@@ -238,7 +238,7 @@ def _refused_with_reasons(support: Support) -> None:
 
 
 def _reads_whole_blocks(name: str) -> bool:
-    return bool(getattr(registry().backend(name).capabilities, "reads_whole_blocks", False))
+    return registry().backend(name).capabilities.reads_whole_blocks
 
 
 def _option_cells(name: str, device: str) -> list[Cell]:
