@@ -47,7 +47,7 @@ FEATURES = ("none", "scale", "window", "window 1", "softcap", "alibi", "sinks", 
 """together: every feature that the backend claims, in one layer."""
 OPTIONS = ("scale", "window", "softcap", "alibi", "sinks")
 """Features that must change the output where they are accepted."""
-LARGE_POISON = 3e4
+FINITE_POISON = 3e4
 """Finite in every 16-bit type, and far from anything a case holds."""
 
 
@@ -93,7 +93,7 @@ def make_grid_case(
     whole_blocks: a reader declares that it multiplies what lies in block tails by zero, so they hold a large number, not NaN.
     """
     most = decode_query_len or (VERIFY_TOKENS if phase == "verify" else 1)
-    poison = min(LARGE_POISON, torch.finfo(spec.cache_dtype).max) if whole_blocks else math.nan
+    poison = min(FINITE_POISON, torch.finfo(spec.cache_dtype).max) if whole_blocks else math.nan
     padding = PADDING_ROWS.get(phase, 0) if lens is None else 0
     lens = parse_case(CASES[spec.device.type][phase], most) if lens is None else lens
     case = make_case(lens, spec, layout, block_size, writer, poison=poison, padding_rows=padding, decode_query_len=most)
