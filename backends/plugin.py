@@ -106,7 +106,7 @@ From one H200 (bf16, head_dim 128, 32/8 heads). Prefill in TFLOP/s at 1x512, 1x2
 flash_attn_4 34, 211, 686, 652, 527; flash_attn 87, 222, 344, 374, 317; xformers 6 to 177 by CUTLASS, with flash as flash_attn
 but for the host time. So flash_attn_4 loses 40 us on a short prompt and halves the time of a long one, where the time goes. sdpa
 with torch's flash kernel reaches 57 to 351, but a step's mixed lengths take a call each, and a context is gathered first.
-Decode: triton was the fastest in nearly every cell; flash_attn follows within a few percent; xformers spends at least 190 us a
+Decode: triton was faster than flash_attn in nearly every cell, and both than the rest; xformers spends at least 190 us a
 call; flash_attn_4 does not split a sequence's keys on Hopper, so one long context occupies a few multiprocessors only.
 torch_varlen is flash_attn's kernel with a longer way to it.
 """
