@@ -20,8 +20,8 @@ LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "flashinfer-python", "xform
 """Distributions whose versions are stored, where installed. Read from package metadata: none is imported for it."""
 
 
-class DeviceInfo(BaseModel):
-    """Device, software and measured limits; figures of two files compare only where these are alike."""
+class DeviceIdentity(BaseModel):
+    """Device and software, nothing measured: enough for answers that are right or wrong."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,6 +47,11 @@ class DeviceInfo(BaseModel):
     """Distribution -> version, of LIBRARIES that are installed."""
     date: str
     """UTC, ISO 8601."""
+
+
+class DeviceInfo(DeviceIdentity):
+    """Device, software and measured limits; figures of two files compare only where these are alike."""
+
     copy_gbps: float
     """Measured rate of a large copy on the device, bytes read plus bytes written, 1e9 a second."""
     matrix_tflops: float
@@ -74,9 +79,8 @@ def resolve_device(name: str | None) -> torch.device:
     return default_device() if name == "cuda" else torch.device(name)
 
 
-def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> DeviceInfo:
-    """Ask the device who it is, and measure its two rates in the element type of the run (a second on a GPU)."""
-    copy_gbps, matrix_tflops = measured_rates(device, dtype, timer)
+def identify_device(device: torch.device) -> DeviceIdentity:
+    """Ask the device and the installed software who they are."""
     common: dict[str, Any] = {
         "type": device.type,
         "python": platform.python_version(),
@@ -84,15 +88,12 @@ def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> D
         "cuda": torch.version.cuda,
         "libraries": _versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "copy_gbps": copy_gbps,
-        "matrix_tflops": matrix_tflops,
-        "matrix_dtype": DTYPE_NAMES[dtype],
     }
     if device.type != "cuda":
-        return DeviceInfo(name=_cpu_name(), threads=torch.get_num_threads(), **common)
+        return DeviceIdentity(name=_cpu_name(), threads=torch.get_num_threads(), **common)
     properties = torch.cuda.get_device_properties(device)
     driver, clock = _driver(device)
-    return DeviceInfo(
+    return DeviceIdentity(
         name=properties.name,
         compute_capability=f"{properties.major}.{properties.minor}",
         sm_count=properties.multi_processor_count,
@@ -100,6 +101,17 @@ def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> D
         driver=driver,
         clock_mhz=clock,
         **common,
+    )
+
+
+def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> DeviceInfo:
+    """Who the device is, and its two rates measured in the element type of the run (a second on a GPU)."""
+    copy_gbps, matrix_tflops = measured_rates(device, dtype, timer)
+    return DeviceInfo(
+        **identify_device(device).model_dump(),
+        copy_gbps=copy_gbps,
+        matrix_tflops=matrix_tflops,
+        matrix_dtype=DTYPE_NAMES[dtype],
     )
 
 

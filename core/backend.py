@@ -59,6 +59,12 @@ class Capabilities:
     """Most query heads that may share a kv head; None: any."""
     features: frozenset[str] = frozenset()
     """Out of FEATURES."""
+    dense_prefill: bool = False
+    """PREFILL reads this step's k and v and not the cache, so `layouts` and `block_multiple` do not bind it."""
+    reads_whole_blocks: bool = False
+    """It may load every slot of a sequence's last block and mask the scores of those past the end. Those slots must be finite:
+    0 * NaN is NaN. The pool keeps that promise (zeroed when allocated, and a freed block keeps the finite rows it held), so a
+    test poisons unused slots with a large number for such a backend, and with NaN for any other."""
 
     def check(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Every reason why this combination is outside the claim."""
@@ -86,14 +92,15 @@ class Capabilities:
             " or ".join(["the layer's dtype", *(KV_DTYPE_NAMES.get(dtype, str(dtype)) for dtype in self.kv_dtypes)]),
             KV_DTYPE_NAMES.get(kv_dtype, kv_dtype),
         )
-        if self.layouts is not None:
+        paged = not (self.dense_prefill and phase is Phase.PREFILL)
+        if self.layouts is not None and paged:
             names = " or ".join(known.name for known in self.layouts)
             need(layout in self.layouts, "kv_layout", names, layout.name, f"--kv-layout {self.layouts[0].name}")
         if self.head_dims is not None:
             need(spec.head_dim in self.head_dims, "head_dim", " or ".join(map(str, self.head_dims)), spec.head_dim)
         multiple = self.block_multiple
         need(
-            block_size % multiple == 0,
+            not paged or block_size % multiple == 0,
             "block_size",
             f"a multiple of {multiple}",
             block_size,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from gridlog import GridLog
 from headway.registry import Registry, create_registry
 
 
@@ -20,3 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def registry() -> Registry:
     """The built-ins alone, whatever else is installed."""
     return create_registry(load_entry_points=False)
+
+
+@pytest.fixture(scope="session")
+def grid_log() -> Iterator[GridLog]:
+    """What the grid's cells came to; written to $HEADWAY_GRID_OUT where it is set."""
+    log = GridLog.from_environment()
+    yield log
+    log.write()

@@ -1,0 +1,165 @@
+"""`flash_attn_4`: FlashAttention 4 in the CuTe DSL, from the package flash-attn-4 (module flash_attn.cute)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from headway.backends.library import HALF_DTYPES, Step, capability, find, has_gpu
+from headway.core.backend import ALL_PHASES, AttentionBackend, Capabilities, GraphLevel
+from headway.core.layout import NHD, CacheLayout, LayerCache
+from headway.core.metadata import AttentionMetadata, Phase
+from headway.core.spec import AttentionSpec
+from headway.core.support import YES, Support
+
+MODULE = "flash_attn.cute.interface"
+ENTRY = "_flash_attn_fwd"
+PARAMETERS = frozenset(
+    [
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "seqused_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
+        "page_table",
+        "softmax_scale",
+        "causal",
+        "window_size_left",
+        "learnable_sink",
+        "num_splits",
+        "score_mod",
+        "out",
+    ]
+)
+HINT = "pip install --pre flash-attn-4 (no compiler needed; unpack it after flash-attn 2, whose folder holds an old copy)"
+MAJORS = (9, 10)
+"""Compute capabilities (first number) whose forward pass reads a paged cache and was written for their tensor cores."""
+TILE = 128
+"""Keys a tile holds for heads up to 128: a block of this size is loaded whole, by TMA."""
+
+
+class FlashAttention4(AttentionBackend):
+    """Varlen prefill on Hopper's and Blackwell's own tensor-core instructions; it reads a paged cache in extend and decode.
+
+    It calls the forward function under `flash_attn_varlen_func`, which takes `out`; the public one allocates. The kernel is
+    compiled at the first call of each kind, so run a step before capturing one. On Hopper it has no split-KV: decode with few
+    sequences and long contexts leaves most of the GPU idle.
+    """
+
+    name = "flash_attn_4"
+    capabilities = Capabilities(
+        phases=ALL_PHASES,
+        layouts=(NHD,),
+        dtypes=HALF_DTYPES,
+        block_multiple=TILE,
+        head_dims=tuple(range(8, 257, 8)),
+        features=frozenset({"sliding_window", "softcap", "sinks"}),
+        dense_prefill=True,
+        reads_whole_blocks=True,
+    )
+    graph_level = GraphLevel.UNIFORM
+
+    def __init__(
+        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(spec, layout, block_size, options)
+        self._forward = find(MODULE, ENTRY, HINT)[0]
+        self._left = None if spec.sliding_window is None else spec.sliding_window - 1  # keys left of the query itself
+        # Made once: the library hashes a new function's source at each call that only names a soft-cap.
+        utilities = import_module("flash_attn.cute.utils") if spec.softcap is not None else None
+        self._score_mod = utilities and utilities.create_softcap_scoremod(spec.softcap)
+        self._sinks = None
+        if spec.sinks is not None:
+            self._sinks = torch.tensor(spec.sinks, dtype=torch.float32, device=spec.device)
+        found = capability(spec.device)
+        self._splits = 0 if found is not None and found[0] == 10 else 1  # 0: the library's heuristic; Hopper refuses to split
+
+    @classmethod
+    def available(cls) -> Support:
+        """Whether its forward function imports with the parameters we pass, and the GPU is one of its own."""
+        support = find(MODULE, ENTRY, HINT, PARAMETERS)[1] & has_gpu()
+        if torch.cuda.is_available():
+            support &= _generation(torch.device("cuda"))
+        return support
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """The claim, and what hangs on the GPU's generation and on how a block is loaded."""
+        support = super().supports(spec, layout, block_size, phase) & _generation(spec.device)
+        found = capability(spec.device)
+        if found is not None and found[0] == 10 and 128 < spec.head_dim < 256:
+            support &= Support.no("head_dim", "at most 128, or 256, on compute capability 10.x", spec.head_dim)
+        by_tma = block_size == TILE and spec.head_dim <= TILE
+        if phase is not Phase.PREFILL and not by_tma and spec.head_dim % 16:
+            need = f"a multiple of 16, or at most {TILE} with a block_size of {TILE}"
+            support &= Support.no("head_dim", need, spec.head_dim, f"--block-size {TILE}")
+        return support
+
+    @classmethod
+    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
+        """Name of the kernel that will really run."""
+        found = capability(spec.device)
+        generation = "Sm100" if found is not None and found[0] == 10 else "Sm90"
+        return f"FlashAttentionForward{generation} (flash-attn-4, {'varlen' if phase is Phase.PREFILL else 'paged'})"
+
+    def plan(self, metadata: AttentionMetadata) -> Step:
+        """No device work: the metadata has it all."""
+        return Step.of(metadata)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+        """Over this step's k and v where there is no context, else over the cache."""
+        if plan.paged:
+            self._paged(q, cache, plan, out)
+            return
+        self._forward(
+            q,
+            k,
+            v,
+            cu_seqlens_q=plan.starts,
+            cu_seqlens_k=plan.starts,
+            max_seqlen_q=plan.max_query_len,
+            max_seqlen_k=plan.max_kv_len,
+            softmax_scale=self.spec.scale,
+            causal=True,
+            window_size_left=self._left,
+            learnable_sink=self._sinks,
+            score_mod=self._score_mod,
+            out=out,
+        )
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+        """The same kernel; batched where all sequences have the same number of new tokens."""
+        self._paged(q, cache, plan, out)
+
+    def _paged(self, q: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+        starts: Tensor | None = plan.starts
+        if plan.uniform:  # [num_seqs, query_len, num_heads, head_dim] spares the kernel its search for each tile's sequence
+            shape = (plan.num_seqs, plan.max_query_len, self.spec.num_heads, self.spec.head_dim)
+            q, out, starts = q.view(shape), out.view(shape), None
+        self._forward(
+            q,
+            cache.key,
+            cache.value,
+            cu_seqlens_q=starts,
+            seqused_k=plan.kv_lens,
+            max_seqlen_q=plan.max_query_len,
+            max_seqlen_k=plan.max_kv_len,
+            page_table=plan.block_table,
+            softmax_scale=self.spec.scale,
+            causal=True,
+            window_size_left=self._left,
+            learnable_sink=self._sinks,
+            num_splits=self._splits,
+            score_mod=self._score_mod,
+            out=out,
+        )
+
+
+def _generation(device: torch.device) -> Support:
+    found = capability(device)
+    if found is None or found[0] in MAJORS:
+        return YES
+    return Support.no("compute capability", "9.x (Hopper) or 10.x (Blackwell)", "{}.{}".format(*found))

@@ -1,0 +1,266 @@
+"""The doctor on machines that this one is not: facts go in, advice comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headway import cli_doctor
+from headway.cli import app
+from headway.cli_doctor import command_lines, diagnose, screen
+from headway.core.backend import BackendInfo
+from headway.core.support import Support
+from headway.doctor import PACKAGES, Advice, advise, build_jobs, library, wheel_tag
+from headway.machine import Gpu, Machine, examine, parse_gpus
+from headway.registry import create_registry, hookimpl
+
+H200 = Machine(
+    system="Linux",
+    arch="x86_64",
+    python="3.12.3",
+    torch="2.11.0+cu130",
+    torch_cuda="13.0",
+    cuda_works=True,
+    cores=16,
+    threads=16,
+    memory_gib=128.0,
+    model_cache="/home/ada/.cache/headway",
+    driver="580.65.06",
+    gpus=(Gpu("NVIDIA H200", (9, 0), 139.8),),
+    nvcc="13.0",
+    ninja="/usr/bin/ninja",
+    compiler="/usr/bin/c++",
+)
+LAPTOP = dataclasses.replace(H200, torch="2.13.0+cpu", torch_cuda=None, cuda_works=False, driver=None, gpus=(), nvcc=None)
+MISSING = Support.no("import", "a backend that loads and answers", "No module named 'flash_attn'", "pip install 'flash-attn'")
+NO_GPU = Support.no("device", "a CUDA GPU", "none")
+
+
+def advice(extra: str, support: Support = MISSING, machine: Machine = H200, devices: tuple[str, ...] | None = None) -> Advice:
+    return advise(extra, support, devices, machine)
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ("headway[flash-attn]", "flash-attn"),
+        ("flash_attn>=2.7", "flash-attn"),
+        ("flash-attn-4", "flash-attn-4"),
+        ("libkernel >= 2", "libkernel"),
+        ("", ""),
+    ],
+)
+def test_the_library_of_an_extra(extra: str, name: str) -> None:
+    assert library(extra) == name
+
+
+def test_requirements_are_those_of_the_extras() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for name in PACKAGES.keys() & extras.keys():
+        assert extras[name] == [PACKAGES[name].requirement]
+
+
+@pytest.mark.parametrize("extra", [*PACKAGES, ""])
+def test_without_a_gpu_nothing_is_suggested(extra: str) -> None:
+    found = advice(extra, NO_GPU, LAPTOP, ("cuda",))
+    assert found == Advice("needs an NVIDIA GPU; nothing to install")
+
+
+def test_a_backend_for_cpus_needs_no_gpu() -> None:
+    found = advice("libkernel>=2", MISSING, LAPTOP)
+    assert found.commands == ("python -m pip install 'libkernel>=2'",)
+    assert advice("", Support.no("torch", "2.13", "2.11", "update torch"), LAPTOP) == Advice(
+        "nothing to install", (), "update torch"
+    )
+
+
+def test_a_backend_of_torch_itself_leaves_torch_alone() -> None:
+    found = advice("torch>=2.13", Support.no("varlen_attn", "block_table", "ImportError", "torch 2.13 has it"), H200, ("cuda",))
+    assert found == Advice("comes with torch, this is 2.11.0+cu130; nothing to install", (), "torch 2.13 has it")
+
+
+def test_a_torch_for_cpus_beside_a_gpu_comes_first() -> None:
+    found = advice("triton", machine=dataclasses.replace(H200, torch="2.13.0+cpu", torch_cuda=None, cuda_works=False))
+    assert "first a CUDA build of torch: this one, 2.13.0+cpu" in found.text
+    assert found.commands[0].endswith("--force-reinstall torch --index-url https://download.pytorch.org/whl/cu130")
+    older = dataclasses.replace(H200, torch_cuda=None, cuda_works=False, driver="550.54")
+    assert advice("triton", machine=older).commands[0].endswith("/cu126")
+
+
+def test_a_driver_too_old_for_torch() -> None:
+    found = advice("triton", machine=dataclasses.replace(H200, cuda_works=False, driver="550.54"))
+    assert "550.54 is too old for CUDA 13.0" in found.text
+    assert found.commands[0].endswith("/cu126")
+
+
+def test_a_driver_too_old_for_any_torch_has_no_command() -> None:
+    found = advice("triton", machine=dataclasses.replace(H200, cuda_works=False, driver="470.1"))
+    assert found == Advice("first update the NVIDIA driver to 525 or newer: this one is 470.1")
+
+
+def test_a_gpu_that_torch_cannot_use_has_no_command() -> None:
+    found = advice("triton", machine=dataclasses.replace(H200, cuda_works=False))
+    assert "cannot use the GPU" in found.text
+    assert not found.commands
+
+
+def test_a_gpu_too_old_for_a_library() -> None:
+    old = dataclasses.replace(H200, gpus=(Gpu("Tesla T4", (7, 5), 15.0),))
+    assert advice("flash-attn", machine=old) == Advice("needs compute capability 8.0, the GPU has 7.5; nothing to install")
+
+
+def test_a_library_for_another_system() -> None:
+    found = advice("triton", machine=dataclasses.replace(H200, system="Windows"))
+    assert found == Advice("triton is not released for Windows, only for Linux; nothing to install")
+
+
+def test_flash_attn_wheel_first_then_the_build() -> None:
+    found = advice("headway[flash-attn]")
+    assert "github.com/Dao-AILab/flash-attention/releases" in found.text
+    assert "cu13torch2.11cxx11abiTRUE-cp312-cp312-linux_x86_64.whl" in found.text
+    wheel, build = found.commands
+    assert wheel == f"python -m pip install ./flash_attn-*+{wheel_tag(H200)}"
+    assert build == "MAX_JOBS=14 python -m pip install --no-build-isolation 'flash-attn>=2.7'"
+    assert "5 minutes to 2 hours" in found.note
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nvcc": None}, "a build needs nvcc, not found here"),
+        ({"nvcc": None, "compiler": None}, "a build needs nvcc and a C++ compiler, not found here"),
+        ({"nvcc": "12.8"}, "a build needs nvcc 13.x like torch's CUDA, here is 12.8"),
+    ],
+)
+def test_a_build_that_cannot_work_is_not_suggested(change: dict[str, object], words: str) -> None:
+    found = advice("flash-attn", machine=dataclasses.replace(H200, **change))
+    assert len(found.commands) == 1
+    assert words in found.note
+
+
+def test_without_ninja_it_is_installed_before_the_build() -> None:
+    found = advice("flash-attn", machine=dataclasses.replace(H200, ninja=None))
+    assert found.commands[1] == "python -m pip install ninja"
+
+
+def test_a_library_that_does_not_load_is_installed_again() -> None:
+    broken = dataclasses.replace(H200, installed={"flash-attn": "2.8.3", "xformers": "0.0.35"})
+    undefined = Support.no("kernel", "flash_attn_2_cuda", "ImportError: undefined symbol")
+    found = advice("flash-attn", undefined, broken)
+    assert found.text.startswith("flash-attn 2.8.3 is installed but does not load")
+    assert all("--force-reinstall --no-deps" in command for command in found.commands)
+    assert "--force-reinstall" in advice("xformers", MISSING, broken).commands[0]
+
+
+def test_a_library_that_loads_and_says_no_is_left_alone() -> None:
+    here = dataclasses.replace(H200, installed={"flash-attn-4": "4.0"})
+    found = advice("flash-attn-4", Support.no("signature", "block_table", "none", "see its notes"), here)
+    assert found == Advice("flash-attn-4 4.0 is installed; nothing to install", (), "see its notes")
+
+
+def test_options_of_pip_and_notes() -> None:
+    assert advice("flash-attn-4").commands == ("python -m pip install --pre 'flash-attn-4>=4.0.0b36'",)
+    assert "nvidia-cuda-runtime-cu12" in advice("xformers").note
+
+
+def test_without_pip_and_uv_pip_comes_first() -> None:
+    found = advice("triton", machine=dataclasses.replace(H200, installer=""))
+    assert found.commands == ("python -m ensurepip && headway doctor",)
+    assert advice("triton", machine=dataclasses.replace(H200, installer="uv pip")).commands[0].startswith("uv pip install")
+
+
+@pytest.mark.parametrize(("cores", "memory", "jobs"), [(16, 128.0, 14), (2, 128.0, 2), (64, 8.0, 1)])
+def test_build_jobs_fit_cores_and_memory(cores: int, memory: float, jobs: int) -> None:
+    assert build_jobs(dataclasses.replace(H200, cores=cores, memory_gib=memory), 9) == jobs
+
+
+def test_gpus_of_nvidia_smi() -> None:
+    rows = "580.65.06, NVIDIA H200, 9.0, 143771\n580.65.06, NVIDIA H200, 9.0, 143771\nnot a row\n1, MIG, [N/A], [N/A]\n"
+    driver, gpus = parse_gpus(rows)
+    assert driver == "580.65.06"
+    assert gpus == (Gpu("NVIDIA H200", (9, 0), 140.4),) * 2
+    assert parse_gpus("") == (None, ())
+
+
+class Libraries:
+    """A plugin with one backend for each library, none of which is there."""
+
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        def load() -> type:
+            raise ModuleNotFoundError("No module named 'kernels' " + "and so on " * 40)
+
+        return [BackendInfo(f"of_{name.replace('-', '_')}", "for a test", load, name, api_version=1) for name in PACKAGES]
+
+
+@pytest.mark.parametrize("machine", [H200, LAPTOP], ids=["h200", "laptop"])
+def test_one_screen_of_80_columns(machine: Machine) -> None:
+    registry = create_registry([Libraries()], load_entry_points=False)
+    lines = [line.plain for line in screen(diagnose(registry, machine), machine, 80)]
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    text = "\n".join(lines)
+    assert len(lines) <= 80
+    for name in registry.backends:
+        assert name in text
+    assert ("pip install" in text) == bool(machine.gpus)
+    assert "whole with --json" in text
+
+
+def test_nothing_is_probed_twice() -> None:
+    calls = []
+
+    class Probed:
+        @hookimpl
+        def headway_register_backends(self) -> list[BackendInfo]:
+            def load() -> type:
+                calls.append(1)
+                raise ImportError("gone")
+
+            return [BackendInfo("probed", "for a test", load, "triton", api_version=1)]
+
+    registry = create_registry([Probed()], load_entry_points=False)
+    registry.availability("probed")
+    diagnose(registry, LAPTOP)
+    assert len(calls) == 1
+
+
+def test_commands_break_at_spaces_only() -> None:
+    lines = command_lines("python -m pip install " + "--option " * 12 + "'flash-attn>=2.7'", 60)
+    assert max(map(len, lines)) <= 60
+    assert all(line.endswith(" \\") for line in lines[:-1])
+    assert not lines[-1].endswith("\\")
+
+
+def test_the_command_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["doctor"])
+    assert shown.exit_code == 0, shown.output
+    assert "attention backends" in shown.output
+    answer = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
+    assert answer.keys() == {"headway", "machine", "backends", "failures"}
+    rows = {row["name"]: row for row in answer["backends"]}
+    assert rows["sdpa"]["available"]
+    for row in rows.values():
+        assert row["available"] != bool(row["advice"]["text"])
+        assert row["available"] != bool(row["reasons"])
+
+
+def test_plugin_failures_are_shown() -> None:
+    findings = diagnose(create_registry(load_entry_points=False), LAPTOP)
+    findings["failures"] = [{"plugin": "toy", "owner": "toy 1.0", "error": "toy (from toy 1.0): ImportError: gone"}]
+    text = "\n".join(line.plain for line in screen(findings, LAPTOP, 80))
+    assert "failed" in text
+    assert "ImportError: gone" in text
+
+
+def test_this_machine_has_facts() -> None:
+    machine = examine(("headway", "no-such-distribution"))
+    assert machine.cores >= 1
+    assert machine.installed.keys() == {"headway"}
+    assert dict(cli_doctor.facts(machine))["GPUs"] == "none" or machine.gpus
