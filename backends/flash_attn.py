@@ -69,7 +69,7 @@ class FlashAttention2(AttentionBackend):
         if support:
             for name, arity in ARITY.items():
                 support &= _takes(library, name, arity)
-        return support & has_gpu()
+        return has_gpu() & support
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:

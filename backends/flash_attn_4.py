@@ -80,7 +80,7 @@ class FlashAttention4(AttentionBackend):
     @classmethod
     def available(cls) -> Support:
         """Whether its forward function imports with the parameters we pass, and the GPU is one of its own."""
-        support = find(MODULE, ENTRY, HINT, PARAMETERS)[1] & has_gpu()
+        support = has_gpu() & find(MODULE, ENTRY, HINT, PARAMETERS)[1]
         if torch.cuda.is_available():
             support &= _generation(torch.device("cuda"))
         return support

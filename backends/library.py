@@ -72,7 +72,7 @@ def has_gpu() -> Support:
     """Whether torch sees a CUDA device."""
     if torch.cuda.is_available():
         return YES
-    return Support.no("device", "a CUDA GPU", f"none (torch {torch.__version__})")
+    return Support.no("device", "a CUDA GPU", "none")
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

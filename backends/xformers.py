@@ -82,7 +82,7 @@ class XFormersAttention(AttentionBackend):
     @classmethod
     def available(cls) -> Support:
         """Whether any operator works here. Which do and which do not is `supports`' answer, phase by phase."""
-        support = find(MODULE, "memory_efficient_attention_forward", HINT)[1] & has_gpu()
+        support = has_gpu() & find(MODULE, "memory_efficient_attention_forward", HINT)[1]
         if not support:
             return support
         refusals = [_works(name) for name in OPERATORS]

@@ -82,13 +82,17 @@ def read_grid(path: Path) -> GridReport:
 def merge(reports: Iterable[GridReport]) -> list[GridReport]:
     """One report a device: parts of a grid that ran side by side, such as one process a backend, count as one run.
 
-    What several parts did alike, such as the cache writers, counts once.
+    What several parts did alike, such as the cache writers, counts once. Parts may have run with different libraries installed:
+    the report names them all, and a backend that was there in one part was there.
     """
     merged: dict[tuple[str, str, str], GridReport] = {}
     for report in reports:
         key = (report.device.type, report.device.name, report.device.torch)
         if key in merged:
-            merged[key] = GridReport(device=merged[key].device, cells=_distinct([*merged[key].cells, *report.cells]))
+            known = merged[key]
+            libraries = {**known.device.libraries, **report.device.libraries}
+            device = known.device.model_copy(update={"libraries": libraries})
+            merged[key] = GridReport(device=device, cells=_present(_distinct([*known.cells, *report.cells])))
         else:
             merged[key] = report
     return list(merged.values())
@@ -96,3 +100,9 @@ def merge(reports: Iterable[GridReport]) -> list[GridReport]:
 
 def _distinct(cells: list[GridCell]) -> list[GridCell]:
     return list({cell.model_dump_json(exclude={"relative_error"}): cell for cell in cells}.values())
+
+
+def _present(cells: list[GridCell]) -> list[GridCell]:
+    """Without the refusals of parts in which a backend's library was not installed, where another part had it."""
+    there = {cell.backend for cell in cells if cell.check == "available" and cell.status == "pass"}
+    return [cell for cell in cells if cell.check != "available" or cell.status != "refused" or cell.backend not in there]

@@ -38,6 +38,14 @@ class Support:
     def __str__(self) -> str:
         return "yes" if self else "no: " + "; ".join(map(str, self.reasons))
 
+    @property
+    def brief(self) -> str:
+        """The first reason, and how many more there are: one line for lists of many."""
+        if not self.reasons:
+            return "yes"
+        more = f"; and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
+        return str(self.reasons[0]) + more
+
     @classmethod
     def no(cls, what: str, need: str, got: object, hint: str = "") -> Support:
         """Refuse for one reason."""

@@ -26,9 +26,12 @@ def backends(as_json: Annotated[bool, typer.Option("--json", help="Print JSON in
         return
     out = Console()
     out.print(_table(rows, out.width))
-    for row in rows:
-        for reason in row["reasons"]:  # below the table, where a whole sentence fits
-            out.print(Text(f" {row['name']} is not available: ", "red").append(reason, "default"))
+    missing = {name: registry.availability(name) for name in registry.backends}
+    for name, support in missing.items():
+        if not support:  # below the table, where a whole sentence fits
+            out.print(Text(f" {name} is not available: ", "red").append(support.brief, "default"))
+    if not all(missing.values()):
+        out.print(" headway doctor: every reason, and what installs the missing ones here", highlight=False)
     for failure in registry.failures:
         out.print(Text("plugin not loaded: ", "bold red").append(str(failure), "default"))
 

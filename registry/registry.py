@@ -102,8 +102,8 @@ class Registry:
         """
         if name not in self._classes:
             if name not in self.backends:
-                reasons = {known: "; ".join(map(str, self.availability(known).reasons)) for known in self.backends}
-                states = {known: f"unavailable: {why}" if why else "available" for known, why in reasons.items()}
+                found = {known: self.availability(known) for known in self.backends}
+                states = {known: "available" if ok else f"unavailable: {ok.brief}" for known, ok in found.items()}
                 raise UnknownBackendError(name, states, [str(failure) for failure in self.failures])
             entry = self.backends[name]
             try:

@@ -32,7 +32,7 @@ from headway.core.errors import BackendError, ConfigError
 from headway.core.layout import HND, NHD, VLLM_5D, CacheGeometry
 from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.spec import AttentionSpec
-from headway.core.support import YES, Reason
+from headway.core.support import YES, Reason, Support
 from headway.registry import Registry
 
 FAKES = {FlashAttention2: FlashAttn2, FlashAttention4: FlashAttn4, TorchVarlenBackend: TorchVarlen, XFormersAttention: XFormers}
@@ -81,6 +81,11 @@ def refusals(kind: type[AttentionBackend], case: Case) -> list[Reason]:
     views = [view for view in (case.metadata.prefill, case.metadata.decode) if view is not None]
     supports = [kind.supports(on_gpu(case.spec), NHD, case.cache.block_size, view.phase) for view in views]
     return [reason for support in supports for reason in support.reasons]
+
+
+def first_of_library(support: Support) -> Reason:
+    """The first reason that is not the lack of a GPU."""
+    return next(reason for reason in support.reasons if reason.what != "device")
 
 
 def check(kind: type[AttentionBackend], case: Case, **options: str) -> None:
@@ -382,7 +387,7 @@ def test_a_missing_library_is_named_with_what_installs_it(registry: Registry, na
     if importlib.util.find_spec(LIBRARIES[name]) is not None:
         pytest.skip(f"{LIBRARIES[name]} is installed")
     support = registry.backend(name).available()
-    reason = support.reasons[0]
+    reason = first_of_library(support)
     assert "ModuleNotFoundError" in reason.got
     assert "pip install" in reason.hint
 
@@ -395,17 +400,17 @@ def test_none_is_available_without_a_gpu(registry: Registry) -> None:
 
 def test_the_folder_of_flash_attn_4_is_no_flash_attn_2_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FlashAttn4())
-    assert FlashAttention2.available().reasons[0].what == "flash_attn.flash_attn_interface.flash_attn_gpu"
+    assert first_of_library(FlashAttention2.available()).what == "flash_attn.flash_attn_interface.flash_attn_gpu"
     for name in [name for name in sys.modules if name.startswith("flash_attn")]:
         monkeypatch.delitem(sys.modules, name)
     install(monkeypatch, FlashAttn2())
-    assert FlashAttention4.available().reasons[0].what == "flash_attn.cute.interface._flash_attn_fwd"
+    assert first_of_library(FlashAttention4.available()).what == "flash_attn.cute.interface._flash_attn_fwd"
 
 
 def test_flash_attn_without_its_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FlashAttn2())
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)
-    reason = FlashAttention2.available().reasons[0]
+    reason = first_of_library(FlashAttention2.available())
     assert reason.need == "to be importable"
     assert "prebuilt wheel" in reason.hint
 
@@ -415,15 +420,15 @@ def test_flash_attn_with_other_arguments(monkeypatch: pytest.MonkeyPatch) -> Non
     fake.fwd_kvcache = type("Old", (), {"__doc__": "fwd_kvcache(arg0: Tensor, arg1: Tensor)"})()
     del fake.calls
     install(monkeypatch, fake)
-    assert FlashAttention2.available().reasons[0][:3] == ("flash_attn_2_cuda.fwd_kvcache", "20 arguments", "2")
+    assert first_of_library(FlashAttention2.available())[:3] == ("flash_attn_2_cuda.fwd_kvcache", "20 arguments", "2")
     fake.fwd_kvcache = None
-    assert "build without it" in FlashAttention2.available().reasons[0].got
+    assert "build without it" in first_of_library(FlashAttention2.available()).got
 
 
 def test_an_old_copy_of_flash_attn_4_is_told_by_its_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FlashAttn4())
     monkeypatch.setattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_fwd", lambda q, k, v, out=None: None)
-    reason = FlashAttention4.available().reasons[0]
+    reason = first_of_library(FlashAttention4.available())
     assert "page_table" in reason.need
     assert "flash_attn.cute" in reason.what
 

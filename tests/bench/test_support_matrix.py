@@ -191,3 +191,17 @@ def test_the_matrix_in_the_docs_is_that_of_the_result_files() -> None:
     docs = (ROOT / "docs" / "backends.md").read_text()
     assert replace_in(docs, render(reports)) == docs, f"run: python -m headway.bench.support_matrix {' '.join(map(str, RESULTS))}"
     assert not [cell for each in reports for cell in each.cells if cell.status == "fail"]
+
+
+def test_a_backend_that_one_part_had_installed_is_there_in_the_merged_report() -> None:
+    identity = {"type": "cuda", "name": "GPU", "python": "3.12", "torch": "2.11", "date": "2026-11-21"}
+    absent = GridCell(check="available", backend="fast", status="refused", reason="not installed")
+    there = GridCell(check="available", backend="fast", status="pass")
+    other = GridCell(check="available", backend="slow", status="refused", reason="no such chip")
+    parts = [
+        GridReport(device=DeviceIdentity(**identity, libraries={"a": "1"}), cells=[absent, other]),
+        GridReport(device=DeviceIdentity(**identity, libraries={"fast": "4"}), cells=[there, other]),
+    ]
+    (merged,) = merge(parts)
+    assert merged.device.libraries == {"a": "1", "fast": "4"}
+    assert merged.cells == [other, there]
