@@ -186,8 +186,8 @@ class Selector:
         if kept[Phase.EXTEND] == "auto":  # one name covers both
             kept[Phase.PREFILL] = "auto"
         pair = f"prefill={kept[Phase.PREFILL]},decode={kept[Phase.DECODE]}"
-        wishes = [self._wish_text, pair, "auto"]
-        for text in wishes:
+        pairs = [] if set(kept.values()) == {"auto"} else [pair]
+        for text in (self._wish_text, *pairs, "auto"):
             found = self._search(parse_wish(text), self._choices())
             if found is not None:
                 return f"--attn-backend {text} --kv-layout {found.layout.name} --block-size {found.block_size}"
