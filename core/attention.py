@@ -63,8 +63,8 @@ class PagedAttention:
         assert self._metadata is not None, "begin() a step first"
         cache, spec = self.caches[layer], self.specs[layer]
         self._write(k, v, cache, self._metadata.slot_mapping)
+        mixed = len(self._parts) > 1
         for phase, tokens, backends, plans in self._parts:
-            mixed = len(self._parts) > 1
             queries, result = (q[tokens], out[tokens]) if mixed else (q, out)
             try:
                 if phase is Phase.DECODE:
