@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import count
 from weakref import WeakValueDictionary
@@ -19,6 +20,9 @@ Backends = Mapping[AttentionSpec, AttentionBackend]
 """The instance that serves each distinct spec."""
 
 
+Plans = dict[AttentionSpec, Plan]
+
+
 class PagedAttention:
     """Cache and backends of all layers of one model. `begin` sets a step up, then each layer calls it once.
 
@@ -31,13 +35,17 @@ class PagedAttention:
         self.caches = list(caches)
         self._write = writer
         self._metadata: AttentionMetadata | None = None
-        self._parts: list[tuple[Phase, slice, Backends, dict[AttentionSpec, Plan]]] = []
+        self._parts: list[tuple[Phase, slice, Backends, Plans]] = []
+        self.debug = os.environ.get("HEADWAY_DEBUG") == "1"
+        self.first_nan: str | None = None
+        """With HEADWAY_DEBUG=1: what made the first NaN of the last step."""
         self._handle = next(_HANDLES)
         _LIVE[self._handle] = self
 
     def begin(self, metadata: AttentionMetadata, prefill: Backends, decode: Backends) -> None:
         """Plan one step: `prefill` serves its first part (prefill and extend), `decode` the rest."""
         self._metadata = metadata
+        self.first_nan = None
         self._parts = []
         start = 0
         for view, backends in ((metadata.prefill, prefill), (metadata.decode, decode)):
@@ -52,6 +60,18 @@ class PagedAttention:
             self._parts.append((view.phase, slice(start, start + view.num_tokens), backends, plans))
             start += view.num_tokens
 
+    def begin_graph(self, metadata: AttentionMetadata, decode: Backends) -> Plans:
+        """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
+        plans = {spec: decode[spec].plan_for_capture(metadata) for spec in dict.fromkeys(self.specs)}
+        self._metadata = metadata
+        self._parts = [(Phase.DECODE, slice(0, metadata.num_tokens), decode, plans)]
+        return plans
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """Names of the backends that serve the step set up last."""
+        return tuple(dict.fromkeys(next(iter(backends.values())).name for _, _, backends, _ in self._parts))
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
         out = torch.empty_like(q)
@@ -62,6 +82,8 @@ class PagedAttention:
         """Body of the op `headway::attention`."""
         assert self._metadata is not None, "begin() a step first"
         cache, spec = self.caches[layer], self.specs[layer]
+        if self.debug:
+            self._look_for_nan(layer, "the model's operations before", q, k, v)
         self._write(k, v, cache, self._metadata.slot_mapping)
         mixed = len(self._parts) > 1
         for phase, tokens, backends, plans in self._parts:
@@ -74,6 +96,13 @@ class PagedAttention:
             except Exception as error:
                 shapes = f"layer {layer}, q {list(queries.shape)}, cache {list(cache.key.shape)} in {cache.layout.name}"
                 raise _blame(error, backends, phase, shapes) from error
+        if self.debug:
+            self._look_for_nan(layer, f"{' or '.join(self.serving)}, in", out)
+
+    def _look_for_nan(self, layer: int, where: str, *tensors: Tensor) -> None:
+        """Remember where a step's first NaN came from; waits for the device."""
+        if self.first_nan is None and any(bool(tensor.isnan().any()) for tensor in tensors):
+            self.first_nan = f"the first came from {where} attention layer {layer}"
 
 
 def _blame(error: Exception, backends: Backends, phase: Phase, work: str) -> HeadwayError:

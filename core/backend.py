@@ -173,6 +173,20 @@ class AttentionBackend(ABC):
     def plan(self, metadata: AttentionMetadata) -> Plan:
         """Prepare one step's view (all prefill or extend, or all decode). Host work and allocation are allowed."""
 
+    def plan_for_capture(self, metadata: AttentionMetadata) -> Plan:
+        """Plan a decode that is captured in a CUDA graph and replayed for many steps.
+
+        The metadata's tensors are static: each replay finds that step's values in them. Its host lengths are the longest that
+        may come, so a grid fixed here is large enough for all; rows of length 0 are padding.
+        """
+        return self.plan(metadata)
+
+    def plan_for_replay(self, plan: Plan, metadata: AttentionMetadata) -> None:  # noqa: B027 -- most have nothing to do
+        """Bring a captured plan up to date before a replay, where that is more than the static tensors say.
+
+        The metadata has the step's own host lengths. What the captured kernels read must be changed in place. Must not wait.
+        """
+
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         """Attention of several new tokens a sequence, PREFILL and EXTEND, causal from the bottom right.
 

@@ -69,7 +69,7 @@ class BlockManager:
         """Name the blocks that the computed tokens have filled, so that others may share them. Call it after every step."""
         if not self.enable_prefix_caching:
             return
-        full = seq.num_computed // self.block_size
+        full = min(seq.num_computed, seq.num_tokens) // self.block_size  # a token still being sampled has no name yet
         for index in range(seq.num_published, full):
             block, digest = seq.blocks[index], self._hash(seq, index)
             if block not in self._hash_of and digest not in self._block_of:
@@ -85,7 +85,7 @@ class BlockManager:
                 if block not in self._hash_of:  # nothing to reuse: hand it out first
                     self._free.move_to_end(block, last=False)
         seq.blocks = []
-        seq.num_computed = seq.num_published = 0
+        seq.num_computed = seq.num_published = seq.num_tabled = 0
 
     def forget_prefixes(self) -> None:
         """Make every cached content unfindable; blocks that sequences hold stay theirs."""

@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
-import torch
 
 from headway.core.errors import ConfigError
 from headway.core.layout import CacheGeometry, CacheLayout, LayerCache
 from headway.core.spec import AttentionSpec
 
 GIB = 1024**3
-_DEFAULT_SHARE = {"cpu": 0.4, "cuda": 0.8}
-"""Largest share of the free memory that is taken unasked."""
-_DEFAULT_CPU_BYTES = 1 * GIB
+_LARGEST_SHARE = 0.4
+"""Of a CPU's free memory, taken unasked."""
+_DEFAULT_BYTES = 1 * GIB
 """Taken unasked on a CPU, where the memory is everybody's, unless one sequence needs more."""
 
 
@@ -42,13 +41,13 @@ def geometry(spec: AttentionSpec, num_blocks: int, block_size: int) -> CacheGeom
 def pool_size(
     specs: Sequence[AttentionSpec], block_size: int, max_model_len: int, max_num_seqs: int, memory: int | None
 ) -> PoolSize:
-    """Blocks that fit in `memory` bytes (None: a default share of what is free), never more than all sequences could fill.
+    """Blocks that fit in `memory` bytes (None: a share of the host's free memory), never more than all sequences could fill.
 
     :raises ConfigError: not even one sequence of max_model_len fits.
     """
     block_bytes = sum(geometry(spec, 1, block_size).bytes_per_block for spec in specs)
     one = -(-max_model_len // block_size)
-    budget = _default_memory(specs[0].device, one * block_bytes) if memory is None else memory
+    budget = _default_memory(one * block_bytes) if memory is None else memory
     num_blocks = min(budget // block_bytes, one * max_num_seqs)
     if num_blocks < one:
         fits = budget // block_bytes * block_size
@@ -65,7 +64,7 @@ def longest_that_fits(specs: Sequence[AttentionSpec], block_size: int, memory: i
     """Longest sequence, up to `at_most` tokens, for which the pool has room: the default of max_model_len."""
     block_bytes = sum(geometry(spec, 1, block_size).bytes_per_block for spec in specs)
     wanted = -(-at_most // block_size) * block_bytes
-    budget = _default_memory(specs[0].device, wanted) if memory is None else memory
+    budget = _default_memory(wanted) if memory is None else memory
     return min(at_most, budget // block_bytes * block_size)
 
 
@@ -94,11 +93,9 @@ def parse_memory(text: str | int) -> int:
     return value
 
 
-def _default_memory(device: torch.device, one_sequence: int) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _DEFAULT_SHARE["cuda"])
-    most = int(psutil.virtual_memory().available * _DEFAULT_SHARE["cpu"])
-    return min(most, max(_DEFAULT_CPU_BYTES, one_sequence))
+def _default_memory(one_sequence: int) -> int:
+    most = int(psutil.virtual_memory().available * _LARGEST_SHARE)
+    return min(most, max(_DEFAULT_BYTES, one_sequence))
 
 
 def _size(num_bytes: int, rounded: Callable[[float], int] = math.floor) -> str:

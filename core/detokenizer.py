@@ -29,6 +29,15 @@ class Detokenizer:
         self._read = 0
         self.text = ""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken."""
+        return len(self._ids)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take tokens that end no stop text, without growing `text` after each."""
+        self._ids += tokens
+
     def append(self, token: int) -> bool:
         """Take one token; True if a stop text is complete, in which case `text` ends before it."""
         self._ids.append(token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence as Items
 
 import torch
@@ -12,44 +13,62 @@ from headway.core.attention import PagedAttention
 from headway.core.blocks import BlockManager
 from headway.core.config import EngineConfig
 from headway.core.errors import ConfigError, PromptError
+from headway.core.graphs import capture_sizes
+from headway.core.memory import cache_memory
 from headway.core.model import Model
-from headway.core.runner import Runner
+from headway.core.runner import Launched, Runner
+from headway.core.sampler import NOT_A_TOKEN
 from headway.core.sampling_params import SamplingParams
-from headway.core.scheduler import Scheduler
+from headway.core.scheduler import Scheduled, Scheduler
 from headway.core.selector import BackendSource, Selector
 from headway.core.sequence import Sequence
+from headway.core.stats import EngineStats
 
 log = logging.getLogger("headway")
 
 
 class Engine:
-    """Continuous batching of one model over one paged pool. Synchronous: call `step` until nothing is left."""
+    """Continuous batching of one model over one paged pool: call `step` until nothing is left.
+
+    On a GPU a step is launched before the one before it has been read (async_scheduling), so that the host's work hides behind
+    the device's; tokens then come one call later, and one sampled past the end of a sequence is dropped.
+    """
 
     def __init__(
         self, model: Model, source: BackendSource, config: EngineConfig | None = None, eos_token_ids: frozenset[int] = frozenset()
     ) -> None:
         """:raises HeadwayError: options that cannot work together, with what would."""
-        self.config = config = config or EngineConfig()
+        specs = list(model.attention_specs)
+        device = specs[0].device
+        self.config = config = (config or EngineConfig()).for_device(device)
         self._eos = eos_token_ids
         self._vocab_size = model.vocab_size
-        specs = list(model.attention_specs)
         selector = Selector(source, specs, config.attn_backend, config.kv_layout, config.block_size, config.attn_options)
         self.selection = selector.selection
         block_size = self.selection.block_size
-        self.max_model_len = _max_model_len(config, model, block_size)
+        memory = config.kv_cache_memory
+        if memory is None and device.type == "cuda":
+            sizes = config.step_tokens, config.max_num_seqs
+            memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
+        self.max_model_len = _max_model_len(config, model, block_size, memory)
         config.check_budget(self.max_model_len)
         self._longer_prompts = _longer_prompts(config, self.max_model_len, model.max_position_embeddings)
-        self.pool = cache.pool_size(specs, block_size, self.max_model_len, config.max_num_seqs, config.kv_cache_memory)
+        self.pool = cache.pool_size(specs, block_size, self.max_model_len, config.max_num_seqs, memory)
         self.caches = cache.allocate(specs, self.selection.layout, self.pool)
-        writer = source.layout(self.selection.layout.name).load_writer(specs[0].device)
+        writer = source.layout(self.selection.layout.name).load_writer(device)
         attention = PagedAttention(specs, self.caches, writer)
         self.blocks = BlockManager(self.pool.num_blocks, block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(self.blocks, config.max_num_batched_tokens, config.max_num_seqs, config.enable_chunked_prefill)
-        self._runner = Runner(model, attention, selector, block_size)
-        self._device = specs[0].device
+        self.scheduler = Scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
+        self._runner = Runner(model, attention, selector, block_size, config.max_num_seqs, self.max_model_len)
+        self._launched: Launched | None = None
         self._seeds = torch.Generator().manual_seed(config.seed)
+        self.stats = EngineStats()
         log.info("attention: %s", self.selection)
         log.info("pool: %d blocks of %d tokens, %.2f GiB", self.pool.num_blocks, block_size, self.pool.num_bytes / cache.GIB)
+        if attention.debug:
+            log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
+        elif device.type == "cuda" and not config.enforce_eager:
+            self._runner.capture(config.cudagraph_capture_sizes or capture_sizes(config.max_num_seqs))
 
     @property
     def has_unfinished(self) -> bool:
@@ -83,37 +102,95 @@ class Engine:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         seqs = []
         for index in range(params.n):
-            seq = Sequence(request_id, index, prompt_token_ids, params, stops, self._generator(params, index))
+            seed = self._draw_seed() if params.seed is None else params.seed + index
+            seq = Sequence(request_id, index, prompt_token_ids, params, stops, self.max_model_len, seed)
             self.scheduler.add(seq)
             seqs.append(seq)
         return seqs
 
-    def _generator(self, params: SamplingParams, index: int) -> torch.Generator | None:
-        if params.greedy:
-            return None
-        drawn = int(torch.randint(2**62, (), generator=self._seeds))
-        seed = drawn if params.seed is None else params.seed + index
-        return torch.Generator(device=self._device).manual_seed(seed)
+    def _draw_seed(self) -> int:
+        return int(torch.randint(2**62, (), generator=self._seeds))
 
     def step(self) -> list[Sequence]:
-        """Run one step; returns the sequences that got a token, finished ones included.
+        """Launch the next step and read the one before it, or the same one without async_scheduling.
 
-        :raises BackendError: the attention backend raised; every unfinished sequence has been dropped and its blocks freed.
+        Returns the sequences that got a token or failed, finished ones included. A backend that raises ends the sequences of its
+        step with finish_reason "error" and the reason in `error`; the others go on.
         """
-        step = self.scheduler.schedule()
-        assert step, "nothing to schedule although something is unfinished"
-        try:
-            tokens = iter(self._runner.run(step))
-        except Exception:
-            self.abort_all()
-            raise
-        sampled = [share.seq for share in step if share.samples]
-        self.scheduler.computed(step)
-        for seq in sampled:
-            seq.append(next(tokens), self.max_model_len)
-        if any(seq.finished for seq in sampled):
+        started, waited = time.perf_counter(), self.stats.wait_seconds
+        before, self._launched = self._launched, None
+        scheduled = self.scheduler.schedule()
+        assert scheduled or before, "nothing to schedule although something is unfinished"
+        failure: Exception | None = None
+        if scheduled:
+            try:
+                self._launched = self._runner.launch(scheduled)
+            except Exception as error:  # whatever a backend raises
+                failure = error
+            else:
+                self.scheduler.launched(scheduled)
+                self.stats.count(scheduled, self._launched.backends, self._launched.graph)
+        changed = self._read(before) if before is not None else []
+        if self._launched is not None and not self.config.async_scheduling:
+            changed += self._read(self._launched)
+            self._launched = None
+        if failure is not None:
+            changed += self._recover(scheduled, failure)
+        if any(seq.finished for seq in changed):
             self.scheduler.remove_finished()
-        return sampled
+        self.stats.num_preemptions = self.scheduler.num_preemptions
+        self.stats.host_seconds += time.perf_counter() - started - (self.stats.wait_seconds - waited)
+        return list(dict.fromkeys(changed))
+
+    def _read(self, launched: Launched) -> list[Sequence]:
+        """Wait for a step's tokens and append them."""
+        started = time.perf_counter()
+        try:
+            tokens = launched.wait()
+        except Exception as error:  # a kernel's fault shows when the host waits for it
+            return self._fail(launched.step, error)
+        self.stats.wait_seconds += time.perf_counter() - started
+        changed = []
+        for share, token in zip(launched.sampled, tokens, strict=True):
+            seq = share.seq
+            seq.num_pending -= 1
+            if seq.finished:
+                continue
+            if token == NOT_A_TOKEN:
+                found = launched.first_nan or "HEADWAY_DEBUG=1 says which layer made the first"
+                seq.fail(f"the logits of token {seq.num_tokens} hold a NaN; {found}")
+            else:
+                seq.append(token)
+            changed.append(seq)
+        return changed
+
+    def _recover(self, step: list[Scheduled], error: Exception) -> list[Sequence]:
+        """After a step that did not run. Returns the sequences this ends.
+
+        Where memory was too small, smaller steps from now on let sequences wait rather than end.
+        """
+        tokens = sum(share.num_new_tokens for share in step)
+        smallest = 1 if self.config.enable_chunked_prefill else max(share.num_new_tokens for share in step)
+        if not isinstance(error, torch.OutOfMemoryError) or tokens <= smallest:
+            return self._fail(step, error)
+        torch.cuda.empty_cache()
+        self.scheduler.max_num_batched_tokens = max(tokens // 2, smallest)
+        log.warning(
+            "out of memory in a step of %d tokens: steps have at most %d from now on; a lower max_num_batched_tokens or "
+            "gpu_memory_utilization leaves room from the start",
+            tokens,
+            self.scheduler.max_num_batched_tokens,
+        )
+        return []
+
+    def _fail(self, step: list[Scheduled], error: Exception) -> list[Sequence]:
+        """End the sequences of a step for a fault in it."""
+        log.error("a step of %d sequences failed: %s", len(step), error)
+        self.blocks.forget_prefixes()  # what the step was to write may have been published already
+        failed = [share.seq for share in step if not share.seq.finished]
+        for seq in failed:
+            seq.fail(str(error))
+        return failed
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence from outside (a stop text was found, a caller went away) and free its blocks."""
@@ -133,17 +210,17 @@ def _longer_prompts(config: EngineConfig, max_model_len: int, made_for: int) -> 
         return "shorten it; the model was made for no more"
     if config.max_model_len is not None:
         return "shorten it or raise max_model_len"
-    if not config.enable_chunked_prefill and max_model_len >= config.max_num_batched_tokens:
+    if not config.enable_chunked_prefill and max_model_len >= config.step_tokens:
         return "shorten it, raise max_num_batched_tokens, or turn chunked prefill on"
     return "shorten it or raise kv_cache_memory"
 
 
-def _max_model_len(config: EngineConfig, model: Model, block_size: int) -> int:
+def _max_model_len(config: EngineConfig, model: Model, block_size: int, memory: int | None) -> int:
     made_for = model.max_position_embeddings
     if config.max_model_len is None:
-        fits = cache.longest_that_fits(model.attention_specs, block_size, config.kv_cache_memory, made_for)
+        fits = cache.longest_that_fits(model.attention_specs, block_size, memory, made_for)
         if not config.enable_chunked_prefill:
-            fits = min(fits, config.max_num_batched_tokens)
+            fits = min(fits, config.step_tokens)
         if 0 < fits < made_for:
             log.info("max_model_len: %d, what the pool holds; the model was made for %d", fits, made_for)
         return max(fits, 1)

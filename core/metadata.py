@@ -11,6 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from headway.core.transfer import upload
+
 
 class Phase(Enum):
     """What kind of attention a sequence needs; derived from its lengths, never a flag."""
@@ -171,11 +173,11 @@ class AttentionMetadata:
             num_decodes=num_seqs - num_prefills,
             num_prefill_tokens=int(starts[num_prefills]),
             num_decode_tokens=num_tokens - int(starts[num_prefills]),
-            query_start_loc=starts.to(device, non_blocking=True),
-            seq_lens=seq_lens.to(device, non_blocking=True),
-            context_lens=context.clamp_min(0).to(device, non_blocking=True),
-            block_table=table.to(device, non_blocking=True),
-            slot_mapping=slots.to(device, non_blocking=True),
+            query_start_loc=upload(starts, device),
+            seq_lens=upload(seq_lens, device),
+            context_lens=upload(context.clamp_min(0), device),
+            block_table=upload(table, device),
+            slot_mapping=upload(slots, device),
             block_size=block_size,
             max_query_len=max(query_lens, default=0),
             max_seq_len=int(seq_lens.max()) if num_seqs else 0,

@@ -1,53 +1,144 @@
-"""Runs one scheduled step: inputs, metadata, model, sampling."""
+"""The device side of the engine: launches a step, and hands its tokens over when they have come."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from headway.core.attention import PagedAttention
+from headway.core.graphs import DecodeGraphs
 from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.model import Model
-from headway.core.sampler import sample
+from headway.core.sampler import greedy, sample
 from headway.core.scheduler import Scheduled
 from headway.core.selector import Selector
+from headway.core.transfer import upload
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device has been given."""
+
+    step: list[Scheduled]
+    sampled: list[Scheduled]
+    """The shares that sample, in the order of `tokens`."""
+    tokens: Tensor
+    """int64 [len(sampled)] in host memory; valid once `done`."""
+    done: torch.cuda.Event | None
+    """None where the step ran at once."""
+    backends: tuple[str, ...] = ()
+    """Names of those that served it."""
+    graph: bool = False
+    """Whether it was a graph's replay."""
+    first_nan: str | None = None
+    """With HEADWAY_DEBUG=1: what made the first NaN."""
+
+    def wait(self) -> list[int]:
+        """The sampled tokens; waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        return list(self.tokens.tolist())
 
 
 class Runner:
-    """The device side of the engine; it knows sequences only as token ids, lengths and blocks."""
+    """It knows sequences only as token ids, lengths, blocks and rows.
 
-    def __init__(self, model: Model, attention: PagedAttention, selector: Selector, block_size: int) -> None:
+    The tokens a step samples stay on the device, one place a row, and are the next step's input there: the host need not have
+    seen them to launch it.
+    """
+
+    def __init__(
+        self, model: Model, attention: PagedAttention, selector: Selector, block_size: int, max_num_seqs: int, max_model_len: int
+    ) -> None:
         self._model = model
         self._attention = attention
         self._selector = selector
         self._block_size = block_size
         self._device = attention.specs[0].device
+        self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
+        self._max_model_len = max_model_len
+        self._graphs: DecodeGraphs | None = None
+
+    def capture(self, batch_sizes: Sequence[int]) -> None:
+        """Capture decode steps of these many sequences as CUDA graphs; see DecodeGraphs for what may be refused."""
+        graphs = DecodeGraphs(self._model, self._attention, self._newest, self._block_size, self._max_model_len)
+        graphs.capture(batch_sizes, self._selector.backends_for(Phase.DECODE))
+        self._graphs = graphs
 
     @torch.inference_mode()
-    def run(self, step: list[Scheduled]) -> list[int]:
-        """Run a step; returns the next token of each share that samples, in order."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        for share in step:
-            first, last = share.seq.num_computed, share.seq.num_computed + share.num_new_tokens
-            token_ids += share.seq.token_ids[first:last]
-            positions += range(first, last)
+    def launch(self, step: list[Scheduled]) -> Launched:
+        """Start a step. On a CPU it has run when this returns."""
+        sampled = [share for share in step if share.samples]
+        graph = self._graphs.find(step) if self._graphs is not None else None
+        if graph is not None:
+            logits, tokens = graph.replay(step)
+            if not all(share.seq.params.greedy for share in sampled):
+                tokens = self._sample(logits, sampled)
+                self._keep(tokens, sampled)
+        else:
+            logits = self._run(step)
+            tokens = self._sample(logits, sampled)
+            self._keep(tokens, sampled)
+        backends = graph.backends if graph is not None else self._attention.serving
+        first_nan = self._attention.first_nan
+        if self._device.type == "cpu":
+            return Launched(step, sampled, tokens, None, backends, first_nan=first_nan)
+        host = torch.empty(tokens.shape, dtype=torch.int64, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return Launched(step, sampled, host, done, backends, graph is not None, first_nan)
+
+    def _run(self, step: list[Scheduled]) -> Tensor:
+        """The step as single launches; logits of the shares that sample."""
+        input_ids, positions = self._inputs(step)
         metadata = AttentionMetadata.build(
             [share.num_new_tokens for share in step],
-            [share.seq.num_computed for share in step],
+            [share.context_len for share in step],
             [share.seq.blocks for share in step],
             self._block_size,
             self._device,
         )
         prefill = metadata.prefill.phase if metadata.prefill else Phase.PREFILL
         self._attention.begin(metadata, self._selector.backends_for(prefill), self._selector.backends_for(Phase.DECODE))
-        hidden = self._model(
-            torch.tensor(token_ids, device=self._device), torch.tensor(positions, device=self._device), self._attention
-        )
-        sampling = [row for row, share in enumerate(step) if share.samples]
-        if not sampling:
-            return []
-        last_tokens = (metadata.query_start_loc_cpu[1:][sampling] - 1).to(self._device)
-        logits = self._model.compute_logits(hidden[last_tokens])
-        seqs = [step[row].seq for row in sampling]
-        tokens: list[int] = sample(logits, [seq.params for seq in seqs], [seq.generator for seq in seqs]).tolist()
-        return tokens
+        hidden = self._model(input_ids, positions, self._attention)
+        last = [row for row, share in enumerate(step) if share.samples]
+        if len(last) < len(hidden):  # none, in the middle of a prompt
+            hidden = hidden.index_select(0, upload(metadata.query_start_loc_cpu[1:][last] - 1, self._device))
+        return self._model.compute_logits(hidden)
+
+    def _inputs(self, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
+        """Token ids and positions [num_tokens] on the device; tokens the host has not seen come from `_newest`."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        unseen: list[tuple[int, int]] = []
+        for share in step:
+            first, last = share.context_len, share.context_len + share.num_new_tokens
+            known = share.seq.token_ids[first:last]
+            if len(known) < share.num_new_tokens:
+                assert share.num_new_tokens == 1, "only a decoding sequence runs ahead of the host"
+                known = [0]
+                unseen.append((len(token_ids), share.seq.row or 0))
+            token_ids += known
+            positions += range(first, last)
+        ids, places = upload(torch.tensor([token_ids, positions]), self._device)
+        if unseen:
+            where = upload(torch.tensor(unseen), self._device)
+            ids = ids.index_copy(0, where[:, 0], self._newest.index_select(0, where[:, 1]).clamp_min(0))
+        return ids, places
+
+    def _sample(self, logits: Tensor, sampled: list[Scheduled]) -> Tensor:
+        seqs = [share.seq for share in sampled]
+        if not seqs:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
+        if all(seq.params.greedy for seq in seqs):
+            return greedy(logits)
+        positions = [share.context_len + share.num_new_tokens for share in sampled]
+        return sample(logits, [seq.params for seq in seqs], [seq.seed for seq in seqs], positions)
+
+    def _keep(self, tokens: Tensor, sampled: list[Scheduled]) -> None:
+        rows = torch.tensor([share.seq.row for share in sampled], dtype=torch.int64)
+        self._newest.index_copy_(0, upload(rows, self._device), tokens)

@@ -12,20 +12,24 @@ from headway.core.sequence import Sequence, Status
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A sequence's share of a step."""
+    """A sequence's share of a step, as it was when scheduled: the sequence moves on before the step has run."""
 
     seq: Sequence
     num_new_tokens: int
+    context_len: int
+    """Tokens of it that the cache holds before the step."""
+    samples: bool
+    """Whether the last token's logits are wanted: not in the middle of a prompt."""
+
+    @classmethod
+    def of(cls, seq: Sequence, num_new_tokens: int) -> Scheduled:
+        """The next tokens of a sequence."""
+        return cls(seq, num_new_tokens, seq.num_computed, num_new_tokens == seq.num_to_compute)
 
     @property
     def phase(self) -> Phase:
         """Of these tokens."""
-        return Phase.of(self.num_new_tokens, self.seq.num_computed)
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last token's logits are wanted: not in the middle of a prompt."""
-        return self.num_new_tokens == self.seq.num_to_compute
+        return Phase.of(self.num_new_tokens, self.context_len)
 
 
 class Scheduler:
@@ -33,6 +37,9 @@ class Scheduler:
 
     A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi). When the pool runs dry, the
     youngest running sequence gives its blocks back and waits at the head of the queue, to be computed again (vLLM's recompute).
+
+    `schedule` may be called while earlier steps are still running on the device: tokens those will sample count as pending. What
+    it frees may be handed out at once, because the device runs steps in order.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     @property
     def has_unfinished(self) -> bool:
@@ -60,7 +68,10 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self) -> list[Scheduled]:
-        """Choose the next step: sequences that prefill or extend first, then those that decode."""
+        """Choose the next step: sequences that prefill or extend first, then those that decode.
+
+        Empty if all that run only wait for a token under way.
+        """
         budget = self.max_num_batched_tokens
         scheduled: list[Scheduled] = []
         preempted = False
@@ -68,12 +79,15 @@ class Scheduler:
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
             count = min(seq.num_to_compute, budget)
+            if count == 0:
+                position += 1
+                continue
             while not self.blocks.reserve(seq, count):
                 preempted = True
                 if self._preempt_last() is seq:
                     break
             else:
-                scheduled.append(Scheduled(seq, count))
+                scheduled.append(Scheduled.of(seq, count))
                 budget -= count
                 position += 1
         while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
@@ -82,8 +96,8 @@ class Scheduler:
                 break
             seq = self.waiting.popleft()
             self.running.append(seq)
-            seq.status = Status.RUNNING
-            scheduled.append(Scheduled(seq, count))
+            seq.status, seq.row = Status.RUNNING, self._free_rows.pop()
+            scheduled.append(Scheduled.of(seq, count))
             budget -= count
         scheduled.sort(key=lambda share: share.phase is Phase.DECODE)  # stable: first come first served within each part
         return scheduled
@@ -102,23 +116,30 @@ class Scheduler:
 
     def _preempt_last(self) -> Sequence:
         seq = self.running.pop()
-        self.blocks.release(seq)
+        self._release(seq)
         seq.status = Status.WAITING
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(seq)
         return seq
 
-    def computed(self, scheduled: list[Scheduled]) -> None:
-        """Account for a step that has run, before its sampled tokens are appended."""
+    def _release(self, seq: Sequence) -> None:
+        self.blocks.release(seq)
+        if seq.row is not None:
+            self._free_rows.append(seq.row)
+            seq.row = None
+
+    def launched(self, scheduled: list[Scheduled]) -> None:
+        """Account for a step the device has been given: its tokens count as computed, and those it samples as pending."""
         for share in scheduled:
             share.seq.num_computed += share.num_new_tokens
+            share.seq.num_pending += share.samples
             self.blocks.publish(share.seq)
 
     def remove_finished(self) -> None:
         """Free what finished sequences held."""
         for seq in (*self.running, *self.waiting):
             if seq.finished:
-                self.blocks.release(seq)
+                self._release(seq)
         self.running = [seq for seq in self.running if not seq.finished]
         self.waiting = deque(seq for seq in self.waiting if not seq.finished)

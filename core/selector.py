@@ -120,6 +120,11 @@ class Selector:
         """The instances, by spec, that serve a phase."""
         return self._instances[self.selection.names[phase]]
 
+    @property
+    def instances(self) -> list[Backends]:
+        """Of every backend that may be called, its instances by spec."""
+        return list(self._instances.values())
+
     def _make(self, name: str) -> Backends:
         backend, chosen = self._source.backend(name), self.selection
         options = self._options.get(name)

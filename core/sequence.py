@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence as Items
 from enum import Enum
 
-import torch
-
 from headway.core.sampling_params import SamplingParams
 
 
@@ -20,7 +18,11 @@ class Status(Enum):
 
 
 class Sequence:
-    """The engine's record of one completion. `num_computed` tokens have their k and v in `blocks`."""
+    """The engine's record of one completion.
+
+    The first `num_computed` tokens have their k and v in `blocks`, or will have once the steps already launched have run.
+    `num_pending` tokens after `token_ids` are being sampled by those steps; the device knows them before the host does.
+    """
 
     def __init__(
         self,
@@ -29,19 +31,27 @@ class Sequence:
         prompt_token_ids: Items[int],
         params: SamplingParams,
         stop_token_ids: frozenset[int],
-        generator: torch.Generator | None,
+        max_model_len: int,
+        seed: int = 0,
     ) -> None:
+        """seed: of its random draws; together with the token's position it decides them, whatever runs beside it."""
         self.request_id = request_id
         self.index = index
         """Which of the request's n completions."""
         self.params = params
         self.stop_token_ids = stop_token_ids
-        self.generator = generator
+        self.seed = seed
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_len = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        """Tokens of prompt and output at which it ends."""
         self.token_ids = list(prompt_token_ids)
+        self.num_pending = 0
         self.status = Status.WAITING
         self.finish_reason: str | None = None
-        """"stop" or "length" ("abort" when the caller gave up)."""
+        """"stop" or "length"; "abort" when the caller gave up, "error" with the reason in `error`."""
+        self.error: str | None = None
+        self.row: int | None = None
+        """Its place in the engine's per-sequence buffers while it runs."""
         self.num_computed = 0
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache spared, at first admission."""
@@ -51,6 +61,8 @@ class Sequence:
         """Chained hash of each full block of `token_ids`, as far as computed; kept by the block manager."""
         self.num_published = 0
         """Blocks whose names other sequences can find."""
+        self.num_tabled = 0
+        """Blocks entered in the runner's table."""
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
@@ -62,8 +74,9 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose k and v the cache does not hold yet."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens whose k and v the cache does not hold yet; none once the token that ends it by length is on its way."""
+        known = len(self.token_ids) + self.num_pending
+        return known - self.num_computed if known < self.max_len else 0
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -80,15 +93,20 @@ class Sequence:
         """Whether it ended."""
         return self.status is Status.FINISHED
 
-    def append(self, token: int, max_model_len: int) -> None:
+    def append(self, token: int) -> None:
         """Add a sampled token and see whether it ends the sequence."""
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         self.token_ids.append(token)
         if token in self.stop_token_ids:
             self.finish("stop")
-        elif len(self.token_ids) - self.num_prompt_tokens >= self.params.max_tokens or len(self.token_ids) >= max_model_len:
+        elif len(self.token_ids) >= self.max_len:
             self.finish("length")
+
+    def fail(self, error: str) -> None:
+        """End it for a fault that is not the caller's."""
+        self.error = error
+        self.finish("error")
 
     def finish(self, reason: str) -> None:
         """End it."""

@@ -70,13 +70,15 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and output.")] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step; longer prompts go in chunks.")] = 2048,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step; longer prompts go in chunks.")] = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the cache of equal beginnings.")] = True,
     kv_cache_memory: Annotated[str | None, typer.Option(help="Size of the cache, such as 2GiB.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory for model and cache.")] = 0.9,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default one a free core.")] = None,
 ) -> None:
     """Write on from PROMPT, token by token; then say how fast."""
-    from headway.core.errors import ConfigError
+    from headway.core.errors import BackendError, ConfigError
     from headway.core.sampling_params import SamplingParams
 
     params = SamplingParams(
@@ -110,6 +112,8 @@ def generate(
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
             num_threads=num_threads,
         )
     loaded = time.perf_counter() - started
@@ -122,6 +126,8 @@ def generate(
         sys.stdout.flush()
         last = output
     print(flush=True)
+    if last is not None and last.outputs[0].error is not None:
+        raise BackendError(last.outputs[0].error)
     if last is not None:
         _report(err, last, loaded)
     err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)

@@ -48,7 +48,7 @@ class _Request:
         ends = [seq.finish_time for seq in self.seqs if seq.finish_time is not None]
         metrics = RequestMetrics(first.arrival_time, min(starts, default=None), max(ends) if finished else None)
         completions = [
-            CompletionOutput(seq.index, text.text, seq.output_token_ids, seq.finish_reason)
+            CompletionOutput(seq.index, text.text, seq.output_token_ids, seq.finish_reason, seq.error)
             for seq, text in zip(self.seqs, self.texts, strict=True)
         ]
         return RequestOutput(
@@ -70,11 +70,15 @@ class LLM:
         device: str = "auto",
         block_size: int | None = None,
         max_model_len: int | None = None,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         max_num_seqs: int = 256,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         kv_cache_memory: int | str | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,
+        async_scheduling: bool | None = None,
+        cudagraph_capture_sizes: Sequence[int] | None = None,
         seed: int = 0,
         num_threads: int | None = None,
         plugins: Iterable[object] = (),
@@ -86,7 +90,9 @@ class LLM:
         attn_backend: auto, a backend's name, or "prefill=NAME,decode=NAME"; a name that cannot run here is an error.
         attn_options: backend name -> option -> value. kv_layout: auto, nhd, hnd, vllm_5d, or a plugin's.
         dtype: auto, float32, bfloat16, float16. device: auto, cpu, cuda, cuda:N.
-        kv_cache_memory: bytes of the pool, or a text such as "2GiB". num_threads: CPU threads; None: one a free core.
+        kv_cache_memory: bytes of the pool, or a text such as "2GiB". gpu_memory_utilization: share of a GPU's memory for all.
+        enforce_eager: no CUDA graphs. async_scheduling: launch a step before the last is read; None: on a GPU.
+        cudagraph_capture_sizes: batch sizes whose decode is captured. num_threads: CPU threads; None: one a free core.
         plugins: objects with hook implementations, registered beside installed ones. registry: instead of a new one.
 
         :raises HeadwayError: anything the caller can put right, in one line.
@@ -102,6 +108,10 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
             kv_cache_memory=None if kv_cache_memory is None else parse_memory(kv_cache_memory),
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
+            async_scheduling=async_scheduling,
+            cudagraph_capture_sizes=None if cudagraph_capture_sizes is None else tuple(cudagraph_capture_sizes),
             seed=seed,
         )
         self.registry = registry or create_registry(plugins)
@@ -205,17 +215,18 @@ class LLM:
 
     def _read(self, seq: EngineSequence) -> None:
         """Detokenise what a step added."""
-        request = self._requests[seq]
-        text = request.texts[seq.index]
-        ended_by_token = seq.finish_reason == "stop"  # the token that ends a text is not part of it
-        if request.watched and not ended_by_token and text.append(seq.token_ids[-1]):
-            self.engine.finish(seq, "stop")
-        if not seq.finished:
+        request = self._requests.get(seq)
+        if request is None or not (request.watched or seq.finished):
             return
+        text = request.texts[seq.index]
+        end = -1 if seq.finish_reason == "stop" else None  # the token that ends a text is not part of it
+        tokens = seq.token_ids[seq.num_prompt_tokens + text.num_tokens : end]
         if not request.watched:
-            for token in seq.output_token_ids[: -1 if ended_by_token else None]:
-                text.append(token)
-        text.flush()
+            text.extend(tokens)
+        elif any(text.append(token) for token in tokens) and seq.error is None:
+            self.engine.finish(seq, "stop")
+        if seq.finished:
+            text.flush()
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

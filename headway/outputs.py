@@ -15,7 +15,9 @@ class CompletionOutput:
     token_ids: list[int]
     """A stop token that ended it is the last."""
     finish_reason: str | None
-    """"stop" (end-of-text token, stop token or stop text) or "length"; None while it runs."""
+    """"stop" (end-of-text token, stop token or stop text), "length", or "error"; None while it runs."""
+    error: str | None = None
+    """What went wrong in the engine: backend, phase and shapes, or the NaN."""
 
 
 @dataclass

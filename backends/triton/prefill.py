@@ -14,6 +14,7 @@ from headway.backends.triton.prefill_kernel import varlen_attention
 from headway.core.layout import LayerCache
 from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.spec import AttentionSpec
+from headway.core.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Prefill:
         tiles = self._tiles(metadata, config.block_m)
         return PrefillPlan(
             dense=dense,
-            tiles=tiles.to(metadata.seq_lens.device, non_blocking=True),
+            tiles=upload(tiles, metadata.seq_lens.device),
             block_table=metadata.block_table,
             seq_lens=metadata.seq_lens,
             query_start_loc=metadata.query_start_loc,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +13,15 @@ from headway.backends.sdpa import SDPA
 from headway.core.backend import BackendInfo
 from headway.core.config import EngineConfig
 from headway.core.engine import Engine
-from headway.core.errors import BackendError, ConfigError, PromptError
+from headway.core.errors import ConfigError, PromptError
+from headway.core.model import Attention
 from headway.core.sampling_params import SamplingParams
+from headway.core.sequence import Sequence
 from headway.registry import Registry, create_registry, hookimpl
 from tiny import TinyModel
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
 SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 
 
@@ -30,13 +35,24 @@ def run(engine: Engine, params: SamplingParams | list[SamplingParams], prompts: 
     return [seq.output_token_ids for seq in seqs]
 
 
+def drain(engine: Engine) -> list[Sequence]:
+    """Run until nothing is left; everything that `step` returned."""
+    changed = []
+    while engine.has_unfinished:
+        changed += engine.step()
+    return changed
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0, max_tokens=20), SamplingParams(seed=3, max_tokens=20)], ids=str)
-def test_batching_chunking_and_preemption_change_no_token(registry: Registry, params: SamplingParams) -> None:
+def test_batching_chunking_and_preemption_change_no_token(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
     alone = [run(Engine(TinyModel(), registry, SMALL), params, [prompt])[0] for prompt in PROMPTS]
     together = run(Engine(TinyModel(), registry, SMALL), params)
-    chunked = EngineConfig(block_size=8, kv_cache_memory=2**20, max_num_batched_tokens=6)
-    tight = EngineConfig(block_size=8, max_model_len=64, kv_cache_memory=9 * 8 * 512, max_num_batched_tokens=16)
+    overlap = replace(SMALL, async_scheduling=overlapped)
+    chunked = replace(overlap, max_num_batched_tokens=6)
+    tight = replace(overlap, max_model_len=64, kv_cache_memory=9 * 8 * 512, max_num_batched_tokens=16)
     engine = Engine(TinyModel(), registry, tight)
+    assert run(Engine(TinyModel(), registry, overlap), params) == alone
     assert together == alone
     assert run(Engine(TinyModel(), registry, chunked), params) == alone
     assert run(engine, params) == alone
@@ -70,7 +86,7 @@ def test_n_gives_n_completions(registry: Registry) -> None:
 
 
 def test_what_ends_a_sequence(registry: Registry) -> None:
-    greedy = SamplingParams(temperature=0, max_tokens=20)
+    greedy = GREEDY
     (tokens,) = run(Engine(TinyModel(), registry, SMALL), greedy, [[1, 2, 3]])
     at = next(n for n, token in enumerate(tokens) if token not in tokens[:n] and n > 2)
 
@@ -133,16 +149,99 @@ class FailingPlugin:
         return [BackendInfo("failing", "raises in decode", lambda: Failing, api_version=1)]
 
 
-def test_a_backend_that_raises_is_named_and_no_block_leaks() -> None:
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
+def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: bool) -> None:
     registry = create_registry([FailingPlugin()], load_entry_points=False)
-    engine = Engine(TinyModel(), registry, EngineConfig(attn_backend="failing", block_size=8, kv_cache_memory=2**20))
-    seqs = [engine.add_request(str(n), prompt, SamplingParams(max_tokens=4))[0] for n, prompt in enumerate(PROMPTS)]
-    engine.step()
-    with pytest.raises(BackendError, match=r"backend failing failed in decode \(layer 0, q \[5, 4, 8\].*illegal memory access"):
-        engine.step()
-    assert all(seq.finish_reason == "abort" for seq in seqs)
+    config = replace(SMALL, attn_backend="failing", async_scheduling=overlapped)
+    engine = Engine(TinyModel(), registry, config)
+    doomed = [
+        engine.add_request(str(n), prompt, SamplingParams(temperature=0, max_tokens=4))[0] for n, prompt in enumerate(PROMPTS)
+    ]
+    changed = drain(engine)
+    message = r"backend failing failed in decode \(layer 0, q \[5, 4, 8\].*illegal memory access"
+    for seq in doomed:
+        assert seq.finish_reason == "error"
+        assert re.search(message, seq.error or "")
+        assert seq in changed
+        assert len(seq.output_token_ids) == 1, "the prompt's own step was good"
     engine.blocks.check_integrity([])
     assert engine.blocks.num_free == engine.blocks.num_blocks
+    (good,) = engine.add_request("good", [1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
+    drain(engine)
+    assert good.finish_reason == "length"
+    assert good.num_cached_tokens == 0
+
+
+class Greedy(TinyModel):
+    """Out of memory above `largest` tokens; NaN for one token."""
+
+    largest = 10**9
+    nan_for: int | None = None
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        if len(input_ids) > self.largest:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        x = super().__call__(input_ids, positions, attention)
+        if self.nan_for is not None:
+            x = x.masked_fill((input_ids == self.nan_for)[:, None], math.nan)
+        return x
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
+def test_a_step_without_memory_makes_steps_smaller_and_ends_nobody(registry: Registry, overlapped: bool) -> None:
+    expected = run(Engine(TinyModel(), registry, SMALL), GREEDY)
+    model = Greedy()
+    model.largest = 3
+    engine = Engine(model, registry, replace(SMALL, async_scheduling=overlapped))
+    assert run(engine, GREEDY) == expected
+    assert engine.scheduler.max_num_batched_tokens <= 3
+
+
+def test_a_single_token_without_memory_is_an_error(registry: Registry) -> None:
+    model = Greedy()
+    model.largest = 0
+    engine = Engine(model, registry, SMALL)
+    (seq,) = engine.add_request("r", [1, 2, 3], GREEDY)
+    drain(engine)
+    assert seq.finish_reason == "error"
+    assert "out of memory" in (seq.error or "")
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_nan_logits_end_that_request_only(registry: Registry, debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_DEBUG", debug)
+    model = Greedy()
+    model.nan_for = 7
+    engine = Engine(model, registry, SMALL)
+    (sick,), (well,) = engine.add_request("sick", [7], GREEDY), engine.add_request("well", [1, 2, 3], GREEDY)
+    drain(engine)
+    assert (sick.finish_reason, sick.output_token_ids) == ("error", [])
+    assert "hold a NaN" in (sick.error or "")
+    if 7 not in well.token_ids:
+        assert well.finish_reason == "length"
+
+
+class Sick(SDPA):
+    name = "sick"
+
+    def decode(self, q: torch.Tensor, cache: object, plan: object, out: torch.Tensor) -> None:
+        out.fill_(math.nan)
+
+
+class SickPlugin:
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        return [BackendInfo("sick", "writes NaN", lambda: Sick, api_version=1)]
+
+
+def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_DEBUG", "1")
+    registry = create_registry([SickPlugin()], load_entry_points=False)
+    engine = Engine(TinyModel(), registry, replace(SMALL, attn_backend="sick"))
+    (seq,) = engine.add_request("r", [1, 2, 3], GREEDY)
+    drain(engine)
+    assert seq.error is not None
+    assert "the first came from sick, in attention layer 0" in seq.error
 
 
 def test_the_attention_op_is_opaque_to_the_compiler(registry: Registry) -> None:

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from headway.core.blocks import BlockManager
 from headway.core.metadata import Phase
 from headway.core.sampling_params import SamplingParams
-from headway.core.scheduler import Scheduler
+from headway.core.scheduler import Scheduled, Scheduler
 from headway.core.sequence import Sequence
+
+
+def next_token(length: int) -> int:
+    """What follows a sequence of so many tokens."""
+    return length % 2
 
 
 @dataclass
@@ -36,8 +41,11 @@ ARRIVALS = st.lists(
 )
 
 
+MAX_MODEL_LEN = 48
+
+
 def sequence(name: str, prompt: list[int], max_tokens: int) -> Sequence:
-    return Sequence(name, 0, prompt, SamplingParams(temperature=0, max_tokens=max_tokens), frozenset(), None)
+    return Sequence(name, 0, prompt, SamplingParams(temperature=0, max_tokens=max_tokens), frozenset(), MAX_MODEL_LEN)
 
 
 class Cache:
@@ -47,13 +55,17 @@ class Cache:
         self.blocks = blocks
         self.slots: dict[int, tuple[int, ...]] = {}
 
-    def run(self, seq: Sequence, count: int) -> None:
+    def run(self, share: Scheduled) -> None:
         """Check that the context is there, then write the new tokens, each as the whole prefix it stands for."""
-        size = self.blocks.block_size
-        slots = [seq.blocks[p // size] * size + p % size for p in range(seq.num_computed + count)]
+        seq, count = share.seq, share.num_new_tokens
+        size, first = self.blocks.block_size, share.context_len
+        assert first == seq.num_computed
+        slots = [seq.blocks[p // size] * size + p % size for p in range(first + count)]
+        tokens = list(seq.token_ids)
+        tokens += [next_token(len(tokens) + ahead) for ahead in range(seq.num_pending)]  # what the device already knows
         for position, slot in enumerate(slots):
-            prefix = tuple(seq.token_ids[: position + 1])
-            if position < seq.num_computed:
+            prefix = tuple(tokens[: position + 1])
+            if position < first:
                 assert self.slots[slot] == prefix, f"{seq.request_id} reads another's cache at {position}"
             else:
                 assert self.blocks._ref_counts[slot // size] == 1, f"{seq.request_id} writes into a shared block"
@@ -70,6 +82,8 @@ class Cache:
     prefix_caching=st.booleans(),
     chunked=st.booleans(),
     aborted=st.sets(st.integers(0, 11)),
+    overlapped=st.booleans(),
+    stop=st.sampled_from([frozenset(), frozenset({0}), frozenset({1})]),
 )
 def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     arrivals: list[Arrival],
@@ -80,19 +94,23 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     prefix_caching: bool,
     chunked: bool,
     aborted: set[int],
+    overlapped: bool,
+    stop: frozenset[int],
 ) -> None:
-    max_model_len = 48
+    max_model_len = MAX_MODEL_LEN
     budget = budget if chunked else max(budget, max_model_len)
     blocks = BlockManager(-(-max_model_len // block_size) + spare, block_size, prefix_caching)
     scheduler = Scheduler(blocks, budget, max_num_seqs, chunked)
     cache = Cache(blocks)
     coming = sorted(enumerate(arrivals), key=lambda item: item[1].step)
     seqs: list[Sequence] = []
+    flying: list[Scheduled] = []
     step = 0
     while coming or scheduler.has_unfinished:
         while coming and coming[0][1].step <= step:
             number, arrival = coming.pop(0)
             seqs.append(sequence(str(number), arrival.prompt, arrival.max_tokens))
+            seqs[-1].stop_token_ids = stop
             scheduler.add(seqs[-1])
         if step == 8:
             for seq in seqs:
@@ -105,10 +123,13 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
             continue
 
         shares = scheduler.schedule()
-        assert shares, "unfinished work, and nothing scheduled"
+        assert shares or flying, "unfinished work, and nothing scheduled"
         assert sum(share.num_new_tokens for share in shares) <= budget
         assert len(shares) <= len(scheduler.running) <= max_num_seqs
         assert len({id(share.seq) for share in shares}) == len(shares)
+        rows = [seq.row for seq in scheduler.running]
+        assert len(set(rows)) == len(rows)
+        assert all(row in range(max_num_seqs) for row in rows)
         phases = [share.phase is Phase.DECODE for share in shares]
         assert phases == sorted(phases), "prefill and extend come before decode"
         blocks.check_integrity(scheduler.running)
@@ -116,11 +137,14 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
 
         for share in shares:
             assert share.num_new_tokens > 0
-            cache.run(share.seq, share.num_new_tokens)
-        sampled = [share.seq for share in shares if share.samples]
-        scheduler.computed(shares)
-        for seq in sampled:
-            seq.append(len(seq.token_ids) % 2, max_model_len)
+            cache.run(share)
+        scheduler.launched(shares)
+        read, flying = (flying, shares) if overlapped else (shares, [])
+        for share in read:
+            if share.samples:
+                share.seq.num_pending -= 1
+                if not share.seq.finished:
+                    share.seq.append(next_token(len(share.seq.token_ids)))
         scheduler.remove_finished()
         blocks.check_integrity(scheduler.running)
 
@@ -129,18 +153,27 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
         assert seq.finished
         if seq.finish_reason == "length":
             assert len(seq.output_token_ids) == min(seq.params.max_tokens, max_model_len - seq.num_prompt_tokens)
+        if seq.finish_reason == "stop":
+            assert [token in stop for token in seq.output_token_ids] == [False] * (len(seq.output_token_ids) - 1) + [True]
+
+
+def run_step(scheduler: Scheduler) -> list[Scheduled]:
+    """Schedule, run and read one step; every sequence that samples gets token 1."""
+    shares = scheduler.schedule()
+    scheduler.launched(shares)
+    for share in shares:
+        if share.samples:
+            share.seq.num_pending -= 1
+            share.seq.append(1)
+    scheduler.remove_finished()
+    return shares
 
 
 def finish(scheduler: Scheduler, *seqs: Sequence) -> None:
     for seq in seqs:
         scheduler.add(seq)
     while scheduler.has_unfinished:
-        shares = scheduler.schedule()
-        sampled = [share.seq for share in shares if share.samples]
-        scheduler.computed(shares)
-        for seq in sampled:
-            seq.append(1, 1000)
-        scheduler.remove_finished()
+        run_step(scheduler)
 
 
 def test_first_come_is_first_served() -> None:
@@ -155,17 +188,14 @@ def test_a_long_prompt_is_cut_into_chunks_beside_decodes() -> None:
     scheduler = Scheduler(BlockManager(64, 4), max_num_batched_tokens=8, max_num_seqs=4)
     short, long = sequence("short", [1] * 4, 9), sequence("long", [2] * 20, 1)
     scheduler.add(short)
-    scheduler.computed(scheduler.schedule())
-    short.append(1, 100)
+    run_step(scheduler)
     scheduler.add(long)
-    shares = scheduler.schedule()
+    shares = run_step(scheduler)
     assert [(share.seq, share.num_new_tokens, share.phase) for share in shares] == [
         (long, 7, Phase.PREFILL),
         (short, 1, Phase.DECODE),
     ]
     assert not shares[0].samples, "the middle of a prompt has no next token"
-    scheduler.computed(shares)
-    short.append(1, 100)
     assert [(s.seq, s.phase) for s in scheduler.schedule()] == [(long, Phase.EXTEND), (short, Phase.DECODE)]
 
 
@@ -175,10 +205,7 @@ def test_the_youngest_is_preempted_and_admitted_first_again() -> None:
     for seq in seqs:
         scheduler.add(seq)
     for _ in range(3):  # seven tokens and one fit two blocks each; the next token needs a fifth block
-        shares = scheduler.schedule()
-        scheduler.computed(shares)
-        for share in shares:
-            share.seq.append(1, 100)
+        run_step(scheduler)
     assert scheduler.running == [seqs[0]]
     assert list(scheduler.waiting) == seqs[1:]
     assert seqs[1].num_preemptions == 1
@@ -225,3 +252,16 @@ def test_forgotten_prefixes_are_not_found() -> None:
     finish(scheduler, again)
     assert again.num_cached_tokens == 0
     blocks.check_integrity([])
+
+
+def test_a_token_under_way_is_scheduled_before_the_host_has_seen_it() -> None:
+    scheduler = Scheduler(BlockManager(8, 4), 64, 4)
+    seq = sequence("ahead", [1] * 4, 3)
+    scheduler.add(seq)
+    for expected in ((4, 0), (1, 4), (1, 5)):
+        (share,) = scheduler.schedule()
+        assert (share.num_new_tokens, share.context_len) == expected
+        scheduler.launched([share])
+    assert scheduler.schedule() == [], "the third token ends it by length: nothing is computed for a fourth"
+    assert seq.output_token_ids == []
+    assert seq.num_published == 1, "the second block holds tokens nobody knows yet"

@@ -1,0 +1,241 @@
+"""Decode steps captured once as CUDA graphs and replayed: one launch a step instead of hundreds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from headway.core.attention import Backends, PagedAttention
+from headway.core.backend import GraphLevel
+from headway.core.errors import BackendError, HeadwayError
+from headway.core.metadata import AttentionMetadata
+from headway.core.model import Model
+from headway.core.sampler import NOT_A_TOKEN, greedy
+from headway.core.scheduler import Scheduled
+
+log = logging.getLogger("headway")
+
+_FIELDS = 5
+"""Numbers a row: its token where the host knows it, its place in `newest`, position, length, slot."""
+_ALIGN = 4
+"""Fields begin at multiples of 16 bytes, which kernels may rely on."""
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes worth a graph: 1, 2, 4, 8 and then steps of 8, as far as max_num_seqs and 256."""
+    most = min(max_num_seqs, 256)
+    sizes = [1, 2, 4, *range(8, most + 1, 8)]
+    return sorted({*(size for size in sizes if size <= most), most})
+
+
+class DecodeGraphs:
+    """Graphs of one decode step each, by batch size; a step takes the smallest that holds it, and the rest is padding.
+
+    A graph reads its inputs from one static buffer that one copy fills. It is captured at the longest context, where a backend
+    fixes its grid, and the lengths it reads on the device decide what is computed.
+    """
+
+    def __init__(self, model: Model, attention: PagedAttention, newest: Tensor, block_size: int, max_model_len: int) -> None:
+        """newest: int64 [max_num_seqs + 1], the last sampled token of each row; the last place belongs to padding."""
+        self._model = model
+        self._attention = attention
+        self._newest = newest
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._max_num_seqs = len(newest) - 1
+        self._width = _aligned(-(-max_model_len // block_size))
+        self._tables = numpy.zeros((self._max_num_seqs, self._width), dtype=numpy.int32)
+        self._logits: Tensor | None = None  # [largest batch, vocab_size]; one for all graphs, whose pool need not keep theirs
+        self._graphs: dict[int, _DecodeGraph] = {}
+        self._bucket_of: list[int] = []
+
+    def capture(self, batch_sizes: Sequence[int], backends: Backends) -> None:
+        """Capture the largest first, so that the others find their memory in its pool; says what it took.
+
+        A backend that cannot run in a graph, or memory that does not suffice, leaves steps to run as single launches: the log
+        says so once.
+        """
+        spared = next((b for b in backends.values() if b.graph_level < GraphLevel.DECODE), None)
+        if spared is not None:
+            log.warning(
+                "CUDA graphs: decode needs a backend of graph level DECODE, got %s of level %s: every decode step is launched "
+                "kernel by kernel, which costs the host some milliseconds; --enforce-eager says this is meant",
+                spared.name,
+                spared.graph_level.name,
+            )
+            return
+        sizes = sorted({size for size in batch_sizes if size <= self._max_num_seqs}, reverse=True)
+        inputs = _Inputs(sizes[0], self._width, self._newest.device)
+        started, before = time.perf_counter(), _used(self._newest.device)
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        for size in sizes:
+            try:
+                self._graphs[size] = _DecodeGraph(self, inputs, size, backends, pool, stream)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                log.warning("CUDA graphs: out of memory for batches of %d, which will be launched kernel by kernel", size)
+        taken = (_used(self._newest.device) - before) / 2**20
+        log.info(
+            "CUDA graphs: %d decode batch sizes up to %d captured in %.1f s, %.0f MB",
+            len(self._graphs),
+            max(self._graphs, default=0),
+            time.perf_counter() - started,
+            taken,
+        )
+        for size in sorted(self._graphs):
+            self._bucket_of += [size] * (size + 1 - len(self._bucket_of))
+
+    def find(self, step: list[Scheduled]) -> _DecodeGraph | None:
+        """The graph that holds a step; None if the step does anything but decode, or is larger than all."""
+        count = len(step)
+        if count >= len(self._bucket_of) or any(share.num_new_tokens > 1 or share.context_len == 0 for share in step):
+            return None
+        return self._graphs[self._bucket_of[count]]
+
+    def fill(self, host: numpy.ndarray, table: numpy.ndarray, step: list[Scheduled]) -> None:
+        """Write a step's inputs. host: int32 [_FIELDS, batch]; table: int32 [batch, width]."""
+        rows = []
+        columns = []
+        size = self._block_size
+        for share in step:
+            seq, at = share.seq, share.context_len
+            row, tokens, blocks = seq.row or 0, seq.token_ids, seq.blocks
+            if seq.num_tabled < len(blocks):
+                self._tables[row, seq.num_tabled : len(blocks)] = blocks[seq.num_tabled :]
+                seq.num_tabled = len(blocks)
+            known = tokens[at] if at < len(tokens) else NOT_A_TOKEN
+            rows.append(row)
+            columns.append((known, row, at, at + 1, blocks[at // size] * size + at % size))
+        count = len(step)
+        host[:, :count] = numpy.array(columns, dtype=numpy.int32).T
+        host[:, count:] = [[0], [self._max_num_seqs], [0], [0], [-1]]
+        numpy.take(self._tables, rows, axis=0, out=table[:count])
+        table[count:] = 0
+
+
+class _Inputs:
+    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
+
+    def __init__(self, most: int, width: int, device: torch.device) -> None:
+        length = _aligned(most) * _FIELDS + most * width
+        self.device = torch.zeros(length, dtype=torch.int32, device=device)
+        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+
+    def next_host(self) -> Tensor:
+        """The buffer that is not in use: a step's copy is done before the step after next is launched."""
+        self._host.reverse()
+        return self._host[0]
+
+
+class _DecodeGraph:
+    """One captured step of `size` rows."""
+
+    def __init__(
+        self,
+        owner: DecodeGraphs,
+        inputs: _Inputs,
+        size: int,
+        backends: Backends,
+        pool: Any,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._owner, self._inputs, self.size = owner, inputs, size
+        self._backends = backends
+        self.backends = (next(iter(backends.values())).name,)
+        self._stride, self._width = _aligned(size), owner._width
+        fields, table = self._views(inputs.device)
+        self._known, self._rows, self._positions, self._seq_lens, self._slots = fields[:, :size]
+        self._metadata = self._worst_case(table)
+        self._plans = owner._attention.begin_graph(self._metadata, backends)
+        # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
+        logits, _ = self._run()
+        if owner._logits is None:
+            owner._logits = torch.empty_like(logits)
+        del logits
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            # Not torch.cuda.graph, which collects Python's garbage before each capture: longer than the capture itself.
+            with torch.cuda.stream(stream):
+                self._graph.capture_begin(pool=pool)
+                try:
+                    logits, self._tokens = self._run()
+                    owner._logits[:size].copy_(logits)
+                    del logits
+                finally:
+                    self._graph.capture_end()
+        except (HeadwayError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            name = next(iter(backends.values())).name
+            raise BackendError(
+                f"CUDA graphs: decode of {size} sequences with {name} cannot be captured: {error}; --enforce-eager does without"
+            ) from error
+
+    def _views(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Fields [_FIELDS, stride] and block table [size, width] at the head of a flat buffer."""
+        middle = self._stride * _FIELDS
+        end = middle + self.size * self._width
+        return flat[:middle].view(_FIELDS, self._stride), flat[middle:end].view(self.size, self._width)
+
+    def _worst_case(self, table: Tensor) -> AttentionMetadata:
+        owner, size, device = self._owner, self.size, self._seq_lens.device
+        starts = torch.arange(size + 1, dtype=torch.int32)
+        return AttentionMetadata(
+            num_prefills=0,
+            num_decodes=size,
+            num_prefill_tokens=0,
+            num_decode_tokens=size,
+            query_start_loc=starts.to(device),
+            seq_lens=self._seq_lens,
+            context_lens=self._positions,
+            block_table=table,
+            slot_mapping=torch.full((size,), -1, dtype=torch.int64, device=device),
+            block_size=owner._block_size,
+            max_query_len=1,
+            max_seq_len=owner._max_model_len,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=torch.full((size,), owner._max_model_len, dtype=torch.int32),
+            block_table_cpu=torch.zeros((size, self._width), dtype=torch.int32),
+        )
+
+    @torch.inference_mode()
+    def _run(self) -> tuple[Tensor, Tensor]:
+        owner, newest = self._owner, self._owner._newest
+        self._metadata.slot_mapping.copy_(self._slots)
+        ids = torch.where(self._known >= 0, self._known, newest.index_select(0, self._rows).clamp_min(0))
+        hidden = owner._model(ids, self._positions, owner._attention)
+        logits = owner._model.compute_logits(hidden)
+        tokens = greedy(logits)
+        newest.index_copy_(0, self._rows, tokens)
+        return logits, tokens
+
+    def replay(self, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
+        """Run a step. Returns its logits [len(step), vocab_size] and greedy tokens, both overwritten by the next replay."""
+        host = self._inputs.next_host()
+        fields, table = self._views(host)
+        self._owner.fill(fields[:, : self.size].numpy(), table.numpy(), step)
+        used = self._stride * _FIELDS + self.size * self._width
+        self._inputs.device[:used].copy_(host[:used], non_blocking=True)
+        metadata = replace(self._metadata, seq_lens_cpu=fields[3, : self.size], block_table_cpu=table)
+        for spec, plan in self._plans.items():
+            self._backends[spec].plan_for_replay(plan, metadata)
+        self._graph.replay()
+        assert self._owner._logits is not None
+        return self._owner._logits[: len(step)], self._tokens[: len(step)]
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN
+
+
+def _used(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
