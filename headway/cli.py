@@ -125,9 +125,11 @@ def generate(
         sys.stdout.write(text)
         sys.stdout.flush()
         last = output
-    print(flush=True)
-    if last is not None and last.outputs[0].error is not None:
-        raise BackendError(last.outputs[0].error)
+    error = last.outputs[0].error if last is not None else None
+    if shown or error is None:
+        print(flush=True)
+    if error is not None:
+        raise BackendError(error)
     if last is not None:
         _report(err, last, loaded)
     err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)
