@@ -210,11 +210,12 @@ class _DecodeGraph:
     def _run(self) -> tuple[Tensor, Tensor]:
         owner, newest = self._owner, self._owner._newest
         self._metadata.slot_mapping.copy_(self._slots)
-        ids = torch.where(self._known >= 0, self._known, newest.index_select(0, self._rows).clamp_min(0))
+        rows = self._rows.long()
+        ids = torch.where(self._known >= 0, self._known, newest.index_select(0, rows).clamp_min(0))
         hidden = owner._model(ids, self._positions, owner._attention)
         logits = owner._model.compute_logits(hidden)
         tokens = greedy(logits)
-        newest.index_copy_(0, self._rows, tokens)
+        newest.index_copy_(0, rows, tokens)
         return logits, tokens
 
     def replay(self, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
