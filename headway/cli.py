@@ -1,4 +1,4 @@
-"""The command line: `headway generate`, `headway backends`, `headway doctor`, `headway bench ...`."""
+"""The command line: `headway generate`, `headway backends`, `headway diff`, `headway doctor`, `headway bench ...`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headway import __version__
 from headway.bench.kernel_cli import kernel
 from headway.bench.throughput_cli import throughput
 from headway.cli_backends import backends
+from headway.cli_diff import diff
 from headway.cli_doctor import doctor
 from headway.outputs import RequestOutput
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure, and compare with others.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.command()(backends)
+app.command()(diff)
 app.command()(doctor)
 bench.command()(throughput)
 bench.command()(kernel)

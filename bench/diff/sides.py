@@ -1,0 +1,213 @@
+"""The two sides of a comparison: a backend as the engine would choose and run it, or float64 attention."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from headway.backends.layouts import write_rows
+from headway.bench.cases import Case
+from headway.bench.reference import reference
+from headway.core.attention import PagedAttention
+from headway.core.cache import geometry
+from headway.core.errors import UnsupportedError
+from headway.core.layout import NHD, CacheLayout, LayerCache
+from headway.core.metadata import AttentionMetadata, Phase
+from headway.core.selector import BackendSource, Selector, check_names
+from headway.core.spec import AttentionSpec
+
+REFERENCE = "reference"
+"""The name of float64 attention (`headway.bench.reference`), beside those of the backends."""
+_REFERENCE_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """New tokens of some sequences, all of one phase."""
+
+    phase: Phase
+    rows: Sequence[int]
+    """Which sequences."""
+    query_lens: Sequence[int]
+    context_lens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How the caches are to be laid out, and the backends' options."""
+
+    kv_layout: str = "auto"
+    block_size: int | None = None
+    options: Mapping[str, Mapping[str, str]] | None = None
+
+
+class Run(Protocol):
+    """One side with caches of its own, in the course of one batch of sequences."""
+
+    def begin(self, step: Step) -> None:
+        """Prepare a step; then each layer calls once."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]. Returns the shape of q."""
+
+
+class Side(Protocol):
+    """One of the two."""
+
+    @property
+    def name(self) -> str:
+        """As the user wrote it."""
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Of its caches."""
+
+    @property
+    def block_size(self) -> int:
+        """Of its caches."""
+
+    def backend(self, phase: Phase) -> str:
+        """Name of the backend that serves a phase."""
+
+    def kernel(self, phase: Phase) -> str:
+        """Name of the kernel that serves the first layer."""
+
+    def tolerance(self, phase: Phase) -> float:
+        """Declared relative error in the model's dtype."""
+
+    def open(self, max_lens: Sequence[int]) -> Run:
+        """Allocate caches for sequences that grow up to these lengths."""
+
+
+def make_side(name: str, source: BackendSource, specs: Sequence[AttentionSpec], wish: Wish) -> Side:
+    """A side by what the user wrote: "reference", or anything --attn-backend takes.
+
+    :raises HeadwayError: an unknown name, or a backend that cannot serve the model so, with its reasons.
+    """
+    make = _BESIDE_BACKENDS.get(name, BackendSide)
+    return make(name, source, specs, wish)
+
+
+def check_side(name: str, source: BackendSource, wish: Wish) -> None:
+    """Check the names before a model is loaded.
+
+    :raises HeadwayError: a backend, layout or option's owner that nobody registered.
+    """
+    check_names(source, "auto" if name in _BESIDE_BACKENDS else name, wish.kv_layout, wish.options or {})
+
+
+class BackendSide:
+    """A backend, or one for each phase, over the layout and block size that the selector finds for it."""
+
+    def __init__(self, name: str, source: BackendSource, specs: Sequence[AttentionSpec], wish: Wish) -> None:
+        self.name = name
+        self._source = source
+        self._specs = specs
+        try:
+            self._selector = Selector(source, specs, name, wish.kv_layout, wish.block_size, wish.options)
+        except UnsupportedError as error:  # its fix is to take another backend: that would be another comparison
+            raise UnsupportedError(error.asked, error.reasons) from None
+        self.layout = self._selector.selection.layout
+        self.block_size = self._selector.selection.block_size
+
+    def backend(self, phase: Phase) -> str:
+        """Name of the backend that serves a phase."""
+        return self._selector.selection.names[phase]
+
+    def kernel(self, phase: Phase) -> str:
+        """Name of the kernel that serves the first layer."""
+        return self._source.backend(self.backend(phase)).kernel(self._specs[0], phase)
+
+    def tolerance(self, phase: Phase) -> float:
+        """What the backend declares for the model's dtype."""
+        return self._source.backend(self.backend(phase)).tolerance[self._specs[0].dtype]
+
+    def open(self, max_lens: Sequence[int]) -> Run:
+        """Caches of its own, written by the layout's one writer, read by the backend's own instances."""
+        blocks = _Blocks(max_lens, self.block_size)
+        writer = self._source.layout(self.layout.name).load_writer(self._specs[0].device)
+        caches = blocks.allocate(self._specs, self.layout)
+        return _PagedRun(PagedAttention(self._specs, caches, writer), self._selector, blocks)
+
+
+class ReferenceSide:
+    """Float64 attention over what a plain writer stored; shares no code with any backend."""
+
+    layout = NHD
+    block_size = _REFERENCE_BLOCK_SIZE
+
+    def __init__(self, name: str, source: BackendSource, specs: Sequence[AttentionSpec], wish: Wish) -> None:
+        self.name = name
+        self._specs = specs
+
+    def backend(self, phase: Phase) -> str:
+        """Its own name."""
+        return self.name
+
+    def kernel(self, phase: Phase) -> str:
+        """What is computed."""
+        return "explicit softmax in float64 (torch)"
+
+    def tolerance(self, phase: Phase) -> float:
+        """It is the truth that others are held against."""
+        return 0.0
+
+    def open(self, max_lens: Sequence[int]) -> Run:
+        """Caches of its own."""
+        blocks = _Blocks(max_lens, self.block_size)
+        return _ReferenceRun(self._specs, blocks.allocate(self._specs, self.layout), blocks)
+
+
+_BESIDE_BACKENDS: Mapping[str, Callable[[str, BackendSource, Sequence[AttentionSpec], Wish], Side]] = {REFERENCE: ReferenceSide}
+
+
+class _Blocks:
+    """Room for each sequence, in shuffled blocks as in a pool that has been in use."""
+
+    def __init__(self, max_lens: Sequence[int], block_size: int) -> None:
+        counts = [-(-length // block_size) for length in max_lens]
+        order = list(range(sum(counts)))
+        random.Random(0).shuffle(order)
+        self.block_size = block_size
+        self._tables = [[order.pop() for _ in range(count)] for count in counts]
+
+    def allocate(self, specs: Sequence[AttentionSpec], layout: CacheLayout) -> list[LayerCache]:
+        num_blocks = sum(map(len, self._tables))
+        return [layout.allocate(geometry(spec, num_blocks, self.block_size)) for spec in specs]
+
+    def metadata(self, step: Step, spec: AttentionSpec) -> AttentionMetadata:
+        tables = [self._tables[row] for row in step.rows]
+        return AttentionMetadata.build(step.query_lens, step.context_lens, tables, self.block_size, spec.device)
+
+
+class _PagedRun:
+    def __init__(self, attention: PagedAttention, selector: Selector, blocks: _Blocks) -> None:
+        self._attention, self._selector, self._blocks = attention, selector, blocks
+
+    def begin(self, step: Step) -> None:
+        metadata = self._blocks.metadata(step, self._attention.specs[0])
+        backends = self._selector.backends_for(step.phase)
+        self._attention.begin(metadata, backends, backends)  # a step is of one phase
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attention(layer, q, k, v)
+
+
+class _ReferenceRun:
+    def __init__(self, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache], blocks: _Blocks) -> None:
+        self._specs, self._caches, self._blocks = specs, caches, blocks
+        self._metadata: AttentionMetadata | None = None
+
+    def begin(self, step: Step) -> None:
+        self._metadata = self._blocks.metadata(step, self._specs[0])
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Float64: the comparison sees it unrounded."""
+        assert self._metadata is not None, "begin() a step first"
+        cache = self._caches[layer]
+        write_rows(k, v, cache, self._metadata.slot_mapping)
+        return reference(Case(self._specs[layer], self._metadata, cache, q, k, v))
