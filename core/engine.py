@@ -17,7 +17,7 @@ from headway.core.graphs import capture_sizes
 from headway.core.memory import cache_memory
 from headway.core.model import Model
 from headway.core.runner import Launched, Runner
-from headway.core.sampler import NOT_A_TOKEN
+from headway.core.sampler import NOT_A_TOKEN, Draw, draw
 from headway.core.sampling_params import SamplingParams
 from headway.core.scheduler import Scheduled, Scheduler
 from headway.core.selector import BackendSource, Selector
@@ -35,9 +35,17 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, source: BackendSource, config: EngineConfig | None = None, eos_token_ids: frozenset[int] = frozenset()
+        self,
+        model: Model,
+        source: BackendSource,
+        config: EngineConfig | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        draw: Draw = draw,
     ) -> None:
-        """:raises HeadwayError: options that cannot work together, with what would."""
+        """draw: draws tokens from logits, where something does it faster than torch.
+
+        :raises HeadwayError: options that cannot work together, with what would.
+        """
         specs = list(model.attention_specs)
         device = specs[0].device
         self.config = config = (config or EngineConfig()).for_device(device)
@@ -59,7 +67,7 @@ class Engine:
         attention = PagedAttention(specs, self.caches, writer)
         self.blocks = BlockManager(self.pool.num_blocks, block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
-        self._runner = Runner(model, attention, selector, block_size, config.max_num_seqs, self.max_model_len)
+        self._runner = Runner(model, attention, selector, draw, block_size, config.max_num_seqs, self.max_model_len)
         self._launched: Launched | None = None
         self._seeds = torch.Generator().manual_seed(config.seed)
         self.stats = EngineStats()

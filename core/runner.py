@@ -12,7 +12,7 @@ from headway.core.attention import PagedAttention
 from headway.core.graphs import DecodeGraphs
 from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.model import Model
-from headway.core.sampler import greedy, sample
+from headway.core.sampler import Draw, greedy, sample
 from headway.core.scheduler import Scheduled
 from headway.core.selector import Selector
 from headway.core.transfer import upload
@@ -51,11 +51,19 @@ class Runner:
     """
 
     def __init__(
-        self, model: Model, attention: PagedAttention, selector: Selector, block_size: int, max_num_seqs: int, max_model_len: int
+        self,
+        model: Model,
+        attention: PagedAttention,
+        selector: Selector,
+        draw: Draw,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
     ) -> None:
         self._model = model
         self._attention = attention
         self._selector = selector
+        self._draw = draw
         self._block_size = block_size
         self._device = attention.specs[0].device
         self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
@@ -137,7 +145,7 @@ class Runner:
         if all(seq.params.greedy for seq in seqs):
             return greedy(logits)
         positions = [share.context_len + share.num_new_tokens for share in sampled]
-        return sample(logits, [seq.params for seq in seqs], [seq.seed for seq in seqs], positions)
+        return sample(logits, [seq.params for seq in seqs], [seq.seed for seq in seqs], positions, self._draw)
 
     def _keep(self, tokens: Tensor, sampled: list[Scheduled]) -> None:
         rows = torch.tensor([share.seq.row for share in sampled], dtype=torch.int64)

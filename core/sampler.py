@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,20 @@ def greedy(logits: Tensor) -> Tensor:
     return torch.where(best.isnan(), NOT_A_TOKEN, tokens)
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logits [rows, vocab_size], temperatures float32 [rows], keys int64 [rows]) -> one token a row, int64, like `draw`."""
+
+
+def draw(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+    """Draw from each row's softmax(logits / temperature); equal keys draw equally."""
+    # The largest of logit - log(e), e drawn from Exp(1), is a draw from the softmax (Gumbel-max), and needs no sum over rows.
+    noise = _exponential(keys, logits.shape[-1])
+    return (logits.float() / temperatures[:, None] - noise.log_()).argmax(dim=-1)
+
+
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int], draw: Draw = draw
+) -> Tensor:
     """Next token of each row: int64 [rows], NOT_A_TOKEN where a logit is NaN.
 
     logits: [rows, vocab_size]. seeds, positions: of each row its request's seed and the place of the token in its sequence.
@@ -32,25 +45,29 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int
     if not rows:
         return tokens
     wishes = [params[row] for row in rows]
-    where = upload(torch.tensor([[seeds[row], positions[row], row] for row in rows]), logits.device)
-    chosen = logits if len(rows) == len(params) else logits.index_select(0, where[:, 2])
-    drawn = _draw(chosen.float(), wishes, where[:, 0], where[:, 1])
-    drawn = torch.where(tokens[where[:, 2]] == NOT_A_TOKEN, NOT_A_TOKEN, drawn)
-    return tokens.index_copy(0, where[:, 2], drawn)
+    device = logits.device
+    at, seed, position = upload(torch.tensor([rows, [seeds[row] for row in rows], [positions[row] for row in rows]]), device)
+    temperatures = upload(torch.tensor([wish.temperature for wish in wishes], dtype=torch.float32), device)
+    chosen = logits if len(rows) == len(params) else logits.index_select(0, at)
+    if any(wish.top_k > 0 or wish.top_p < 1 or wish.min_p > 0 for wish in wishes):
+        chosen, temperatures = _keep_likely(chosen.float() / temperatures[:, None], wishes), torch.ones_like(temperatures)
+    drawn = draw(chosen, temperatures, _mix(_mix(seed * _GOLDEN) + position * _GOLDEN))
+    drawn = torch.where(tokens.index_select(0, at) == NOT_A_TOKEN, NOT_A_TOKEN, drawn)
+    return tokens.index_copy(0, at, drawn)
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], seeds: Tensor, positions: Tensor) -> Tensor:
+def _keep_likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Set what top_k, top_p and min_p leave out to -inf."""
+
     def column(values: list[float]) -> Tensor:
         return upload(torch.tensor(values, dtype=logits.dtype), logits.device)[:, None]
 
-    logits = logits / column([wish.temperature for wish in params])
     if any(wish.top_k > 0 or wish.top_p < 1 for wish in params):
         logits = _keep_top(logits, params, column([wish.top_p for wish in params]))
     if any(wish.min_p > 0 for wish in params):
         floor = logits.amax(-1, keepdim=True) + column([wish.min_p for wish in params]).log()
         logits = logits.masked_fill(logits < floor, -torch.inf)
-    # The largest of logit - log(e), e drawn from Exp(1), is a draw from the softmax (Gumbel-max), and needs no sum over rows.
-    return (logits - _exponential(seeds, positions, logits.shape[-1]).log()).argmax(dim=-1)
+    return logits
 
 
 def _keep_top(logits: Tensor, params: Sequence[SamplingParams], top_p: Tensor) -> Tensor:
@@ -68,14 +85,13 @@ def _keep_top(logits: Tensor, params: Sequence[SamplingParams], top_p: Tensor) -
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
 
 
-def _exponential(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def _exponential(keys: Tensor, vocab_size: int) -> Tensor:
     """Exp(1) numbers, float32 [rows, vocab_size], from counters instead of a generator's state (Salmon et al. 2011).
 
-    Each is the SplitMix64 hash (Steele et al. 2014) of seed, position and column, so that a draw can be repeated, dropped, or
-    made beside others without changing any other.
+    Each is the SplitMix64 hash (Steele et al. 2014) of key and column, so that a draw can be repeated, dropped, or made beside
+    others without changing any other.
     """
-    keys = _mix(_mix(seeds * _GOLDEN) + positions * _GOLDEN)
-    columns = torch.arange(vocab_size, device=seeds.device) * _GOLDEN
+    columns = torch.arange(vocab_size, device=keys.device) * _GOLDEN
     bits = _shifted(_mix(keys[:, None] + columns), 32)
     uniform = (bits + 0.5) * 2.0**-32
     # -log(1 - u) keeps its digits for small u, which decide the race; the bounds keep its logarithm finite.

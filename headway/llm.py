@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from headway.core.config import EngineConfig
 from headway.core.detokenizer import Detokenizer
 from headway.core.engine import Engine
 from headway.core.errors import ConfigError, PromptError
+from headway.core.sampler import Draw, draw
 from headway.core.sampling_params import SamplingParams
 from headway.core.selector import check_names
 from headway.core.sequence import Sequence as EngineSequence
@@ -26,6 +28,7 @@ from headway.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from headway.registry import Registry, create_registry
 from headway.threads import set_threads
 
+log = logging.getLogger("headway")
 Prompt = str | Sequence[int]
 
 
@@ -119,7 +122,7 @@ class LLM:
         self.device = _device(device)
         self.num_threads = set_threads(num_threads) if self.device.type == "cpu" else None
         self.model = load_model(model, dtype, self.device)
-        self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids)
+        self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, _draw(self.device))
         self.tokenizer = self.model.tokenizer
         self._request_ids = count()
         self._requests: dict[EngineSequence, _Request] = {}
@@ -244,6 +247,18 @@ def _token_ids(prompt: object) -> list[int]:
     if not all(isinstance(token, Integral) for token in items):
         raise PromptError("prompt", "a text or a list of token ids", repr(prompt))
     return [int(token) for token in items]
+
+
+def _draw(device: torch.device) -> Draw:
+    """What draws tokens fastest."""
+    if device.type == "cuda":
+        try:
+            from headway.models.fused.draw import draw_fused
+        except ImportError as error:
+            log.warning("tokens are drawn by torch's operations: %s (pip install 'headway[triton]')", error)
+        else:
+            return draw_fused
+    return draw
 
 
 def _device(name: str) -> torch.device:

@@ -1,0 +1,59 @@
+"""The fused draw makes the tokens that torch's operations make: on a GPU, and in Triton's interpreter in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.core.sampler import draw
+
+triton = pytest.importorskip("triton")
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 50), (5, 4096), (3, 9001), (8, 20000)])
+def test_same_tokens_as_torch(device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:
+    from headway.models.fused.draw import draw_fused
+
+    generator = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, vocab_size + 3, generator=generator).to(device, dtype)[:, :vocab_size]
+    temperatures = torch.rand(rows, generator=generator).to(device) + 0.3
+    for _ in range(3):
+        keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator).to(device)
+        expected, got = draw(logits, temperatures, keys), draw_fused(logits, temperatures, keys)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_left_out_never_comes(device: str) -> None:
+    from headway.models.fused.draw import draw_fused
+
+    logits = torch.full((64, 5000), -torch.inf, device=device)
+    logits[:, 4321] = 0.0
+    tokens = draw_fused(logits, torch.ones(64, device=device), torch.arange(64, device=device))
+    assert tokens.unique().tolist() == [4321]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process it would start")
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "9 passed" in done.stdout
