@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from headway.core.attention import Backends, PagedAttention
-from headway.core.backend import GraphLevel
+from headway.core.backend import AttentionBackend, GraphLevel
 from headway.core.errors import BackendError, HeadwayError
 from headway.core.metadata import AttentionMetadata
 from headway.core.model import Model
 from headway.core.sampler import NOT_A_TOKEN, greedy
 from headway.core.scheduler import Scheduled
+from headway.core.support import Reason
 
 log = logging.getLogger("headway")
 
@@ -62,35 +63,46 @@ class DecodeGraphs:
         A backend that cannot run in a graph, or memory that does not suffice, leaves steps to run as single launches: the log
         says so once.
         """
-        spared = next((b for b in backends.values() if b.graph_level < GraphLevel.DECODE), None)
-        if spared is not None:
-            log.warning(
-                "CUDA graphs: decode needs a backend of graph level DECODE, got %s of level %s: every decode step is launched "
-                "kernel by kernel, which costs the host some milliseconds; --enforce-eager says this is meant",
-                spared.name,
-                spared.graph_level.name,
-            )
+        refusing = next((b for b in backends.values() if b.graph_level < GraphLevel.DECODE), None)
+        if refusing is not None:
+            self._explain(refusing, backends)
             return
+        device = self._newest.device
         sizes = sorted({size for size in batch_sizes if size <= self._max_num_seqs}, reverse=True)
-        inputs = _Inputs(sizes[0], self._width, self._newest.device)
-        started, before = time.perf_counter(), _used(self._newest.device)
+        inputs = _Inputs(sizes[0], self._width, device)
+        started, before = time.perf_counter(), _used(device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for size in sizes:
             try:
-                self._graphs[size] = _DecodeGraph(self, inputs, size, backends, pool, stream)
+                graph = _DecodeGraph(self, inputs, size, backends)
+                graph.capture(pool, stream)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 log.warning("CUDA graphs: out of memory for batches of %d, which will be launched kernel by kernel", size)
-        taken = (_used(self._newest.device) - before) / 2**20
+            else:
+                self._graphs[size] = graph
         log.info(
             "CUDA graphs: %d decode batch sizes up to %d captured in %.1f s, %.0f MB",
             len(self._graphs),
             max(self._graphs, default=0),
             time.perf_counter() - started,
-            taken,
+            (_used(device) - before) / 2**20,
         )
         for size in sorted(self._graphs):
             self._bucket_of += [size] * (size + 1 - len(self._bucket_of))
+
+    def _explain(self, backend: AttentionBackend, backends: Backends) -> None:
+        """Say why there are no graphs, and what a step costs without: the host's time to launch one, measured."""
+        step = _DecodeGraph(self, _Inputs(1, self._width, self._newest.device), 1, backends)
+        started = time.perf_counter()
+        step.run()
+        reason = Reason("graph_level", "DECODE or higher", backend.graph_level.name, "--enforce-eager says that this is meant")
+        log.warning(
+            "CUDA graphs: %s cannot be captured (%s); launching a decode step kernel by kernel takes the host %.1f ms",
+            backend.name,
+            reason,
+            1e3 * (time.perf_counter() - started),
+        )
 
     def find(self, step: list[Scheduled]) -> _DecodeGraph | None:
         """The graph that holds a step; None if the step does anything but decode, or is larger than all."""
@@ -137,15 +149,7 @@ class _Inputs:
 class _DecodeGraph:
     """One captured step of `size` rows."""
 
-    def __init__(
-        self,
-        owner: DecodeGraphs,
-        inputs: _Inputs,
-        size: int,
-        backends: Backends,
-        pool: Any,
-        stream: torch.cuda.Stream,
-    ) -> None:
+    def __init__(self, owner: DecodeGraphs, inputs: _Inputs, size: int, backends: Backends) -> None:
         self._owner, self._inputs, self.size = owner, inputs, size
         self._backends = backends
         self.backends = (next(iter(backends.values())).name,)
@@ -155,28 +159,33 @@ class _DecodeGraph:
         self._metadata = self._worst_case(table)
         self._plans = owner._attention.begin_graph(self._metadata, backends)
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
-        logits, _ = self._run()
+        logits, self._tokens = self.run()
         if owner._logits is None:
             owner._logits = torch.empty_like(logits)
-        del logits
         self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Record the step; its memory comes from a pool that all graphs share.
+
+        :raises BackendError: something in it cannot be captured.
+        """
+        assert self._owner._logits is not None
         torch.cuda.synchronize()
         try:
             # Not torch.cuda.graph, which collects Python's garbage before each capture: longer than the capture itself.
             with torch.cuda.stream(stream):
                 self._graph.capture_begin(pool=pool)
                 try:
-                    logits, self._tokens = self._run()
-                    owner._logits[:size].copy_(logits)
-                    del logits
+                    logits, self._tokens = self.run()
+                    self._owner._logits[: self.size].copy_(logits)
                 finally:
                     self._graph.capture_end()
         except (HeadwayError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            name = next(iter(backends.values())).name
             raise BackendError(
-                f"CUDA graphs: decode of {size} sequences with {name} cannot be captured: {error}; --enforce-eager does without"
+                f"CUDA graphs: decode of {self.size} sequences with {self.backends[0]} cannot be captured: {error}; "
+                "--enforce-eager does without"
             ) from error
 
     def _views(self, flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,7 +216,8 @@ class _DecodeGraph:
         )
 
     @torch.inference_mode()
-    def _run(self) -> tuple[Tensor, Tensor]:
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Launch the step over the static inputs; logits [size, vocab_size] and greedy tokens [size]."""
         owner, newest = self._owner, self._owner._newest
         self._metadata.slot_mapping.copy_(self._slots)
         rows = self._rows.long()
