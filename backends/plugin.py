@@ -19,12 +19,12 @@ log = logging.getLogger("headway")
 def _writer(device: torch.device) -> CacheWriter:
     if device.type == "cuda":
         try:
-            from headway.backends.triton.writer import write_rows as write_rows_triton
+            from headway.backends.triton.writer import Writer
         except ImportError as error:
             hint = "pip install 'headway[triton]'"
             log.warning("cache writes go through torch, which waits for the GPU in every layer: %s (%s)", error, hint)
         else:
-            return write_rows_triton
+            return Writer()
     from headway.backends.layouts import write_rows
 
     return write_rows

@@ -13,44 +13,48 @@ from headway.backends.triton.layer import Addressing
 from headway.backends.triton.write_kernel import write_kv
 from headway.core.layout import LayerCache
 
-_LAUNCH = Launcher(write_kv)
-_KNOWN: dict[Hashable, tuple[tuple[int, ...], dict[str, Any]]] = {}
-"""Strides and compile-time constants by everything they follow from."""
 
-
-def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-    """Write k, v [num_tokens, num_kv_heads, head_dim] to slot_mapping [num_tokens]; -1 is skipped.
+class Writer:
+    """Writes k, v [num_tokens, num_kv_heads, head_dim] to slot_mapping [num_tokens]; -1 is skipped.
 
     One launch, no synchronisation: it can be captured in a CUDA graph. An fp8 cache gets k / k_scale and v / v_scale, saturated.
     """
-    num_tokens, num_kv_heads, head_dim = k.shape
-    if num_tokens == 0:
-        return
-    block_t, num_warps = tile_of(num_tokens)
-    cached = (cache.key.stride(), cache.value.stride(), cache.geometry)
-    pointers = aligned(k.data_ptr(), v.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr())
-    key = (cached, k.dtype, k.stride(), v.stride(), pointers, block_t, num_warps)
-    known = _KNOWN.get(key)
-    if known is None:
-        addressing = Addressing.of(cache)
-        known = _KNOWN[key] = (
-            addressing.strides,
-            {
-                "HEAD_DIM": head_dim,
-                "BLOCK_D": triton.next_power_of_2(head_dim),
-                "BLOCK_SIZE": cache.block_size,
-                "K_X": addressing.k_x,
-                "V_X": addressing.v_x,
-                "BLOCK_T": block_t,
-                "V_SLOTS_INNER": addressing.v_slots_inner,
-                "FP8": cache.key.element_size() == 1,
-            },
-        )
-    strides, constants = known
-    scales = (cache.k_scale, cache.v_scale)
-    rows = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-    arguments = (k, v, cache.key, cache.value, slot_mapping, num_tokens, *scales, *rows, *strides)
-    _LAUNCH(key, (num_kv_heads, triton.cdiv(num_tokens, block_t), 1), arguments, constants, num_warps)
+
+    def __init__(self) -> None:
+        self._launch = Launcher(write_kv)
+        self._known: dict[Hashable, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        """Strides and compile-time constants by everything they follow from."""
+
+    def __call__(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+        """See the class."""
+        num_tokens, num_kv_heads, head_dim = k.shape
+        if num_tokens == 0:
+            return
+        block_t, num_warps = tile_of(num_tokens)
+        cached = (cache.key.stride(), cache.value.stride(), cache.geometry)
+        pointers = aligned(k.data_ptr(), v.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr())
+        key = (cached, k.dtype, k.stride(), v.stride(), pointers, block_t, num_warps)
+        known = self._known.get(key)
+        if known is None:
+            addressing = Addressing.of(cache)
+            known = self._known[key] = (
+                addressing.strides,
+                {
+                    "HEAD_DIM": head_dim,
+                    "BLOCK_D": triton.next_power_of_2(head_dim),
+                    "BLOCK_SIZE": cache.block_size,
+                    "K_X": addressing.k_x,
+                    "V_X": addressing.v_x,
+                    "BLOCK_T": block_t,
+                    "V_SLOTS_INNER": addressing.v_slots_inner,
+                    "FP8": cache.key.element_size() == 1,
+                },
+            )
+        strides, constants = known
+        scales = (cache.k_scale, cache.v_scale)
+        rows = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        arguments = (k, v, cache.key, cache.value, slot_mapping, num_tokens, *scales, *rows, *strides)
+        self._launch(key, (num_kv_heads, triton.cdiv(num_tokens, block_t), 1), arguments, constants, num_warps)
 
 
 def tile_of(num_tokens: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 try:
     from headway.backends.triton.backend import TritonAttention
     from headway.backends.triton.layer import INTERPRETED
-    from headway.backends.triton.writer import write_rows
+    from headway.backends.triton.writer import Writer
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
 
@@ -121,7 +121,7 @@ def test_writer_writes_what_the_readable_one_writes(layout: CacheLayout, dtype: 
     slots = torch.randperm(24 * 16, generator=generator)[:tokens]
     slots[tokens // 2] = -1
     caches = [layout.allocate(geometry, *scales) for _ in range(2)]
-    write_rows(k, v, caches[0], slots)
+    Writer()(k, v, caches[0], slots)
     layouts.write_rows(k, v, caches[1], slots)
     for ours, theirs in ((caches[0].key, caches[1].key), (caches[0].value, caches[1].value)):
         assert torch.equal(ours.float(), theirs.float())
@@ -132,7 +132,7 @@ def test_writer_saturates() -> None:
     geometry = CacheGeometry(1, 16, 1, 32, FP8, torch.device("cpu"))
     cache = NHD.allocate(geometry)
     k = torch.tensor([1e4, -1e4]).repeat(16).view(1, 1, 32)
-    write_rows(k, k, cache, torch.tensor([3]))
+    Writer()(k, k, cache, torch.tensor([3]))
     assert cache.gather(torch.tensor([3]))[0].float().flatten()[:2].tolist() == [448.0, -448.0]
 
 
