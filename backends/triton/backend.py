@@ -23,7 +23,7 @@ from headway.core.support import YES, Support
 
 GRAPH_CONTEXT = 8192
 """Tokens for which a captured decode fixes its splits. From an H200, 16/8 heads: captured at 40,960 a batch of 64 took 9 splits,
-and 46 us at 512 tokens where one split takes 35; a single sequence is as fast with the splits of 4,096 as with those of 40,960."""
+and 46 us at 512 tokens where one split takes 35; one sequence is as fast with the splits of 4,096 as with those of 40,960."""
 FP8_CAPABILITY = (8, 9)
 """The first compute capability that converts e4m3."""
 
