@@ -31,6 +31,12 @@ class Linear:
             return packed
         return linear(x, self.weight, self.bias)
 
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + y in one product where there is no bias; residual: [rows, out_features], overwritten or not."""
+        if self._packed or self.bias is not None:
+            return residual + self(x)
+        return residual.addmm_(x, self.weight.t())
+
 
 _PACK_ROWS = 16
 """Rows the packing is tuned for: a decode batch. Other row counts stay right, and were no slower when measured."""

@@ -1,0 +1,122 @@
+"""A decoder's operations on a GPU: few launches, and products of few rows by a kernel of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+import triton
+from torch import Tensor
+
+from headway.models.fused.launch import Launcher
+from headway.models.fused.products import FewRows
+from headway.models.fused.step_kernels import embed_tokens, norm_and_rotate, rms_norm, silu_and_mul
+from headway.models.linear import Linear
+from headway.models.operations import Heads, Norm
+
+
+class Fused:
+    """Operations of one model, on a GPU or under Triton's interpreter.
+
+    No call synchronises or looks at values, so all of it can be captured in a CUDA graph, and a graph runs the kernels that the
+    same number of rows gets without one. The residual stream is kept in the model's dtype, as vLLM keeps it.
+    """
+
+    def __init__(self, inv_freq: Tensor, rope_factor: float) -> None:
+        """inv_freq: float32 [head_dim / 2]; rope_factor multiplies cos and sin."""
+        self._inv_freq, self._rope_factor = inv_freq, rope_factor
+        self._device = inv_freq.device
+        self._launchers: dict[Hashable, Launcher] = {}
+        self._few_rows = FewRows(self._device)
+
+    def _launcher(self, key: Hashable, make: Callable[[], Launcher]) -> Launcher:
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            launcher = self._launchers[key] = make()
+        return launcher
+
+    def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """One launch. cos and sin: float32 [num_tokens, head_dim / 2]."""
+        num_tokens, hidden, half = input_ids.shape[0], table.shape[1], self._inv_freq.shape[0]
+        x = torch.empty(num_tokens, hidden, dtype=table.dtype, device=self._device)
+        cos, sin = torch.empty(2, num_tokens, half, device=self._device).unbind()
+        if num_tokens:
+
+            def make() -> Launcher:
+                block, block_half = triton.next_power_of_2(hidden), triton.next_power_of_2(half)
+                sizes = {"HIDDEN": hidden, "BLOCK": block, "HALF": half, "BLOCK_HALF": block_half}
+                return Launcher(embed_tokens, 4, self._device, **sizes)
+
+            launch = self._launcher(("embed", hidden), make)
+            launch((num_tokens, 1, 1), input_ids, positions, table, self._inv_freq, self._rope_factor, x, cos, sin)
+        return x, (cos, sin)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """One launch."""
+        rows, size = x.shape
+        y = torch.empty_like(x)
+        if rows:
+
+            def make() -> Launcher:
+                block = triton.next_power_of_2(size)
+                return Launcher(rms_norm, 4 if block <= 2048 else 8, self._device, SIZE=size, BLOCK=block)
+
+            self._launcher(("norm", size), make)((rows, 1, 1), x, norm.weight, y, norm.eps)
+        return y
+
+    def product(self, x: Tensor, linear: Linear) -> Tensor:
+        """One launch."""
+        return self._few_rows(x, linear) if self._few_rows.takes(x, linear) else linear(x)
+
+    def norm_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
+        """One launch for few rows, else two."""
+        if self._few_rows.takes(x, linear):
+            return self._few_rows(x, linear, norm)
+        return linear(self.norm(x, norm))
+
+    def rotate(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """One launch, in place."""
+        num_tokens, dim = qkv.shape[0], heads.head_dim
+        num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
+        normed = heads.q_norm is not None and heads.k_norm is not None
+        if num_tokens:
+            block_half = triton.next_power_of_2(dim // 2)
+            block_h = min(triton.next_power_of_2(rotated), max(1, _ROTATED // block_half))
+
+            def make() -> Launcher:
+                sizes = {"HEADS": num_heads, "KV_HEADS": heads.num_kv_heads, "HEAD_DIM": dim}
+                return Launcher(norm_and_rotate, 2, self._device, **sizes, BLOCK_HALF=block_half, BLOCK_H=block_h, NORM=normed)
+
+            launch = self._launcher(("rotate", num_heads, heads.num_kv_heads, dim, normed), make)
+            q_norm, k_norm = heads.q_norm, heads.k_norm
+            weights = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm and k_norm else (qkv, qkv, 0.0)
+            launch((num_tokens, triton.cdiv(rotated, block_h), 1), qkv, *rope, *weights)
+        qkv = qkv.view(num_tokens, rotated + heads.num_kv_heads, dim)
+        return qkv[:, :num_heads], qkv[:, num_heads:rotated], qkv[:, rotated:]
+
+    def norm_gated_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
+        """One launch for few rows, else three."""
+        if self._few_rows.takes(x, linear):
+            return self._few_rows(x, linear, norm, gated=True)
+        both = linear(self.norm(x, norm))
+        rows, size = both.shape[0], both.shape[1] // 2
+        y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
+        if rows:
+
+            def make() -> Launcher:
+                return Launcher(silu_and_mul, 4, self._device, SIZE=size, BLOCK=_GATED)
+
+            self._launcher(("silu", size), make)((rows, triton.cdiv(size, _GATED), 1), both, y)
+        return y
+
+    def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
+        """In place, the sum part of the product."""
+        if self._few_rows.takes(x, linear):
+            return self._few_rows(x, linear, add_to=residual)
+        return linear.add_to(residual, x)
+
+
+_ROTATED = 512
+"""Elements of half heads that one program of two warps turns: eight a thread, one 16-byte access in half precision."""
+_GATED = 1024
+"""Likewise for SiLU-and-multiply, four warps."""

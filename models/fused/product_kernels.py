@@ -1,0 +1,179 @@
+"""Products of one to sixteen rows: the time is that of reading the weights, so all is done to ask for them early and at once.
+
+A program holds BLOCK_N whole rows of the weight, in chunks of BLOCK_K, the first DEPTH of them asked for before it waits for x:
+they arrive while the kernel before this one still runs (PDL, see step_kernels.py). A sum over K belongs to one program and has
+one order, whatever the number of rows.
+
+RMSNorm before the product costs no pass over x: its weight multiplies x, and the sum is multiplied by 1 / sqrt(mean of squares),
+which is known by then.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def one_row(
+    x_ptr,  # [K]
+    weight_ptr,  # [N, K]; GATED: [2 N, K], gate over up
+    norm_ptr,  # [K], weight of the RMSNorm that x passes first (NORM)
+    bias_ptr,  # [N] or [2 N] (BIAS)
+    y_ptr,  # [N], written; added to (ADD)
+    eps,
+    rows,  # 1
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # 1
+    SLICES: tl.constexpr,  # 1
+    DEPTH: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    DOT: tl.constexpr,  # not used
+    PDL: tl.constexpr,
+):
+    """y = W norm(x) + bias, then silu(gate) * up, or added to y. Grid (cdiv(N, BLOCK_N)). Sums in float32."""
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    at = n.to(tl.int64)[:, None] * K + k[None, :]
+    live = (n < N)[:, None]
+    gate_chunks = ()
+    up_chunks = ()
+    for c in tl.static_range(DEPTH):
+        inside = live & (c * BLOCK_K + k < K)[None, :]
+        gate_chunks = gate_chunks + (_weights(weight_ptr + c * BLOCK_K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+        if GATED:
+            up_chunks = up_chunks + (_weights(weight_ptr + N * K + c * BLOCK_K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+    if PDL:
+        gdc_wait()
+    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        x = tl.load(x_ptr + c * BLOCK_K + k, mask=c * BLOCK_K + k < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + c * BLOCK_K + k, mask=c * BLOCK_K + k < K, other=0.0).to(tl.float32)
+        gate += gate_chunks[c].to(tl.float32) * x[None, :]
+        if GATED:
+            up += up_chunks[c].to(tl.float32) * x[None, :]
+        if c + DEPTH < CHUNKS:
+            inside = live & ((c + DEPTH) * BLOCK_K + k < K)[None, :]
+            ahead = weight_ptr + (c + DEPTH) * BLOCK_K
+            gate_chunks = gate_chunks + (_weights(ahead, at, inside, N, K, BLOCK_N, BLOCK_K),)
+            if GATED:
+                up_chunks = up_chunks + (_weights(ahead + N * K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y = tl.sum(gate, 1) * factor
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    if GATED:
+        y_up = tl.sum(up, 1) * factor
+        if BIAS:
+            y_up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
+        y = y * tl.sigmoid(y) * y_up
+    if ADD:
+        y += tl.load(y_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def few_rows(
+    x_ptr,  # [rows, K]
+    weight_ptr,  # [N, K]; GATED: [2 N, K], gate over up
+    norm_ptr,  # [K], weight of the RMSNorm that x passes first (NORM)
+    bias_ptr,  # [N] or [2 N] (BIAS)
+    y_ptr,  # [rows, N], written; added to (ADD)
+    eps,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows rounded up to what the matrix units take
+    SLICES: tl.constexpr,  # parts of BLOCK_K, one a warp
+    DEPTH: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    DOT: tl.constexpr,  # what the matrix units multiply
+    PDL: tl.constexpr,
+):
+    """The same for `rows` rows, on the matrix units: W x^T, the warps side by side along K. Grid (cdiv(N, BLOCK_N))."""
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    STEP: tl.constexpr = BLOCK_K // SLICES
+    if PDL:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, SLICES)[:, None] * STEP + tl.arange(0, STEP)[None, :]  # [SLICES, STEP]
+    at = n.to(tl.int64)[None, :, None] * K + k[:, None, :]
+    live = (n < N)[None, :, None]
+    gate_chunks = ()
+    up_chunks = ()
+    for c in tl.static_range(DEPTH):
+        inside = live & (c * BLOCK_K + k < K)[:, None, :]
+        gate_chunks = gate_chunks + (_weights(weight_ptr + c * BLOCK_K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+        if GATED:
+            up_chunks = up_chunks + (_weights(weight_ptr + N * K + c * BLOCK_K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+    if PDL:
+        gdc_wait()
+    x_at = r.to(tl.int64)[None, None, :] * K + k[:, :, None]
+    gate = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((SLICES, BLOCK_M), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        x_inside = (r < rows)[None, None, :] & (c * BLOCK_K + k < K)[:, :, None]
+        x = tl.load(x_ptr + c * BLOCK_K + x_at, mask=x_inside, other=0.0)
+        if NORM:
+            exact = x.to(tl.float32)
+            squares += tl.sum(exact * exact, 1)
+            scale = tl.load(norm_ptr + c * BLOCK_K + k, mask=c * BLOCK_K + k < K, other=0.0).to(tl.float32)
+            x = exact * scale[:, :, None]
+        gate = tl.dot(gate_chunks[c].to(DOT), x.to(DOT), gate)
+        if GATED:
+            up = tl.dot(up_chunks[c].to(DOT), x.to(DOT), up)
+        if c + DEPTH < CHUNKS:
+            inside = live & ((c + DEPTH) * BLOCK_K + k < K)[:, None, :]
+            ahead = weight_ptr + (c + DEPTH) * BLOCK_K
+            gate_chunks = gate_chunks + (_weights(ahead, at, inside, N, K, BLOCK_N, BLOCK_K),)
+            if GATED:
+                up_chunks = up_chunks + (_weights(ahead + N * K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+    factor = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y = tl.sum(gate, 0) * factor[None, :]  # [BLOCK_N, BLOCK_M]
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        y_up = tl.sum(up, 0) * factor[None, :]
+        if BIAS:
+            y_up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        y = y * tl.sigmoid(y) * y_up
+    y_at = y_ptr + r[None, :] * N + n[:, None]
+    mask = (r < rows)[None, :] & (n < N)[:, None]
+    if ADD:
+        y += tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weights(ptr, at, inside, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of the weight, with no mask where none is needed; it is read once, so it need not stay in the cache."""
+    if N % BLOCK_N == 0 and K % BLOCK_K == 0:
+        tile = tl.load(ptr + at, eviction_policy="evict_first")
+    else:
+        tile = tl.load(ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return tile

@@ -1,0 +1,129 @@
+"""Embedding with RoPE's angles, RMSNorm, norm and rotation of q and k, SiLU-and-multiply: a launch each, one read of their input.
+
+Sums are float32 whatever the type of the tensors, and nothing is rounded between the operations of one kernel.
+
+PDL: programmatic dependent launch (compute capability 9.0). The next kernel's programs may start while this one runs, and wait
+themselves (`gdc_wait`) before they touch anything that a kernel before them writes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def embed_tokens(
+    ids_ptr,  # int32 or int64 [num_tokens]
+    positions_ptr,  # likewise
+    table_ptr,  # [vocab_size, HIDDEN]
+    inv_freq_ptr,  # float32 [HALF]
+    rope_factor,
+    x_ptr,  # [num_tokens, HIDDEN], written
+    cos_ptr,  # float32 [num_tokens, HALF], written
+    sin_ptr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (num_tokens): a program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK_HALF)
+    inv_freq = tl.load(inv_freq_ptr + h, mask=h < HALF, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = tl.arange(0, BLOCK)
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    x = tl.load(table_ptr + row * HIDDEN + at, mask=at < HIDDEN)
+    tl.store(x_ptr + token * HIDDEN + at, x, mask=at < HIDDEN)
+    angles = tl.load(positions_ptr + token).to(tl.float32) * inv_freq
+    tl.store(cos_ptr + token * HALF + h, tl.cos(angles) * rope_factor, mask=h < HALF)
+    tl.store(sin_ptr + token * HALF + h, tl.sin(angles) * rope_factor, mask=h < HALF)
+
+
+@triton.jit
+def rms_norm(x_ptr, weight_ptr, y_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """y = x / sqrt(mean(x^2) + eps) * weight over rows of SIZE. Grid (rows): a program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
+    tl.store(y_ptr + row * SIZE + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_and_rotate(
+    qkv_ptr,  # [num_tokens, (HEADS + 2 KV_HEADS) HEAD_DIM]; q and k are overwritten
+    cos_ptr,  # float32 [num_tokens, HEAD_DIM / 2]
+    sin_ptr,
+    q_norm_ptr,  # [HEAD_DIM]
+    k_norm_ptr,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (num_tokens, cdiv(HEADS + KV_HEADS, BLOCK_H)). RoPE turns one half of a head against the other."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    h = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = (head < HEADS + KV_HEADS) & (h < HALF)
+    if NORM:
+        is_q = head < HEADS
+        low_weight = _either(q_norm_ptr, k_norm_ptr, h, is_q, mask)
+        high_weight = _either(q_norm_ptr, k_norm_ptr, h + HALF, is_q, mask)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head * HEAD_DIM + h
+    cos = tl.load(cos_ptr + token * HALF + h, mask=h < HALF, other=0.0)
+    sin = tl.load(sin_ptr + token * HALF + h, mask=h < HALF, other=0.0)
+    low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]
+        low = low * scale * low_weight
+        high = high * scale * high_weight
+    tl.store(at, (low * cos - high * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, (high * cos + low * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _either(q_ptr, k_ptr, at, is_q, mask):
+    """A row of q's weights or of k's, float32."""
+    q = tl.load(q_ptr + at, mask=mask & is_q, other=0.0).to(tl.float32)
+    return q + tl.load(k_ptr + at, mask=mask & (is_q == 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def silu_and_mul(
+    x_ptr,  # [rows, 2 SIZE]
+    y_ptr,  # [rows, SIZE], written
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = silu(first half) * second half. Grid (rows, cdiv(SIZE, BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(x_ptr + row * (2 * SIZE) + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(y_ptr + row * SIZE + at, y.to(y_ptr.dtype.element_ty), mask=at < SIZE)

@@ -1,0 +1,124 @@
+"""The fused operations on a GPU: each step against float64, whole decoders against the plain path, and in a CUDA graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from headway.models.config import DecoderConfig
+from headway.models.decoder import Decoder
+from headway.models.operations import Plain
+from headway.models.weights import Weights
+from operations import Inputs, Sizes
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+STEPS = {
+    "llama": Sizes(1, hidden=576, inner=1536, num_heads=9, num_kv_heads=3, head_dim=64),
+    "qwen2": Sizes(1, hidden=896, inner=4864, num_heads=14, num_kv_heads=2, head_dim=64, bias=True),
+    "qwen3": Sizes(1, hidden=1024, inner=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm=True),
+}
+SMALL = {
+    "vocab_size": 211,
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SMALL, head_dim=32),
+    "llama, biased": LlamaConfig(**SMALL, head_dim=32, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen3": Qwen3Config(**SMALL, head_dim=64),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 300])
+@pytest.mark.parametrize("name", STEPS)
+def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.models.fused.operations import Fused
+
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    sizes = dataclasses.replace(STEPS[name], rows=rows)
+    inputs = Inputs(sizes, dtype)
+    inv_freq = 1.0 / 10000 ** (torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
+    fused = dict(inputs.results(Fused(inv_freq.cuda(), 1.3), dtype, "cuda"))
+    for step, expected in inputs.results(Plain(inv_freq, 1.3), torch.float64, "cpu"):
+        error = float((fused[step] - expected).norm() / expected.norm())
+        assert error < TOLERANCE[dtype], (step, error)
+
+
+def decoder(name: str, folder: Path, dtype: torch.dtype) -> Decoder:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias") or "norm" in key:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return Decoder(DecoderConfig.from_transformers(CONFIGS[name]), Weights(folder, dtype, torch.device("cuda")))
+
+
+def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one sequence without a cache."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 100])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_those_of_the_plain_path(
+    tmp_path: Path, name: str, num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    ids = torch.randint(0, SMALL["vocab_size"], (num_tokens,), device="cuda")
+    positions = torch.arange(num_tokens, device="cuda", dtype=torch.int32)
+    with torch.inference_mode():
+        model = decoder(name, tmp_path, dtype)
+        logits = model.compute_logits(model(ids, positions, causal))
+        config = model.config
+        model.operations = Plain(config.inv_freq.cuda(), config.rope_factor)
+        expected = model.compute_logits(model(ids, positions, causal))
+    assert logits.dtype == expected.dtype == dtype
+    error = float((logits - expected).float().norm() / expected.float().norm())
+    assert error < (1e-5 if dtype == torch.float32 else 3e-2), error
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 16, 40])
+def test_a_graph_gives_the_same_bits(tmp_path: Path, num_tokens: int) -> None:
+    ids = torch.randint(0, SMALL["vocab_size"], (num_tokens,), device="cuda")
+    positions = torch.arange(num_tokens, device="cuda")
+    with torch.inference_mode():
+        model = decoder("qwen3", tmp_path, torch.bfloat16)
+        eager = model.compute_logits(model(ids, positions, causal))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model.compute_logits(model(ids, positions, causal))
+        for _ in range(3):
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, eager)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8, 9, 13])
+def test_a_padded_batch_gives_the_same_bits(rows: int) -> None:
+    """A graph pads its batch: as long as both take the same kernel, a row must not know how many others there are."""
+    from headway.models.fused.operations import Fused
+
+    ops = Fused(torch.ones(32, device="cuda"), 1.0)
+    inputs = Inputs(dataclasses.replace(STEPS["llama"], rows=8 if rows <= 8 else 16), torch.bfloat16)
+    whole = dict(inputs.results(ops, torch.bfloat16, "cuda"))
+    for step, part in inputs.first(rows).results(ops, torch.bfloat16, "cuda"):
+        assert torch.equal(part, whole[step][:rows]), step

@@ -1,0 +1,46 @@
+"""The fused operations against torch's in float64 under Triton's interpreter, started by test_interpreter.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.models.operations import Plain
+from operations import Inputs, Sizes
+
+pytest.importorskip("triton")
+try:
+    from headway.models.fused.launch import INTERPRETED
+    from headway.models.fused.operations import Fused
+except RuntimeError as error:  # pragma: no cover - an old GPU driver
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+MODELS = {
+    "llama": {},
+    "qwen2": {"bias": True, "num_heads": 14, "num_kv_heads": 2, "head_dim": 64},
+    "qwen3": {"qk_norm": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden": 64},
+    "wide": {"hidden": 2100, "inner": 1030, "num_heads": 9, "num_kv_heads": 3, "head_dim": 80, "qk_norm": True},
+}
+INV_FREQ = {dim: 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim) for dim in (12, 16, 64, 80)}
+
+
+CASES = [(name, rows, dtype) for name in ("llama", "qwen2", "qwen3") for rows in (1, 2, 9, 17) for dtype in TOLERANCE]
+
+
+@pytest.mark.parametrize(("name", "rows", "dtype"), [*CASES, ("wide", 1, torch.float16), ("wide", 3, torch.bfloat16)], ids=str)
+def test_every_step_equals_the_plain_one(name: str, rows: int, dtype: torch.dtype) -> None:
+    sizes = Sizes(rows, **MODELS[name])
+    inputs, inv_freq = Inputs(sizes, dtype), INV_FREQ[sizes.head_dim]
+    fused = dict(inputs.results(Fused(inv_freq, 1.3), dtype, "cpu"))
+    plain = dict(inputs.results(Plain(inv_freq, 1.3), torch.float64, "cpu"))
+    for step, expected in plain.items():
+        error = (fused[step] - expected).norm() / expected.norm()
+        assert error < TOLERANCE[dtype], (step, float(error))
+
+
+def test_no_rows_give_no_rows() -> None:
+    for _, result in Inputs(Sizes(0), torch.float32).results(Fused(INV_FREQ[12], 1.0), torch.float32, "cpu"):
+        assert result.shape[0] == 0
