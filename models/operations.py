@@ -112,7 +112,7 @@ class Plain:
 
 
 def operations_for(inv_freq: Tensor, rope_factor: float) -> Operations:
-    """The fused kernels on a GPU with Triton, else torch's operations. inv_freq: float32 [head_dim / 2], on the model's device."""
+    """The fused kernels on a GPU with Triton, else torch's operations. inv_freq: float32 [head_dim / 2], on its device."""
     if inv_freq.device.type != "cuda":
         return Plain(inv_freq, rope_factor)
     try:
