@@ -13,6 +13,14 @@ class Tokenizer(Protocol):
         """Text of the tokens."""
 
 
+class NoTokenizer:
+    """Stands in where a model is used by token ids alone: every text is empty."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Nothing."""
+        return ""
+
+
 class Detokenizer:
     """Grows the text of one sequence token by token.
 

@@ -78,6 +78,7 @@ def generate(
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory for model and cache.")] = 0.9,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default one a free core.")] = None,
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "auto",
 ) -> None:
     """Write on from PROMPT, token by token; then say how fast."""
     from headway.core.errors import BackendError, ConfigError
@@ -117,6 +118,7 @@ def generate(
             gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=enforce_eager,
             num_threads=num_threads,
+            load_format=load_format,
         )
     loaded = time.perf_counter() - started
     shown = False

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from headway.core.cache import parse_memory
 from headway.core.config import EngineConfig
-from headway.core.detokenizer import Detokenizer
+from headway.core.detokenizer import Detokenizer, NoTokenizer
 from headway.core.engine import Engine
 from headway.core.errors import ConfigError, PromptError
 from headway.core.sampler import Draw, draw
@@ -84,6 +84,8 @@ class LLM:
         cudagraph_capture_sizes: Sequence[int] | None = None,
         seed: int = 0,
         num_threads: int | None = None,
+        load_format: str = "auto",
+        skip_tokenizer_init: bool = False,
         plugins: Iterable[object] = (),
         registry: Registry | None = None,
     ) -> None:
@@ -96,6 +98,8 @@ class LLM:
         kv_cache_memory: bytes of the pool, or a text such as "2GiB". gpu_memory_utilization: share of a GPU's memory for all.
         enforce_eager: no CUDA graphs. async_scheduling: launch a step before the last is read; None: on a GPU.
         cudagraph_capture_sizes: batch sizes whose decode is captured. num_threads: CPU threads; None: one a free core.
+        load_format: auto, or dummy: random weights in the model's shapes, also those of qwen3-0.6b and llama-3-8b, which ship
+        with Headway. skip_tokenizer_init: token ids in and out, no text.
         plugins: objects with hook implementations, registered beside installed ones. registry: instead of a new one.
 
         :raises HeadwayError: anything the caller can put right, in one line.
@@ -121,7 +125,7 @@ class LLM:
         check_names(self.registry, attn_backend, kv_layout, config.attn_options)
         self.device = _device(device)
         self.num_threads = set_threads(num_threads) if self.device.type == "cpu" else None
-        self.model = load_model(model, dtype, self.device)
+        self.model = load_model(model, dtype, self.device, load_format, skip_tokenizer_init)
         self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, _draw(self.device))
         self.tokenizer = self.model.tokenizer
         self._request_ids = count()
@@ -180,11 +184,14 @@ class LLM:
         if len(params) != len(items):
             raise ConfigError("sampling_params", f"one, or one for each of the {len(items)} prompts", len(params))
         encoded = [self._encode(item, number) for number, item in enumerate(items)]
+        if self.tokenizer is None and any(wish.stop for wish in params):
+            raise ConfigError("stop", "a model with a tokenizer, to see texts", self.model.name, "stop_token_ids need none")
+        tokenizer = NoTokenizer() if self.tokenizer is None else self.tokenizer
         requests = []
         for item, ids, wish in zip(items, encoded, params, strict=True):
             request_id = str(next(self._request_ids))
             seqs = self.engine.add_request(request_id, ids, wish)
-            texts = [Detokenizer(self.tokenizer, wish.stop or ()) for _ in seqs]
+            texts = [Detokenizer(tokenizer, wish.stop or ()) for _ in seqs]
             text = item if isinstance(item, str) else None
             requests.append(_Request(request_id, text, seqs, texts, watched=streamed or bool(wish.stop)))
             self._requests.update(dict.fromkeys(seqs, requests[-1]))
@@ -192,11 +199,16 @@ class LLM:
 
     def _encode(self, prompt: Prompt, number: int) -> list[int]:
         try:
-            ids = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else _token_ids(prompt)
+            ids = self._tokenize(prompt) if isinstance(prompt, str) else _token_ids(prompt)
             self.engine.check_prompt(ids)
         except PromptError as error:
             raise PromptError(f"prompt {number}", *error.reason[1:]) from None
         return ids
+
+    def _tokenize(self, prompt: str) -> list[int]:
+        if self.tokenizer is None:
+            raise PromptError("prompt", "token ids", "a text", f"{self.model.name} was loaded without a tokenizer")
+        return list(self.tokenizer(prompt)["input_ids"])
 
     def _steps(self, requests: Sequence[_Request]) -> Iterator[tuple[int, int]]:
         """Run the engine until the requests are done; yields (sequences finished, tokens made) a step.

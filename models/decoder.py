@@ -10,13 +10,13 @@ from headway.core.spec import AttentionSpec
 from headway.models.config import DecoderConfig
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Operations, operations_for
-from headway.models.weights import Weights
+from headway.models.weights import WeightSource
 
 
 class Decoder:
     """Tokens of all sequences of a step in one row each; attention is the only place where they meet."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+    def __init__(self, config: DecoderConfig, weights: WeightSource) -> None:
         self.config = config
         device = weights.device
         self.embed = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
@@ -29,7 +29,7 @@ class Decoder:
         self.operations = operations_for(config.inv_freq.to(device), config.rope_factor)
         self.attention_specs = [self._spec(window, weights) for window in config.sliding_windows]
 
-    def _spec(self, window: int | None, weights: Weights) -> AttentionSpec:
+    def _spec(self, window: int | None, weights: WeightSource) -> AttentionSpec:
         config = self.config
         return AttentionSpec(
             num_heads=config.num_heads,
@@ -66,7 +66,7 @@ class Decoder:
 class DecoderLayer:
     """Attention and MLP with their norms and residuals."""
 
-    def __init__(self, config: DecoderConfig, index: int, weights: Weights) -> None:
+    def __init__(self, config: DecoderConfig, index: int, weights: WeightSource) -> None:
         self.index = index
         hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
@@ -79,9 +79,9 @@ class DecoderLayer:
             return Norm(take(name, size), config.rms_norm_eps)
 
         def merged(names: dict[str, int], bias: bool) -> Linear:
-            parts = [take(f"{name}.weight", size, hidden) for name, size in names.items()]
-            biases = [take(f"{name}.bias", size) for name, size in names.items()] if bias else None
-            return Linear(torch.cat(parts), torch.cat(biases) if biases else None)
+            weight = weights.take_merged({f"{at}{name}.weight": size for name, size in names.items()}, hidden)
+            biases = {f"{at}{name}.bias": size for name, size in names.items()}
+            return Linear(weight, weights.take_merged(biases) if bias else None)
 
         self.input_norm = norm("input_layernorm.weight", hidden)
         projections = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}

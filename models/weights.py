@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,8 +17,30 @@ IGNORED = ("rotary_emb.inv_freq",)
 """Suffixes of tensors that some checkpoints carry and that are computed instead."""
 
 
+class WeightSource(Protocol):
+    """Where a decoder takes its tensors from, by checkpoint name."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the checkpoint brings a tensor of its own by this name."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor of this shape."""
+
+    def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
+        """Tensors of shape [size, *rest] as one, one after the other along the first axis."""
+
+    def finish(self) -> None:
+        """Nothing more is taken."""
+
+
 class Weights:
-    """The tensors of a model folder, by checkpoint name, converted to one dtype and device as they are taken."""
+    """The tensors of a model folder, by checkpoint name, converted to one dtype and device as they are taken.
+
+    Each goes from the mapped file to the device by itself: no copy of the checkpoint is made in host memory.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         """:raises ModelError: no safetensors file in the folder, or one that is missing or truncated."""
@@ -40,13 +64,30 @@ class Weights:
 
         :raises ModelError: it is missing, or its shape is not the configuration's.
         """
+        return self._read(name, shape).to(self.dtype)
+
+    def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
+        """Read tensors of shape [size, *rest] into one of all their rows, which is allocated once: no part lies twice.
+
+        sizes: name -> rows.
+
+        :raises ModelError: one is missing, or its shape is not the configuration's.
+        """
+        merged = torch.empty(sum(sizes.values()), *rest, dtype=self.dtype, device=self.device)
+        row = 0
+        for name, size in sizes.items():
+            merged[row : row + size] = self._read(name, (size, *rest))
+            row += size
+        return merged
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._file_of:
             raise ModelError(f"weights: {self.folder} has no tensor {name!r}, which its config.json implies")
         tensor: Tensor = self._file_of[name].get_tensor(name)  # type: ignore[attr-defined]
         if tuple(tensor.shape) != shape:
             raise ModelError(f"weights: {name} needs shape {list(shape)} by config.json, got {list(tensor.shape)}")
         self._left.discard(name)
-        return tensor.to(self.dtype)
+        return tensor
 
     def finish(self) -> None:
         """Check that nothing was left over: a tensor nobody took means a model that computes something else.

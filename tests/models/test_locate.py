@@ -41,7 +41,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     state: dict[str, object] = {}
 
     def download(name: str, **options: object) -> str:
-        state["asked"] = name
+        state["asked"], state["patterns"] = name, options["allow_patterns"]
         answer = state["answer"]
         if isinstance(answer, Exception):
             raise answer
@@ -128,7 +128,7 @@ def test_a_gguf_file_that_is_none_is_refused_and_leaves_nothing_in_the_cache(
 def test_a_name_of_no_kind_is_refused_with_the_kinds_there_are(name: str, hub: dict[str, object]) -> None:
     with pytest.raises(ModelError) as caught:
         find(name)
-    for word in (repr(name), "smollm2", "config.json", ".gguf", "hub id"):
+    for word in (repr(name), "smollm2", "config.json", ".gguf", "hub id", "qwen3-0.6b"):
         assert word in str(caught.value)
     assert "asked" not in hub
 
@@ -151,6 +151,10 @@ def test_a_hub_id_is_fetched(tmp_path: Path, hub: dict[str, object]) -> None:
     hub["answer"] = tmp_path
     assert find("Org.1/some_model-2.5B") == tmp_path
     assert hub["asked"] == "Org.1/some_model-2.5B"
+    assert "*.safetensors" in hub["patterns"]
+    assert find("Org.1/some_model-2.5B", weights=False) == tmp_path
+    assert "*.safetensors" not in hub["patterns"]
+    assert "*.json" in hub["patterns"]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,24 @@ def test_a_tensor_is_taken_by_name_in_the_wanted_dtype(tmp_path: Path) -> None:
     weights.finish()
 
 
+def test_tensors_are_merged_along_their_rows(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2, 3), b=tensor(1, 3).bfloat16(), c=tensor(4))
+    weights = open_folder(tmp_path, torch.float16)
+    merged = weights.take_merged({"b": 1, "a": 2}, 3)
+    assert merged.dtype == torch.float16
+    torch.testing.assert_close(merged, torch.cat([tensor(1, 3), tensor(2, 3)]).half(), rtol=0, atol=0)
+    torch.testing.assert_close(weights.take_merged({"c": 4}), tensor(4).half(), rtol=0, atol=0)
+    weights.finish()
+
+
+def test_a_wrong_part_of_a_merged_tensor_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2, 3), b=tensor(2, 1))
+    with pytest.raises(ModelError, match=r"b needs shape \[2, 3\] by config.json, got \[2, 1\]"):
+        open_folder(tmp_path).take_merged({"a": 2, "b": 2}, 3)
+    with pytest.raises(ModelError, match="has no tensor 'c'"):
+        open_folder(tmp_path).take_merged({"c": 2}, 3)
+
+
 def test_tensors_come_from_whichever_shard_the_index_names(tmp_path: Path) -> None:
     save(tmp_path, "model-1.safetensors", a=tensor(2))
     save(tmp_path, "model-2.safetensors", b=tensor(3) * 7)
