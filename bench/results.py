@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headway.bench.device import DeviceInfo
 from headway.core.errors import ConfigError
 
+Model = TypeVar("Model", bound=BaseModel)
 SCHEMA: Final = "headway.kernel/1"
 Status = Literal["ok", "unsupported", "incorrect", "error"]
 Owner = Literal["backend", "peer", "writer"]
@@ -130,13 +131,21 @@ def write_json(model: BaseModel, path: Path) -> None:
 
 
 def read_report(path: Path) -> KernelReport:
-    """Read a result file.
+    """Read a result file of the kernel benchmark.
+
+    :raises ConfigError: see read_json.
+    """
+    return read_json(path, KernelReport, SCHEMA)
+
+
+def read_json(path: Path, kind: type[Model], schema: str) -> Model:
+    """Read a file that `write_json` wrote.
 
     :raises ConfigError: missing, not JSON, of another schema, or with a field that cannot be; the first fault is named.
     """
-    need = f"a JSON file of schema {SCHEMA}"
+    need = f"a JSON file of schema {schema}"
     try:
-        return KernelReport.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError("result file", need, str(path), error.strerror or str(error)) from error
     except ValidationError as error:
