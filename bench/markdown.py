@@ -2,7 +2,8 @@
 
     python -m headway.bench.markdown docs/benchmarks.md
 
-A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, its table ends at `<!-- end -->`; FILE is relative to the working folder.
+A marker is `<!-- kernel FILE PHASE GEOMETRY -->` or `<!-- throughput FILE [PEERS] -->`, its table ends at `<!-- end -->`; the
+files are relative to the working folder.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from headway.bench.offline_report import read_offline, read_peers
+from headway.bench.offline_table import markdown
 from headway.bench.results import KernelCell, KernelReport, read_report
 
 _BLOCK = re.compile(r"(<!-- kernel (\S+) (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_OFFLINE = re.compile(r"(<!-- throughput (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str, read: Callable[[Path], KernelReport] = read_report) -> str:
@@ -28,7 +32,11 @@ def render(text: str, read: Callable[[Path], KernelReport] = read_report) -> str
         cells = [cell for cell in report.cells if (cell.phase, cell.geometry) == (match[3], match[4])]
         return f"{match[1]}\n    {report.command}\n\n{_device(report)}\n\n{_table(cells)}\n{match[5]}"
 
-    return _BLOCK.sub(table, text)
+    def offline(match: re.Match[str]) -> str:
+        peers = read_peers(Path(match[3])) if match[3] else None
+        return f"{match[1]}\n{markdown(read_offline(Path(match[2])), peers)}\n{match[4]}"
+
+    return _OFFLINE.sub(offline, _BLOCK.sub(table, text))
 
 
 def _device(report: KernelReport) -> str:

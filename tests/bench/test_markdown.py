@@ -28,3 +28,19 @@ def test_a_stale_table_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.json"):
         render("<!-- kernel nowhere.json decode 32/8/128 -->\n<!-- end -->")
+
+
+def test_a_throughput_table_is_made_anew_between_its_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr("headway.bench.markdown.read_offline", lambda path: read.append(path) or "the report")
+    monkeypatch.setattr("headway.bench.markdown.read_peers", lambda path: read.append(path) or "the peers")
+    monkeypatch.setattr("headway.bench.markdown.markdown", lambda report, peers: f"{report} beside {peers}")
+    text = "a\n<!-- throughput x.json p.json -->\nold\n<!-- end -->\nb\n<!-- throughput y.json -->\n<!-- end -->\n"
+    assert render(text) == (
+        "a\n<!-- throughput x.json p.json -->\n\nthe report beside the peers\n<!-- end -->\n"
+        "b\n<!-- throughput y.json -->\n\nthe report beside None\n<!-- end -->\n"
+    )
+    assert sorted(map(str, read)) == ["p.json", "x.json", "y.json"]
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"nowhere\.json"):
+        render("<!-- throughput nowhere.json -->\n<!-- end -->")
