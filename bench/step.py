@@ -25,7 +25,7 @@ from headway.core.model import Attention
 from headway.core.selector import Selector
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
-from headway.models.weights import Weights
+from headway.models.dummy import DummyWeights
 from headway.registry import create_registry
 
 BLOCK_SIZE = 256
@@ -59,26 +59,6 @@ MODELS = {
     "qwen3-0.6b": _config(1024, 3072, 28, 16, 151936, qwen3=True),
     "llama-3-8b": _config(4096, 14336, 32, 32, 128256, qwen3=False),
 }
-
-
-class RandomWeights(Weights):
-    """Weights of any shape: normal with deviation 0.02, norms 1."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._generator = torch.Generator(device).manual_seed(0)
-
-    def __contains__(self, name: str) -> bool:
-        return False
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A new tensor."""
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=0.02, generator=self._generator)
-
-    def finish(self) -> None:
-        """Nothing can be left over."""
 
 
 class CapturedStep:
@@ -146,7 +126,7 @@ def main(
     if device.type != "cuda":
         raise ConfigError("headway.bench.step", "a CUDA GPU", "none")
     with torch.inference_mode():
-        decoder = Decoder(MODELS[model], RandomWeights(torch.bfloat16, device))
+        decoder = Decoder(MODELS[model], DummyWeights(torch.bfloat16, device))
         rows = [_measure(decoder, attn_backend, int(batch), context, read_gbps) for batch in batch_size.split(",")]
     who = identify_device(device)
     title = f"{model}, bfloat16, context {context}, attention {attn_backend}; {who.name}, torch {who.torch}"
