@@ -156,6 +156,8 @@ class _DecodeGraph:
         self._stride, self._width = _aligned(size), owner._width
         fields, table = self._views(inputs.device)
         self._known, self._rows, self._positions, self._seq_lens, self._slots = fields[:, :size]
+        self.rows = torch.zeros(size, dtype=torch.int64, device=fields.device)
+        """Places in `newest` of the last replay's rows, padding included."""
         self._metadata = self._worst_case(table)
         self._plans = owner._attention.begin_graph(self._metadata, backends)
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
@@ -220,12 +222,12 @@ class _DecodeGraph:
         """Launch the step over the static inputs; logits [size, vocab_size] and greedy tokens [size]."""
         owner, newest = self._owner, self._owner._newest
         self._metadata.slot_mapping.copy_(self._slots)
-        rows = self._rows.long()
-        ids = torch.where(self._known >= 0, self._known, newest.index_select(0, rows).clamp_min(0))
+        self.rows.copy_(self._rows)
+        ids = torch.where(self._known >= 0, self._known, newest.index_select(0, self.rows).clamp_min(0))
         hidden = owner._model(ids, self._positions, owner._attention)
         logits = owner._model.compute_logits(hidden)
         tokens = greedy(logits)
-        newest.index_copy_(0, rows, tokens)
+        newest.index_copy_(0, self.rows, tokens)
         return logits, tokens
 
     def replay(self, step: list[Scheduled]) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.core.attention import Backends
 from headway.core.errors import ConfigError
 from headway.core.model import Model
-from headway.core.sampler import sample
+from headway.core.sampler import greedy, sample
 from headway.core.sampling_params import SamplingParams
 
 _SPARE = 256 * 2**20
@@ -57,7 +57,7 @@ def _most_held(model: Model, max_num_tokens: int, max_num_seqs: int, device: tor
     hidden = model(ids, positions, attention)
     count = min(max_num_seqs, max_num_tokens)
     logits = model.compute_logits(hidden[:count])
-    sample(logits, [SamplingParams(top_p=0.9)] * count, [0] * count, [0] * count)
+    sample(logits, greedy(logits), [SamplingParams(top_p=0.9)] * count, [0] * count, [0] * count)
     torch.cuda.synchronize(device)
     held = torch.cuda.max_memory_reserved(device) - before
     del hidden, logits

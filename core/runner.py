@@ -82,14 +82,15 @@ class Runner:
         sampled = [share for share in step if share.samples]
         graph = self._graphs.find(step) if self._graphs is not None else None
         if graph is not None:
-            logits, tokens = graph.replay(step)
-            if not all(share.seq.params.greedy for share in sampled):
-                tokens = self._sample(logits, sampled)
-                self._keep(tokens, sampled)
+            logits, best = graph.replay(step)
+            tokens = self._sample(logits, best, sampled)
+            if tokens is not best:  # those are in their places already
+                self._newest.index_copy_(0, graph.rows[: len(step)], tokens)
         else:
             logits = self._run(step)
-            tokens = self._sample(logits, sampled)
-            self._keep(tokens, sampled)
+            tokens = self._sample(logits, greedy(logits), sampled)
+            rows = torch.tensor([share.seq.row for share in sampled], dtype=torch.int64)
+            self._newest.index_copy_(0, upload(rows, self._device), tokens)
         backends = graph.backends if graph is not None else self._attention.serving
         first_nan = self._attention.first_nan
         if self._device.type == "cpu":
@@ -138,15 +139,7 @@ class Runner:
             ids = ids.index_copy(0, where[:, 0], self._newest.index_select(0, where[:, 1]).clamp_min(0))
         return ids, places
 
-    def _sample(self, logits: Tensor, sampled: list[Scheduled]) -> Tensor:
+    def _sample(self, logits: Tensor, best: Tensor, sampled: list[Scheduled]) -> Tensor:
         seqs = [share.seq for share in sampled]
-        if not seqs:
-            return torch.empty(0, dtype=torch.int64, device=self._device)
-        if all(seq.params.greedy for seq in seqs):
-            return greedy(logits)
         positions = [share.context_len + share.num_new_tokens for share in sampled]
-        return sample(logits, [seq.params for seq in seqs], [seq.seed for seq in seqs], positions, self._draw)
-
-    def _keep(self, tokens: Tensor, sampled: list[Scheduled]) -> None:
-        rows = torch.tensor([share.seq.row for share in sampled], dtype=torch.int64)
-        self._newest.index_copy_(0, upload(rows, self._device), tokens)
+        return sample(logits, best, [seq.params for seq in seqs], [seq.seed for seq in seqs], positions, self._draw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -32,28 +33,37 @@ def draw(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int], draw: Draw = draw
+    logits: Tensor,
+    best: Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    draw: Draw = draw,
 ) -> Tensor:
     """Next token of each row: int64 [rows], NOT_A_TOKEN where a logit is NaN.
 
-    logits: [rows, vocab_size]. seeds, positions: of each row its request's seed and the place of the token in its sequence.
-    A row's token depends on its own logits, parameters, seed and position only: neither batching, nor preemption, nor a token
-    that is sampled in advance and dropped changes another.
+    logits: [rows, vocab_size]; best: what `greedy` made of them. seeds, positions: of each row its request's seed and the place
+    of the token in its sequence. A row's token depends on its own logits, parameters, seed and position only: neither batching,
+    nor preemption, nor a token that is sampled in advance and dropped changes another.
     """
-    tokens = greedy(logits)
     rows = [row for row, wish in enumerate(params) if not wish.greedy]
     if not rows:
-        return tokens
+        return best
     wishes = [params[row] for row in rows]
-    device = logits.device
-    at, seed, position = upload(torch.tensor([rows, [seeds[row] for row in rows], [positions[row] for row in rows]]), device)
-    temperatures = upload(torch.tensor([wish.temperature for wish in wishes], dtype=torch.float32), device)
-    chosen = logits if len(rows) == len(params) else logits.index_select(0, at)
+    # One copy for all that the device needs of the host: a copy costs more than what it carries.
+    packed = numpy.empty((3, len(rows)), dtype=numpy.int64)
+    packed[0] = rows
+    packed[1] = _keys([seeds[row] for row in rows], [positions[row] for row in rows]).view(numpy.int64)
+    packed[2] = numpy.array([wish.temperature for wish in wishes]).view(numpy.int64)
+    at, keys, bits = upload(torch.from_numpy(packed), logits.device)
+    temperatures = bits.view(torch.float64).float()
+    some = len(rows) < len(params)
+    chosen = logits.index_select(0, at) if some else logits
     if any(wish.top_k > 0 or wish.top_p < 1 or wish.min_p > 0 for wish in wishes):
         chosen, temperatures = _keep_likely(chosen.float() / temperatures[:, None], wishes), torch.ones_like(temperatures)
-    drawn = draw(chosen, temperatures, _mix(_mix(seed * _GOLDEN) + position * _GOLDEN))
-    drawn = torch.where(tokens.index_select(0, at) == NOT_A_TOKEN, NOT_A_TOKEN, drawn)
-    return tokens.index_copy(0, at, drawn)
+    drawn = draw(chosen, temperatures, keys)
+    drawn = torch.where((best.index_select(0, at) if some else best) == NOT_A_TOKEN, NOT_A_TOKEN, drawn)
+    return best.index_copy(0, at, drawn) if some else drawn
 
 
 def _keep_likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -82,29 +92,48 @@ def _keep_top(logits: Tensor, params: Sequence[SamplingParams], top_p: Tensor) -
     return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
 
 
-_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
-
-
 def _exponential(keys: Tensor, vocab_size: int) -> Tensor:
     """Exp(1) numbers, float32 [rows, vocab_size], from counters instead of a generator's state (Salmon et al. 2011).
 
     Each is the SplitMix64 hash (Steele et al. 2014) of key and column, so that a draw can be repeated, dropped, or made beside
     others without changing any other.
     """
-    columns = torch.arange(vocab_size, device=keys.device) * _GOLDEN
+    columns = torch.arange(vocab_size, device=keys.device) * _signed(_GOLDEN)
     bits = _shifted(_mix(keys[:, None] + columns), 32)
     uniform = (bits + 0.5) * 2.0**-32
     # -log(1 - u) keeps its digits for small u, which decide the race; the bounds keep its logarithm finite.
     return -torch.log1p(-uniform.clamp_max(1 - 2.0**-24))
 
 
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer; int64 products wrap around."""
-    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
+    """SplitMix64's finalizer over int64, whose products wrap around."""
+    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """x >> bits of the unsigned number."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _keys(seeds: Sequence[int], positions: Sequence[int]) -> numpy.ndarray:
+    """SplitMix64 of seed and position: uint64 [rows]."""
+
+    def mix(x: numpy.ndarray) -> numpy.ndarray:
+        x = (x ^ (x >> 30)) * _FIRST
+        x = (x ^ (x >> 27)) * _SECOND
+        mixed: numpy.ndarray = x ^ (x >> 31)
+        return mixed
+
+    seed, position = (numpy.array(values, dtype=numpy.int64).view(numpy.uint64) for values in (seeds, positions))
+    return mix(mix(seed * _GOLDEN) + position * _GOLDEN)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from headway.core.errors import ConfigError
-from headway.core.sampler import NOT_A_TOKEN, sample
+from headway.core.sampler import NOT_A_TOKEN, _keys, greedy, sample
 from headway.core.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -50.0])
 
 
+def take(logits: torch.Tensor, params: list[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    return sample(logits, greedy(logits), params, seeds, positions)
+
+
 def draws(params: SamplingParams, count: int = 4000) -> torch.Tensor:
     """Shares of the tokens over many draws of one request."""
-    tokens = sample(LOGITS.repeat(count, 1), [params] * count, [7] * count, range(count))
+    tokens = take(LOGITS.repeat(count, 1), [params] * count, [7] * count, range(count))
     return torch.bincount(tokens, minlength=len(LOGITS)) / count
 
 
 def test_greedy_takes_the_most_likely() -> None:
     logits = torch.randn(7, 50)
-    assert torch.equal(sample(logits, [SamplingParams(temperature=0)] * 7, [0] * 7, [0] * 7), logits.argmax(-1))
+    assert torch.equal(take(logits, [SamplingParams(temperature=0)] * 7, [0] * 7, [0] * 7), logits.argmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -53,9 +58,9 @@ def test_what_is_left_out_never_comes_and_the_rest_keeps_its_proportions(params:
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9)
     logits = torch.randn(5, 100)
-    alone = [int(sample(logits[row : row + 1], [params], [row], [row + 3])) for row in range(5)]
+    alone = [int(take(logits[row : row + 1], [params], [row], [row + 3])) for row in range(5)]
     others = [params, SamplingParams(temperature=0), params, SamplingParams(temperature=3, top_k=5), params]
-    together = sample(logits, others, range(5), range(3, 8)).tolist()
+    together = take(logits, others, range(5), range(3, 8)).tolist()
     assert [together[row] for row in (0, 2, 4)] == [alone[row] for row in (0, 2, 4)]
     assert together[1] == int(logits[1].argmax())
 
@@ -63,9 +68,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 def test_seed_and_position_alone_decide_a_draw() -> None:
     logits = torch.zeros(200, 50)
     params = [SamplingParams()] * 200
-    first, again = (sample(logits, params, [3] * 200, range(200)) for _ in range(2))
+    first, again = (take(logits, params, [3] * 200, range(200)) for _ in range(2))
     assert torch.equal(first, again)
-    other_seed, other_place = sample(logits, params, [4] * 200, range(200)), sample(logits, params, [3] * 200, range(1, 201))
+    other_seed, other_place = take(logits, params, [4] * 200, range(200)), take(logits, params, [3] * 200, range(1, 201))
     assert float((first == other_seed).float().mean()) < 0.1
     assert float((first == other_place).float().mean()) < 0.1
     assert torch.equal(first[1:], other_place[:-1]), "a draw hangs on its own position only"
@@ -74,7 +79,7 @@ def test_seed_and_position_alone_decide_a_draw() -> None:
 def test_rare_tokens_come_as_often_as_they_should() -> None:
     """The noise needs a fine grain where it decides: one token in 100,000 of a flat vocabulary."""
     vocab, count = 100_000, 300
-    tokens = sample(torch.zeros(count, vocab), [SamplingParams()] * count, range(count), [0] * count).double()
+    tokens = take(torch.zeros(count, vocab), [SamplingParams()] * count, range(count), [0] * count).double()
     assert abs(float(tokens.mean()) / vocab - 0.5) < 5 * (1 / 12 / count) ** 0.5
     assert len(tokens.unique()) > 0.98 * count
 
@@ -83,7 +88,7 @@ def test_rare_tokens_come_as_often_as_they_should() -> None:
 def test_a_row_with_a_nan_has_no_token_and_the_others_do(params: SamplingParams) -> None:
     logits = torch.randn(3, 20)
     logits[1, 4] = math.nan
-    tokens = sample(logits, [params] * 3, [1, 2, 3], [5, 5, 5]).tolist()
+    tokens = take(logits, [params] * 3, [1, 2, 3], [5, 5, 5]).tolist()
     assert tokens[1] == NOT_A_TOKEN
     assert min(tokens[0], tokens[2]) >= 0
 
@@ -115,3 +120,9 @@ def test_bad_values_are_named_with_what_is_needed(field: str, value: object) -> 
     assert caught.value.reason.what == field
     assert caught.value.reason.need
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_keys_are_splitmix64() -> None:
+    """The published generator: with seed 0 its first outputs are the hashes of its increments."""
+    assert int(_keys([0], [1])[0]) == 0xE220A8397B1DCDAF
+    assert int(_keys([0], [2])[0]) == 0x6E789E6AA1B965F4
