@@ -37,10 +37,14 @@ def graph_attempt(backend: AttentionBackend, case: Case, error: Callable[[Tensor
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UPS):
             backend.decode(case.q, case.cache, plan, out)
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        backend.decode(case.q, case.cache, plan, out)
+    with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage first, for longer than the capture takes
+        graph.capture_begin()
+        try:
+            backend.decode(case.q, case.cache, plan, out)
+        finally:
+            graph.capture_end()
     backend.plan_for_replay(plan, step)
 
     def replay() -> Tensor:

@@ -23,10 +23,24 @@ def _markdown(view: View, path: Path) -> None:
     write_bytes(to_markdown(view).encode(), path)
 
 
+def _html(view: View, path: Path) -> None:
+    from headway.bench.crossover.html import to_html
+
+    write_bytes(to_html(view).encode(), path)
+
+
+def _png(view: View, path: Path) -> None:
+    from headway.bench.crossover.plot import to_png
+
+    write_bytes(to_png(view), path)
+
+
 FORMS: dict[str, Callable[[View, Path], None]] = {
     ".json": _json,
     ".csv": _csv,
     ".md": _markdown,
+    ".html": _html,
+    ".png": _png,
 }
 """By suffix. JSON and CSV hold every layout and block size, the others the view's."""
 
