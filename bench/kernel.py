@@ -81,7 +81,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
     contenders, entries_of = entrants(options.phase, options.backends, options.peers, options.device, registry)
     rounds = [(cell, entries_of(cell, options.layouts, options.block_sizes)) for cell in cells]
 
-    with torch.no_grad(), _current(options.device), _progress(console) as progress:
+    with torch.no_grad(), on_device(options.device), progress_bar(console) as progress:
         task = progress.add_task("device", total=1 + sum(len(entries) for _, entries in rounds))
         report = KernelReport(
             command=options.command or " ".join(sys.argv),
@@ -186,12 +186,13 @@ def _reasons(support: Support) -> str:
     return "; ".join(map(str, support.reasons))
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
+def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches, and times, on the current GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _progress(console: Console | None) -> bars.Progress:
+def progress_bar(console: Console | None) -> bars.Progress:
+    """A bar with the time left; hidden where nobody watches a terminal."""
     hidden = console is None or not console.is_terminal
     return bars.Progress(
         bars.SpinnerColumn(),

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from headway.bench.cells import Geometry
 from headway.bench.device import resolve_device
 from headway.bench.kernel import KernelOptions, run_kernel_bench
+from headway.bench.options import dtype_of, names_of, sizes_of
 from headway.bench.results import write_json
 from headway.bench.table import print_report
 from headway.bench.timing import Timer
-from headway.core.errors import ConfigError
 from headway.core.spec import DTYPES, KV_DTYPES
 
 _TIMER = Timer()
@@ -57,14 +55,14 @@ def kernel(
     """Time attention kernels, each checked against float64 first, beside the bare libraries."""
     options = KernelOptions(
         phase=phase.value,
-        backends=_names(backends),
-        peers=_names(only_peers) or peers,
+        backends=names_of(backends),
+        peers=names_of(only_peers) or peers,
         geometries=[Geometry.parse(text) for text in geometry or ["32/8/128"]],
-        cases=_names(cases),
-        dtype=_dtype("--dtype", dtype, DTYPES),
-        kv_dtype=_dtype("--kv-dtype", kv_dtype, {**DTYPES, **KV_DTYPES}),
-        layouts=_names(layouts),
-        block_sizes=_sizes(block_sizes),
+        cases=names_of(cases),
+        dtype=dtype_of("--dtype", dtype, DTYPES),
+        kv_dtype=dtype_of("--kv-dtype", kv_dtype, {**DTYPES, **KV_DTYPES}),
+        layouts=names_of(layouts),
+        block_sizes=sizes_of("--block-sizes", block_sizes),
         device=resolve_device(device),
         timer=Timer(warmup_ms, rep_ms),
         seed=seed,
@@ -79,27 +77,3 @@ def kernel(
     if output is not None:
         write_json(report, output)
         console.print(f"written to {output}", highlight=False)
-
-
-def _names(text: str | None) -> list[str] | None:
-    if text is None:
-        return None
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    return names or None
-
-
-def _dtype(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dtype | None:
-    if name == "auto":
-        return None
-    if name not in known:
-        raise ConfigError(option, f"auto or one of {', '.join(known)}", repr(name))
-    return known[name]
-
-
-def _sizes(text: str | None) -> Sequence[int] | None:
-    names = _names(text)
-    if names is None:
-        return None
-    if not all(name.isdigit() and int(name) > 0 for name in names):
-        raise ConfigError("--block-sizes", "positive numbers, comma-separated, such as 16,256", repr(text))
-    return [int(name) for name in names]

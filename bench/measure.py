@@ -58,13 +58,13 @@ def measure(prepare: Callable[[], Attempt], device: torch.device, timer: Timer) 
     """
     try:
         attempt = prepare()
-        before = _checked(attempt)
+        before = checked(attempt)
         if not before <= attempt.tolerance:
-            return _incorrect(before, attempt)
+            return incorrect(before, attempt)
         timing = timer.time(attempt.call, device)
-        after = _checked(attempt)
+        after = checked(attempt)
         if not after <= attempt.tolerance:
-            return _incorrect(after, attempt, " after repeated calls, right at the first")
+            return incorrect(after, attempt, " after repeated calls, right at the first")
         return Measurement(
             "ok",
             timing=timing,
@@ -159,12 +159,14 @@ def _distance(stored: Tensor, rows: Tensor, scale: float) -> float:
     return float((stored.double() * scale - rows.double()).norm() / rows.double().norm())
 
 
-def _checked(attempt: Attempt) -> float:
+def checked(attempt: Attempt) -> float:
+    """Relative error of a call into a poisoned output; NaN if a row was left out."""
     attempt.poison()
     return attempt.error(attempt.call())
 
 
-def _incorrect(error: float, attempt: Attempt, when: str = "") -> Measurement:
+def incorrect(error: float, attempt: Attempt, when: str = "") -> Measurement:
+    """What a wrong answer comes to. when: in which run it was wrong, if not the first."""
     return Measurement(
         "incorrect",
         reason=f"relative error {error:.2g}, tolerance {attempt.tolerance:.2g}{when}",

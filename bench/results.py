@@ -112,15 +112,22 @@ def write_json(model: BaseModel, path: Path) -> None:
 
     :raises ConfigError: the folder cannot be written to.
     """
-    text = model.model_dump_json(by_alias=True, indent=1) + "\n"
+    write_bytes(f"{model.model_dump_json(by_alias=True, indent=1)}\n".encode(), path)
+
+
+def write_bytes(content: bytes, path: Path) -> None:
+    """Write a file whole or not at all.
+
+    :raises ConfigError: the folder cannot be written to.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise ConfigError("--output", "a file in a folder that can be written to", str(path), str(error)) from error
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)  # mkstemp's files are the owner's alone

@@ -9,6 +9,7 @@ import torch
 
 from headway.core.errors import ConfigError
 from headway.core.sampling_params import SEED_RANGE, is_seed
+from headway.core.workload import Workload
 
 BLOCK_MULTIPLE = 8
 """Every block size is a multiple of this: no kernel reads smaller steps."""
@@ -22,6 +23,8 @@ class EngineConfig:
     """auto, a backend's name, or "prefill=NAME,decode=NAME"."""
     attn_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Backend name -> option -> value."""
+    workload: str = "chat"
+    """What `auto` expects to serve: chat, long, batch, or BATCHxINPUT+OUTPUT; a measured table's layout is chosen for it."""
     kv_layout: str = "auto"
     block_size: int | None = None
     """Tokens in a block; None: the selector's choice."""
@@ -58,6 +61,7 @@ class EngineConfig:
             raise ConfigError(
                 "cudagraph_capture_sizes", "whole numbers of at least 1", repr(sizes), "enforce_eager turns graphs off"
             )
+        Workload.parse(self.workload)
         if not is_seed(self.seed):
             raise ConfigError("seed", SEED_RANGE, repr(self.seed))
         if self.block_size is not None and self.block_size % BLOCK_MULTIPLE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 import torch
@@ -12,6 +13,7 @@ from headway.core import cache
 from headway.core.attention import PagedAttention
 from headway.core.blocks import BlockManager
 from headway.core.config import EngineConfig
+from headway.core.costs import CostTable
 from headway.core.errors import ConfigError, PromptError
 from headway.core.graphs import capture_sizes
 from headway.core.memory import cache_memory
@@ -22,7 +24,9 @@ from headway.core.sampling_params import SamplingParams
 from headway.core.scheduler import Scheduled, Scheduler
 from headway.core.selector import BackendSource, Selector
 from headway.core.sequence import Sequence
+from headway.core.spec import AttentionSpec
 from headway.core.stats import EngineStats
+from headway.core.workload import Workload
 
 log = logging.getLogger("headway")
 
@@ -41,8 +45,11 @@ class Engine:
         config: EngineConfig | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         draw: Draw = draw,
+        costs: Mapping[AttentionSpec, CostTable] | None = None,
     ) -> None:
         """draw: draws tokens from logits, where something does it faster than torch.
+
+        costs: measured times of each distinct layer, which `auto` obeys; None: the order that plugins propose.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
@@ -51,7 +58,8 @@ class Engine:
         self.config = config = (config or EngineConfig()).for_device(device)
         self._eos = eos_token_ids
         self._vocab_size = model.vocab_size
-        selector = Selector(source, specs, config.attn_backend, config.kv_layout, config.block_size, config.attn_options)
+        asked = config.attn_backend, config.kv_layout, config.block_size, config.attn_options
+        selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
         self.selection = selector.selection
         block_size = self.selection.block_size
         memory = config.kv_cache_memory

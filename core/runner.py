@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.core.attention import PagedAttention
+from headway.core.attention import Backends, PagedAttention
 from headway.core.graphs import DecodeGraphs
 from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.model import Model
@@ -111,13 +111,20 @@ class Runner:
             self._block_size,
             self._device,
         )
-        prefill = metadata.prefill.phase if metadata.prefill else Phase.PREFILL
-        self._attention.begin(metadata, self._selector.backends_for(prefill), self._selector.backends_for(Phase.DECODE))
+        prefill, decode = self._backends(metadata.prefill, Phase.PREFILL), self._backends(metadata.decode, Phase.DECODE)
+        self._attention.begin(metadata, prefill, decode)
         hidden = self._model(input_ids, positions, self._attention)
         last = [row for row, share in enumerate(step) if share.samples]
         if len(last) < len(hidden):  # none, in the middle of a prompt
             hidden = hidden.index_select(0, upload(metadata.query_start_loc_cpu[1:][last] - 1, self._device))
         return self._model.compute_logits(hidden)
+
+    def _backends(self, part: AttentionMetadata | None, phase: Phase) -> Backends:
+        """Those that serve a part of the step; `phase` is that of a part without sequences."""
+        if part is None:
+            return self._selector.backends_for(phase)
+        query_len, kv_len = part.num_tokens // part.num_seqs, sum(part.kv_lens) // part.num_seqs
+        return self._selector.backends_for(part.phase, part.num_seqs, query_len, kv_len)
 
     def _inputs(self, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
         """Token ids and positions [num_tokens] on the device; tokens the host has not seen come from `_newest`."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from headway.core.attention import Backends
 from headway.core.backend import AttentionBackend
+from headway.core.chooser import Chooser
+from headway.core.costs import CostTable, StepCosts
 from headway.core.errors import ConfigError, UnsupportedError
 from headway.core.layout import CacheLayout, LayoutInfo
 from headway.core.metadata import Phase
+from headway.core.selection import Measured, Selection
 from headway.core.spec import AttentionSpec
 from headway.core.support import Reason, Support
+from headway.core.workload import PRESETS, Workload
 
 DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
 """Tried in this order where the user names none: small blocks waste least memory."""
@@ -75,24 +78,11 @@ def check_names(source: BackendSource, wish: str, kv_layout: str, options: Mappi
         source.layout(kv_layout)
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """A layout, a block size, and a backend for each phase."""
-
-    layout: CacheLayout
-    block_size: int
-    names: Mapping[Phase, str]
-    why: str
-
-    def __str__(self) -> str:
-        names = ", ".join(f"{phase.value}={name}" for phase, name in self.names.items())
-        return f"{names}; kv_layout={self.layout.name}, block_size={self.block_size} ({self.why})"
-
-
 class Selector:
     """Chooses once at start, then answers each step's question with a dict get.
 
-    Until a crossover table exists `auto` takes, for each phase, the first of the rank hook's order that supports every layer.
+    With a crossover table `auto` takes the layout and block size of least expected cost over the workload, and then in each step
+    the fastest backend. Without one it takes, for each phase, the first of the rank hook's order that supports every layer.
     """
 
     def __init__(
@@ -103,22 +93,56 @@ class Selector:
         kv_layout: str = "auto",
         block_size: int | None = None,
         options: Mapping[str, Mapping[str, str]] | None = None,
+        costs: Mapping[AttentionSpec, CostTable] | None = None,
+        workload: Workload = PRESETS["chat"],
     ) -> None:
-        """:raises HeadwayError: an unknown name, or an explicit wish that cannot be served, with every reason."""
+        """costs: measured times of each distinct layer; None: there are none.
+
+        :raises HeadwayError: an unknown name, or an explicit wish that cannot be served, with every reason.
+        """
         self._source = source
         self._specs = list(dict.fromkeys(specs))
+        self._times: Measured | None = None
+        self._chooser: Chooser | None = None
         self._options = options or {}
         self._wish_text = wish
         self._wish = parse_wish(wish)
         check_names(source, wish, kv_layout, self._options)
         for name, chosen in self._options.items():
             source.backend(name).check_options(chosen)
+        free = [phase for phase, name in self._wish.items() if name == "auto"]
+        if costs and free:
+            parts = [(costs[spec], list(specs).count(spec)) for spec in self._specs]
+            self._times = Measured(parts, workload, free)
         self.selection = self._select(kv_layout, block_size)
-        self._instances = {name: self._make(name) for name in dict.fromkeys(self.selection.names.values())}
+        others = [name for names in self.selection.others.values() for name in names]
+        self._instances = {name: self._make(name) for name in dict.fromkeys([*self.selection.names.values(), *others])}
 
-    def backends_for(self, phase: Phase) -> Backends:
-        """The instances, by spec, that serve a phase."""
-        return self._instances[self.selection.names[phase]]
+    def backends_for(self, phase: Phase, batch: int | None = None, query_len: int = 1, kv_len: int = 1) -> Backends:
+        """The instances, by spec, that serve a phase in this step.
+
+        batch: sequences of that part of the step (of a graph: those it is captured for); None: the phase's usual backend.
+        query_len, kv_len: means over its sequences, new tokens and cached plus new ones.
+        """
+        name = None
+        if batch is not None and self._chooser is not None and phase in self.selection.others:
+            name = self._chooser.choose(phase, batch, query_len, kv_len)
+        return self._instances[name or self.selection.names[phase]]
+
+    def decode_candidates(self, batch: int) -> list[str]:
+        """Backends that `backends_for` may name for decodes of this batch size: those worth a captured graph, at most two."""
+        if self._chooser is None or Phase.DECODE not in self.selection.others:
+            return [self.selection.names[Phase.DECODE]]
+        return self._chooser.decode_candidates(batch) or [self.selection.names[Phase.DECODE]]
+
+    def instances_of(self, name: str) -> Backends:
+        """The instances of one of the selection's backends, by spec."""
+        return self._instances[name]
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """Measured times over the selection's layout and block size; None where they did not decide."""
+        return self._chooser.costs if self._chooser is not None else None
 
     @property
     def instances(self) -> list[Backends]:
@@ -132,10 +156,25 @@ class Selector:
 
     def _select(self, kv_layout: str, block_size: int | None) -> Selection:
         choices = self._choices(kv_layout, block_size)
-        found = self._search(self._wish, choices)
+        found = self._measured(choices) or self._search(self._wish, choices)
         if found is None:
             raise self._refusal(choices)
         return found
+
+    def _measured(self, choices: Sequence[tuple[CacheLayout, int]]) -> Selection | None:
+        """The choice by measured times; None without a table that has any for these layouts and block sizes."""
+        if self._times is None:
+            return None
+        found = self._times.select(choices, self._able)
+        if found is None:
+            return None
+        selection, self._chooser = found
+        return selection
+
+    def _able(self, phase: Phase, layout: CacheLayout, block_size: int) -> list[str]:
+        """Backends that can serve a phase of every layer, in rank order."""
+        names = self._candidates(self._wish, phase)
+        return [name for name in names if not self._reasons(name, phase, layout, block_size)]
 
     def _choices(self, kv_layout: str = "auto", block_size: int | None = None) -> list[tuple[CacheLayout, int]]:
         infos = list(self._source.layouts.values()) if kv_layout == "auto" else [self._source.layout(kv_layout)]
@@ -148,9 +187,13 @@ class Selector:
             names = {phase: self._first(wish, phase, layout, size) for phase in Phase}
             served = {phase: name for phase, name in names.items() if name is not None}
             if len(served) == len(Phase):
-                why = "auto: no crossover table, rank order" if "auto" in wish.values() else "asked for"
-                return Selection(layout, size, served, why)
+                return Selection(layout, size, served, self._why() if "auto" in wish.values() else "asked for")
         return None
+
+    def _why(self) -> str:
+        if self._times is None:
+            return "auto: no crossover table, rank order"
+        return f"auto: {self._times.parts[0][0].source} has no times for this layout and block size, rank order"
 
     def _first(self, wish: Wish, phase: Phase, layout: CacheLayout, block_size: int) -> str | None:
         """The best candidate of a phase that supports every layer, or None."""
@@ -160,7 +203,8 @@ class Selector:
     def _candidates(self, wish: Wish, phase: Phase) -> Sequence[str]:
         if wish[phase] != "auto":
             return (wish[phase],)
-        return self._source.rank(self._specs[0], phase, list(self._source.backends))
+        failed = self._times.excluded if self._times is not None else ()
+        return self._source.rank(self._specs[0], phase, [name for name in self._source.backends if name not in failed])
 
     def _reasons(self, name: str, phase: Phase, layout: CacheLayout, block_size: int) -> tuple[Reason, ...]:
         support = Support()

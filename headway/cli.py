@@ -11,11 +11,13 @@ import typer
 from rich.console import Console
 
 from headway import __version__
+from headway.bench.crossover.cli import crossover
 from headway.bench.kernel_cli import kernel
 from headway.bench.throughput_cli import throughput
 from headway.cli_backends import backends
 from headway.cli_diff import diff
 from headway.cli_doctor import doctor
+from headway.cli_table import table
 from headway.outputs import RequestOutput
 
 app = typer.Typer(
@@ -27,11 +29,13 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure, and compare with others.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(table, name="table")
 app.command()(backends)
 app.command()(diff)
 app.command()(doctor)
 bench.command()(throughput)
 bench.command()(kernel)
+bench.command()(crossover)
 
 
 def _version(wanted: bool) -> None:
@@ -58,6 +62,10 @@ def generate(
     model: Annotated[str, typer.Option(help="smollm2, a folder, a .gguf file, or a Hugging Face hub id.")] = "smollm2",
     attn_backend: Annotated[str, typer.Option(help="auto, NAME, or prefill=NAME,decode=NAME; see: headway backends.")] = "auto",
     attn_opt: Annotated[list[str] | None, typer.Option(help="An option of a backend: NAME.key=value. Repeatable.")] = None,
+    workload: Annotated[str, typer.Option(help="What auto expects: chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
+    crossover_table: Annotated[str | None, typer.Option(help="A table whose times auto obeys; default: this machine's.")] = None,
+    autotune_budget: Annotated[float | None, typer.Option(min=0, help="Seconds to measure at the first start.")] = None,
+    no_autotune: Annotated[bool, typer.Option("--no-autotune", help="Measure nothing: the order plugins propose.")] = False,
     kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, or a plugin's.")] = "auto",
     block_size: Annotated[str, typer.Option(help="Tokens in a cache block: auto, or a multiple of 8.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 64,
@@ -107,6 +115,9 @@ def generate(
             model,
             attn_backend=attn_backend,
             attn_options=options,
+            workload=workload,
+            crossover_table=crossover_table,
+            autotune_budget=0.0 if no_autotune else autotune_budget,
             kv_layout=kv_layout,
             block_size=size,
             dtype=dtype,

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from numbers import Integral
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from tqdm import tqdm
 
+from headway.bench.crossover.autotune import TableWish, costs_for
 from headway.core.cache import parse_memory
 from headway.core.config import EngineConfig
 from headway.core.detokenizer import Detokenizer, NoTokenizer
@@ -68,6 +70,9 @@ class LLM:
         *,
         attn_backend: str = "auto",
         attn_options: Mapping[str, Mapping[str, str]] | None = None,
+        workload: str = "chat",
+        crossover_table: str | None = None,
+        autotune_budget: float | None = None,
         kv_layout: str = "auto",
         dtype: str = "auto",
         device: str = "auto",
@@ -94,6 +99,9 @@ class LLM:
         model: smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id.
         attn_backend: auto, a backend's name, or "prefill=NAME,decode=NAME"; a name that cannot run here is an error.
         attn_options: backend name -> option -> value. kv_layout: auto, nhd, hnd, vllm_5d, or a plugin's.
+        workload: what auto expects to serve: chat, long, batch, or BATCHxINPUT+OUTPUT. crossover_table: the file whose times auto
+        obeys; None: the one kept for this machine, measured at the first start in at most `autotune_budget` seconds (None: 20 on
+        a GPU, 10 on a CPU; 0: not measured, the order that plugins propose). docs/crossover.md says how auto decides.
         dtype: auto, float32, bfloat16, float16. device: auto, cpu, cuda, cuda:N.
         kv_cache_memory: bytes of the pool, or a text such as "2GiB". gpu_memory_utilization: share of a GPU's memory for all.
         enforce_eager: no CUDA graphs. async_scheduling: launch a step before the last is read; None: on a GPU.
@@ -107,6 +115,7 @@ class LLM:
         config = EngineConfig(
             attn_backend=attn_backend,
             attn_options=attn_options or {},
+            workload=workload,
             kv_layout=kv_layout,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -126,7 +135,10 @@ class LLM:
         self.device = _device(device)
         self.num_threads = set_threads(num_threads) if self.device.type == "cpu" else None
         self.model = load_model(model, dtype, self.device, load_format, skip_tokenizer_init)
-        self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, _draw(self.device))
+        wish = TableWish(None if crossover_table is None else Path(crossover_table), autotune_budget)
+        costs = costs_for(self.model.decoder.attention_specs, self.registry, attn_backend, wish)
+        eos = self.model.eos_token_ids
+        self.engine = Engine(self.model.decoder, self.registry, config, eos, _draw(self.device), costs)
         self.tokenizer = self.model.tokenizer
         self._request_ids = count()
         self._requests: dict[EngineSequence, _Request] = {}

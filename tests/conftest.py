@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from gridlog import GridLog
 from headway.registry import Registry, create_registry
+
+os.environ.setdefault("HEADWAY_AUTOTUNE_BUDGET", "0")  # nothing is measured at a start unless a test asks for it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

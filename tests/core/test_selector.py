@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 
 from grid import LAYOUTS, spec
 from headway.core.backend import ALL_PHASES, AttentionBackend, Capabilities
+from headway.core.costs import CostTable, Sample, Shape
 from headway.core.errors import ConfigError, UnknownBackendError, UnsupportedError
 from headway.core.layout import HND, NHD, VLLM_5D, CacheLayout, LayoutInfo
 from headway.core.metadata import Phase
 from headway.core.selector import Selector, parse_wish
 from headway.core.spec import AttentionSpec
 from headway.core.support import Support
+from headway.core.workload import Workload
 
 PREFILLS = frozenset({Phase.PREFILL, Phase.EXTEND})
 DECODES = frozenset({Phase.DECODE})
@@ -253,3 +255,90 @@ def test_no_fix_is_printed_where_none_would_work() -> None:
     with pytest.raises(UnsupportedError) as caught:
         select(Source(backend("dead"), unavailable=["dead"]), "dead")
     assert "nearest fix" not in str(caught.value)
+
+
+Law = Callable[[str, Shape, str, int], float | None]
+PLACES = [("nhd", 16), ("nhd", 256), ("hnd", 16), ("hnd", 256)]
+
+
+def table(us: Law, *backends: str, excluded: Mapping[str, str] | None = None) -> CostTable:
+    """A cost table over two layouts and block sizes: us(backend, shape, layout, block size)."""
+    shapes = [Shape(Phase.DECODE, batch, 1, kv_len) for batch in (1, 256) for kv_len in (64, 16384)]
+    shapes += [Shape(Phase.PREFILL, batch, n, n) for batch in (1, 16) for n in (16, 4096)]
+    shapes += [Shape(Phase.EXTEND, 1, n, 2 * n) for n in (16, 4096)]
+    samples = [Sample(s, name, *place, us(name, s, *place)) for s in shapes for name in backends for place in PLACES]
+    return CostTable(samples, 0.02, "the table", excluded)
+
+
+def measured(source: Source, costs: CostTable, wish: str = "auto", **options: object) -> Selector:
+    return Selector(source, (spec(), spec()), wish, costs={spec(): costs}, **options)
+
+
+def test_with_a_table_the_cheapest_layout_and_block_size_are_chosen() -> None:
+    source = Source(backend("a"), backend("b"))
+    costs = table(lambda name, shape, layout, size: 1.0 if (name, layout, size) == ("b", "hnd", 256) else 2.0, "a", "b")
+    selector = measured(source, costs)
+    assert (selector.selection.layout, selector.selection.block_size) == (HND, 256)
+    assert names(selector) == ("b", "b", "b")
+    assert "the table" in str(selector.selection)
+
+
+def test_a_layout_that_costs_the_same_is_the_first_in_order() -> None:
+    selector = measured(Source(backend("a"), backend("b")), table(lambda name, shape, layout, size: 1.0, "a", "b"))
+    assert (selector.selection.layout, selector.selection.block_size) == (NHD, 16)
+
+
+def test_the_workload_decides_between_layouts() -> None:
+    def us(name: str, shape: Shape, layout: str, size: int) -> float:
+        favoured = layout == ("nhd" if shape.phase is Phase.DECODE else "hnd")
+        return float(shape.kv_len) * shape.batch * (1 if favoured else 3)
+
+    source = Source(backend("a"))
+    assert measured(source, table(us, "a"), workload=Workload(1, 64, 4096)).selection.layout == NHD
+    assert measured(source, table(us, "a"), workload=Workload(1, 8192, 1)).selection.layout == HND
+
+
+def test_each_step_gets_its_fastest_backend_and_each_phase_its_own() -> None:
+    def us(name: str, shape: Shape, layout: str, size: int) -> float:
+        return {"short": 1.0 * shape.kv_len, "long": 1000.0 + 0.1 * shape.kv_len}[name]
+
+    selector = measured(Source(backend("short"), backend("long")), table(us, "short", "long"))
+    chosen = [next(iter(selector.backends_for(Phase.DECODE, 1, 1, kv_len).values())).name for kv_len in (64, 16000, 64)]
+    assert chosen == ["short", "long", "short"]
+    assert next(iter(selector.backends_for(Phase.PREFILL, 1, 16, 16).values())).name == "short"
+    assert set(selector.decode_candidates(1)) == {"short", "long"}
+    assert {next(iter(made.values())).name for made in selector.instances} == {"short", "long"}
+    assert next(iter(selector.backends_for(Phase.DECODE).values())).name == selector.selection.names[Phase.DECODE]
+    assert "|" in str(selector.selection)
+
+
+def test_a_named_backend_is_not_switched_and_the_free_phase_is() -> None:
+    costs = table(lambda name, shape, layout, size: {"a": 1.0, "b": 2.0}[name], "a", "b")
+    selector = measured(Source(backend("a"), backend("b")), costs, "prefill=b")
+    assert names(selector) == ("b", "b", "a")
+    assert selector.decode_candidates(8) == ["a"]
+    named = measured(Source(backend("a"), backend("b")), costs, "b")
+    assert names(named) == ("b", "b", "b")
+    assert "asked for" in str(named.selection)
+
+
+def test_a_backend_that_failed_its_self_test_is_left_out_even_where_nothing_was_measured() -> None:
+    source = Source(backend("bad"), backend("good"))
+    costs = table(lambda name, shape, layout, size: {"bad": 1.0, "good": 2.0}[name], "bad", "good", excluded={"bad": "wrong"})
+    assert names(measured(source, costs)) == ("good",) * 3
+    assert names(measured(source, costs, block_size=64)) == ("good",) * 3
+    assert names(measured(source, costs, "bad")) == ("bad",) * 3  # asked for by name: the user's word counts
+
+
+def test_a_layout_without_times_falls_back_to_the_rank_order_and_says_so() -> None:
+    costs = table(lambda name, shape, layout, size: 1.0 if name == "b" else 2.0, "a", "b")
+    selector = measured(Source(backend("a"), backend("b")), costs, kv_layout="vllm_5d")
+    assert names(selector) == ("a",) * 3
+    assert "the table has no times for this layout and block size, rank order" in str(selector.selection)
+    assert selector.decode_candidates(4) == ["a"]
+
+
+def test_a_backend_that_cannot_serve_the_layer_is_not_chosen_whatever_the_table_says() -> None:
+    source = Source(backend("picky", head_dims=(64,)), backend("fine"))
+    costs = table(lambda name, shape, layout, size: {"picky": 1.0, "fine": 2.0}[name], "picky", "fine")
+    assert names(measured(source, costs)) == ("fine",) * 3

@@ -1,0 +1,180 @@
+"""One point of the table: every backend on every layout and block size it reads, checked, then timed in turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headway.bench.cases import Case
+from headway.bench.cells import build_case
+from headway.bench.crossover.cells import failure, mark_ties, new_cell, wrong_answer
+from headway.bench.crossover.grid import CORE_PHASE, Point
+from headway.bench.crossover.schema import Cell
+from headway.bench.graphs import captures, graph_attempt
+from headway.bench.measure import Attempt, backend_attempt, checked
+from headway.bench.reference import reference, relative_error
+from headway.bench.timing import Timing, Turns, host_us
+from headway.core.backend import AttentionBackend
+from headway.core.layout import CacheLayout
+from headway.core.metadata import Phase
+from headway.core.spec import AttentionSpec
+from headway.registry import Registry
+
+CLEAR_LOSS = 4.0
+"""Times the fastest: one that is slower after two runs is not timed further."""
+
+Pair = tuple[CacheLayout, int]
+"""A layout and a block size."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What stays the same from point to point."""
+
+    registry: Registry
+    spec: AttentionSpec
+    turns: Turns
+    graph_len: int
+    seed: int = 0
+
+    def place(self, name: str, phase: Phase, pair: Pair) -> Pair | None:
+        """Where a time of a backend belongs; None if it reads no cache, so that one measurement holds for all of them."""
+        backend: type[AttentionBackend] = self.registry.backend(name)
+        return None if phase is Phase.PREFILL and backend.capabilities.dense_prefill else pair
+
+
+@dataclass
+class _Runner:
+    """One backend made ready on one filled cache."""
+
+    name: str
+    place: Pair | None
+    attempt: Attempt
+    graph: bool
+    error: float
+    estimate_us: float
+    host: dict[str, float] = field(default_factory=dict)
+
+
+def measure_point(
+    point: Point, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], dropped: Mapping[str, str]
+) -> list[Cell]:
+    """Cells of a point, ties marked. Never raises for what a backend does.
+
+    dropped: backends given up in this phase, with the reason that goes into their cells.
+    """
+    cells = [new_cell(point, name, None, "dropped", reason=dropped[name]) for name in names if name in dropped]
+    phase = CORE_PHASE[point.phase]
+    refused: dict[str, str] = {}
+    served: set[str] = set()
+    expected: Tensor | None = None
+    best_us = float("inf")
+    for pair in pairs:
+        here = []
+        for name in names:
+            if name in dropped or (name in served and bench.place(name, phase, pair) is None):
+                continue
+            support = bench.registry.supports(name, bench.spec, *pair, phase)
+            if support:
+                served.add(name)
+                here.append(name)
+            else:
+                refused.setdefault(name, support.brief)
+        if not here:
+            continue
+        case: Case | None
+        try:
+            case = build_case(point.work(bench.spec), *pair, bench.seed)
+            expected = reference(case) if expected is None else expected
+        except Exception as error:  # out of memory, mostly: the next layout may still fit
+            cells += [failure(point, name, bench.place(name, phase, pair), error) for name in here]
+        else:
+            found, best_us = _measure_pair(point, bench, here, pair, case, expected, best_us)
+            cells += found
+        case = None
+        gc.collect()  # libraries' wrappers hold caches in cycles, and the next one may be as large
+        if bench.spec.device.type == "cuda":
+            torch.cuda.empty_cache()
+    never = [name for name in refused if name not in served]
+    return mark_ties(cells + [new_cell(point, name, None, "unsupported", reason=refused[name]) for name in never])
+
+
+def _measure_pair(
+    point: Point, bench: Bench, names: Sequence[str], pair: Pair, case: Case, expected: Tensor, best_us: float
+) -> tuple[list[Cell], float]:
+    """Cells of one layout and block size, and the shortest time so far at this point."""
+    cells: list[Cell] = []
+    runners: list[_Runner] = []
+    for name in names:
+        made = _prepare(point, bench, name, pair, case, expected)
+        (cells if isinstance(made, Cell) else runners).append(made)  # type: ignore[arg-type]
+    best_us = min([best_us, *(runner.estimate_us for runner in runners)])
+    kept = [runner for runner in runners if runner.estimate_us <= CLEAR_LOSS * best_us]
+    for runner in runners:
+        if runner not in kept:
+            us = runner.estimate_us
+            reason = f"{us / best_us:.1f} times the fastest in its first two runs: not timed further"
+            cells.append(_timed(point, runner, "dropped", Timing(us, us, us), reason))
+    try:
+        times = bench.turns.time([runner.attempt.call for runner in kept], bench.spec.device)
+    except Exception as error:  # one of calls that worked twice: the turn is lost for all, and says so
+        return cells + [failure(point, runner.name, runner.place, error) for runner in kept], best_us
+    cells += [_finish(point, bench, runner, timing) for runner, timing in zip(kept, times, strict=True)]
+    return cells, best_us
+
+
+def _prepare(point: Point, bench: Bench, name: str, pair: Pair, case: Case, expected: Tensor) -> _Runner | Cell:
+    place = bench.place(name, case.metadata.phase, pair)
+    try:
+        backend = bench.registry.backend(name)(bench.spec, *pair)
+        graph = captures(backend, case)
+
+        def distance(out: Tensor) -> float:
+            return relative_error(out, expected, case)
+
+        attempt = graph_attempt(backend, case, distance, bench.graph_len) if graph else backend_attempt(backend, case, distance)
+        found = checked(attempt)
+        if not found <= attempt.tolerance:
+            return wrong_answer(point, name, place, found, attempt)
+        return _Runner(name, place, attempt, graph, found, bench.turns.estimate(attempt.call, bench.spec.device))
+    except Exception as error:
+        return failure(point, name, place, error)
+
+
+def _finish(point: Point, bench: Bench, runner: _Runner, timing: Timing) -> Cell:
+    """The cell of a backend that has been timed: checked again, since an answer that changes under repetition is a race."""
+    attempt, device = runner.attempt, bench.spec.device
+    try:
+        found = checked(attempt)
+        if not found <= attempt.tolerance:
+            return wrong_answer(point, runner.name, runner.place, found, attempt, " after repeated calls, right at the first")
+        runner.error = max(runner.error, found)
+        if attempt.plan is not None:
+            runner.host["plan_us"] = host_us(attempt.plan, device)
+        if device.type != "cpu" and not runner.graph:
+            runner.host["host_us"] = host_us(attempt.call, device)
+    except Exception as error:
+        return failure(point, runner.name, runner.place, error)
+    return _timed(point, runner, "ok", timing)
+
+
+def _timed(point: Point, runner: _Runner, status: str, timing: Timing, reason: str = "") -> Cell:
+    return new_cell(
+        point,
+        runner.name,
+        runner.place,
+        status,
+        reason=reason,
+        kernel=runner.attempt.kernel,
+        graph=runner.graph,
+        median_us=timing.median_us,
+        p20_us=timing.p20_us,
+        p80_us=timing.p80_us,
+        relative_error=runner.error,
+        tolerance=runner.attempt.tolerance,
+        **runner.host,
+    )

@@ -1,0 +1,65 @@
+"""Crossover tables made up for tests, and a quick real one."""
+
+from __future__ import annotations
+
+import torch
+
+from headway.bench.crossover.grid import Point
+from headway.bench.crossover.run import CrossoverOptions
+from headway.bench.crossover.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
+from headway.bench.device import DeviceIdentity, identify_device
+from headway.bench.timing import Turns
+from headway.core.spec import AttentionSpec
+
+SPEC = AttentionSpec(4, 2, 32, 32**-0.5)
+QUICK = Turns(rounds=1, round_ms=0.0, min_runs=3)
+POINTS = [
+    *(Point("decode", batch, 1, kv_len, level) for batch, kv_len, level in ((1, 8, 0), (4, 40, 0), (2, 20, 1))),
+    *(Point("prefill", batch, n, n, level) for batch, n, level in ((1, 9, 0), (3, 17, 1))),
+    Point("extend", 1, 7, 20),
+    Point("verify", 2, 4, 21),
+]
+
+
+def a_cell(us: float | None = 10.0, **changes: object) -> Cell:
+    """A decode cell of backend "a"; with us None it has no time."""
+    found: dict[str, object] = {"phase": "decode", "case": "1q1s64", "batch": 1, "query_len": 1, "kv_len": 64, "backend": "a"}
+    found |= {"layout": "nhd", "block_size": 16, "status": "ok"}
+    if us is not None:
+        found |= {"median_us": us, "p20_us": 0.99 * us, "p80_us": 1.01 * us, "plan_us": 1.0}
+    else:
+        found |= {"status": "error", "reason": "it fell over"}
+    return Cell.model_validate(found | changes)
+
+
+def a_device(**changes: object) -> DeviceIdentity:
+    """This machine with what a test changes."""
+    return identify_device(torch.device("cpu")).model_copy(update=changes)
+
+
+def a_table(*cells: Cell, **changes: object) -> CrossoverTable:
+    """A table of these cells; without any, of two backends that cross between two lengths."""
+    cells = cells or tuple(
+        a_cell(us, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len)
+        for kv_len, times in ((64, (10.0, 30.0)), (4096, (200.0, 100.0)))
+        for name, us in zip("ab", times, strict=True)
+    )
+    names = dict.fromkeys(cell.backend for cell in cells)
+    found: dict[str, object] = {
+        "level": "kernel",
+        "date": "2026-11-21T10:00:00+00:00",
+        "command": "headway bench crossover",
+        "complete": True,
+        "device": a_device(),
+        "spec": SpecRecord.of(SPEC),
+        "noise": 0.02,
+        "backends": [BackendRecord(name=name, owner="built-in", available=True) for name in names],
+        "cells": list(cells),
+    }
+    return CrossoverTable(**(found | changes))
+
+
+def quick(**changes: object) -> CrossoverOptions:
+    """A run of seconds on a CPU."""
+    found: dict[str, object] = {"spec": SPEC, "layouts": ["nhd"], "block_sizes": [16], "grid": POINTS, "turns": QUICK}
+    return CrossoverOptions(**(found | changes))
