@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.core.attention import Backends, PagedAttention
-from headway.core.backend import AttentionBackend, GraphLevel
+from headway.core.backend import GraphLevel
 from headway.core.errors import BackendError, HeadwayError
 from headway.core.metadata import AttentionMetadata
 from headway.core.model import Model
@@ -54,46 +54,57 @@ class DecodeGraphs:
         self._width = _aligned(-(-max_model_len // block_size))
         self._tables = numpy.zeros((self._max_num_seqs, self._width), dtype=numpy.int32)
         self._logits: Tensor | None = None  # [largest batch, vocab_size]; one for all graphs, whose pool need not keep theirs
-        self._graphs: dict[int, _DecodeGraph] = {}
-        self._bucket_of: list[int] = []
+        self._graphs: dict[tuple[int, str], DecodeGraph] = {}
+        self._size_of: list[int] = []
+        """The captured batch size for each number of sequences."""
 
-    def capture(self, batch_sizes: Sequence[int], backends: Backends) -> None:
+    def capture(self, batch_sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]]) -> None:
         """Capture the largest first, so that the others find their memory in its pool; says what it took.
 
-        A backend that cannot run in a graph, or memory that does not suffice, leaves steps to run as single launches: the log
-        says so once.
+        candidates: for a batch size, the backends worth a graph. One that cannot run in a graph, or memory that does not suffice,
+        leaves steps to run as single launches: the log says so once.
         """
-        refusing = next((b for b in backends.values() if b.graph_level < GraphLevel.DECODE), None)
-        if refusing is not None:
-            self._explain(refusing, backends)
-            return
         device = self._newest.device
-        sizes = sorted({size for size in batch_sizes if size <= self._max_num_seqs}, reverse=True)
-        inputs = _Inputs(sizes[0], self._width, device)
+        wanted = {size: candidates(size) for size in sorted(batch_sizes, reverse=True) if size <= self._max_num_seqs}
+        inputs = _Inputs(max(wanted), self._width, device)
         started, before = time.perf_counter(), _used(device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        refused: set[str] = set()
+        for size, choices in wanted.items():
+            for backends in choices:
+                name = _name(backends)
+                if name in refused:
+                    continue
+                if any(backend.graph_level < GraphLevel.DECODE for backend in backends.values()):
+                    refused.add(name)
+                    self._explain(backends)
+                    continue
+                try:
+                    graph = DecodeGraph(self, inputs, size, backends)
+                    graph.capture(pool, stream)
+                except torch.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+                    log.warning("CUDA graphs: out of memory for batches of %d, which will be launched kernel by kernel", size)
+                else:
+                    self._graphs[size, name] = graph
+        sizes = sorted({size for size, _ in self._graphs})
         for size in sizes:
-            try:
-                graph = _DecodeGraph(self, inputs, size, backends)
-                graph.capture(pool, stream)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                log.warning("CUDA graphs: out of memory for batches of %d, which will be launched kernel by kernel", size)
-            else:
-                self._graphs[size] = graph
-        log.info(
-            "CUDA graphs: %d decode batch sizes up to %d captured in %.1f s, %.0f MB",
-            len(self._graphs),
-            max(self._graphs, default=0),
-            time.perf_counter() - started,
-            (_used(device) - before) / 2**20,
-        )
-        for size in sorted(self._graphs):
-            self._bucket_of += [size] * (size + 1 - len(self._bucket_of))
+            self._size_of += [size] * (size + 1 - len(self._size_of))
+        if sizes:
+            log.info(
+                "CUDA graphs: %d of decode captured, %d batch sizes up to %d, in %.1f s and %.0f MB: %s",
+                len(self._graphs),
+                len(sizes),
+                sizes[-1],
+                time.perf_counter() - started,
+                (_used(device) - before) / 2**20,
+                ", ".join(sorted({name for _, name in self._graphs})),
+            )
 
-    def _explain(self, backend: AttentionBackend, backends: Backends) -> None:
+    def _explain(self, backends: Backends) -> None:
         """Say why there are no graphs, and what a step costs without: the host's time to launch one, measured."""
-        step = _DecodeGraph(self, _Inputs(1, self._width, self._newest.device), 1, backends)
+        backend = min(backends.values(), key=lambda each: each.graph_level)
+        step = DecodeGraph(self, _Inputs(1, self._width, self._newest.device), 1, backends)
         started = time.perf_counter()
         step.run()
         reason = Reason("graph_level", "DECODE or higher", backend.graph_level.name, "--enforce-eager says that this is meant")
@@ -104,12 +115,16 @@ class DecodeGraphs:
             1e3 * (time.perf_counter() - started),
         )
 
-    def find(self, step: list[Scheduled]) -> _DecodeGraph | None:
-        """The graph that holds a step; None if the step does anything but decode, or is larger than all."""
+    def size_for(self, step: list[Scheduled]) -> int | None:
+        """The captured batch size that holds a step; None if the step does anything but decode, or is larger than all."""
         count = len(step)
-        if count >= len(self._bucket_of) or any(share.num_new_tokens > 1 or share.context_len == 0 for share in step):
+        if count >= len(self._size_of) or any(share.num_new_tokens > 1 or share.context_len == 0 for share in step):
             return None
-        return self._graphs[self._bucket_of[count]]
+        return self._size_of[count]
+
+    def get(self, size: int, backends: Backends) -> DecodeGraph | None:
+        """The graph of a batch size with these backends; None if it was not captured."""
+        return self._graphs.get((size, _name(backends)))
 
     def fill(self, host: numpy.ndarray, table: numpy.ndarray, step: list[Scheduled]) -> None:
         """Write a step's inputs. host: int32 [_FIELDS, batch]; table: int32 [batch, width]."""
@@ -146,13 +161,13 @@ class _Inputs:
         return self._host[0]
 
 
-class _DecodeGraph:
+class DecodeGraph:
     """One captured step of `size` rows."""
 
     def __init__(self, owner: DecodeGraphs, inputs: _Inputs, size: int, backends: Backends) -> None:
         self._owner, self._inputs, self.size = owner, inputs, size
         self._backends = backends
-        self.backends = (next(iter(backends.values())).name,)
+        self.backends = (_name(backends),)
         self._stride, self._width = _aligned(size), owner._width
         fields, table = self._views(inputs.device)
         self._known, self._rows, self._positions, self._seq_lens, self._slots = fields[:, :size]
@@ -186,7 +201,7 @@ class _DecodeGraph:
             raise
         except RuntimeError as error:
             raise BackendError(
-                f"CUDA graphs: decode of {self.size} sequences with {self.backends[0]} cannot be captured: {error}; "
+                f"CUDA graphs: decode of {self.size} sequences with {_name(self._backends)} cannot be captured: {error}; "
                 "--enforce-eager does without"
             ) from error
 
@@ -243,6 +258,10 @@ class _DecodeGraph:
         self._graph.replay()
         assert self._owner._logits is not None
         return self._owner._logits[: len(step)], self._tokens[: len(step)]
+
+
+def _name(backends: Backends) -> str:
+    return next(iter(backends.values())).name
 
 
 def _aligned(count: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.core.attention import Backends, PagedAttention
-from headway.core.graphs import DecodeGraphs
+from headway.core.graphs import DecodeGraph, DecodeGraphs
 from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.model import Model
 from headway.core.sampler import Draw, greedy, sample
@@ -73,14 +73,15 @@ class Runner:
     def capture(self, batch_sizes: Sequence[int]) -> None:
         """Capture decode steps of these many sequences as CUDA graphs; see DecodeGraphs for what may be refused."""
         graphs = DecodeGraphs(self._model, self._attention, self._newest, self._block_size, self._max_model_len)
-        graphs.capture(batch_sizes, self._selector.backends_for(Phase.DECODE))
+        selector = self._selector
+        graphs.capture(batch_sizes, lambda size: [selector.instances_of(name) for name in selector.decode_candidates(size)])
         self._graphs = graphs
 
     @torch.inference_mode()
     def launch(self, step: list[Scheduled]) -> Launched:
         """Start a step. On a CPU it has run when this returns."""
         sampled = [share for share in step if share.samples]
-        graph = self._graphs.find(step) if self._graphs is not None else None
+        graph = self._graph(step)
         if graph is not None:
             logits, best = graph.replay(step)
             tokens = self._sample(logits, best, sampled)
@@ -100,6 +101,14 @@ class Runner:
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return Launched(step, sampled, host, done, backends, graph is not None, first_nan)
+
+    def _graph(self, step: list[Scheduled]) -> DecodeGraph | None:
+        """The graph that runs a step, where one was captured for its size and for the backend that is fastest at its lengths."""
+        size = self._graphs.size_for(step) if self._graphs is not None else None
+        if self._graphs is None or size is None:
+            return None
+        kv_len = sum(share.context_len for share in step) // len(step) + 1
+        return self._graphs.get(size, self._selector.backends_for(Phase.DECODE, size, 1, kv_len))
 
     def _run(self, step: list[Scheduled]) -> Tensor:
         """The step as single launches; logits of the shares that sample."""

@@ -85,13 +85,12 @@ def check(captured: DecodeGraphs, step: list[Scheduled]) -> None:
 
 def test_only_a_step_of_decodes_within_the_captured_sizes_is_replayed() -> None:
     captured = graphs()
-    captured._bucket_of = [1, 1, 2]
-    captured._graphs = {1: "one", 2: "two"}  # type: ignore[dict-item]
+    captured._size_of = [1, 1, 2]
     seq = Sequence("r", 0, [1] * 9, SamplingParams(), frozenset(), MAX_MODEL_LEN)
     decode, prefill, extend = Scheduled(seq, 1, 8, True), Scheduled(seq, 9, 0, True), Scheduled(seq, 3, 6, True)
-    assert captured.find([decode]) == "one"
-    assert captured.find([decode] * 2) == "two"
-    assert captured.find([decode] * 3) is None
-    assert captured.find([prefill]) is None
-    assert captured.find([extend, decode]) is None
-    assert captured.find([Scheduled(seq, 1, 0, True)]) is None, "a prompt of one token is a prefill"
+    assert captured.size_for([decode]) == 1
+    assert captured.size_for([decode] * 2) == 2
+    assert captured.size_for([decode] * 3) is None
+    assert captured.size_for([prefill]) is None
+    assert captured.size_for([extend, decode]) is None
+    assert captured.size_for([Scheduled(seq, 1, 0, True)]) is None, "a prompt of one token is a prefill"
