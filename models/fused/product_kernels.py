@@ -23,19 +23,15 @@ def one_row(
     bias_ptr,  # [N] or [2 N] (BIAS)
     y_ptr,  # [N], written; added to (ADD)
     eps,
-    rows,  # 1
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # 1
-    SLICES: tl.constexpr,  # 1
     DEPTH: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
-    DOT: tl.constexpr,  # not used
     PDL: tl.constexpr,
 ):
     """y = W norm(x) + bias, then silu(gate) * up, or added to y. Grid (cdiv(N, BLOCK_N)). Sums in float32."""
@@ -46,15 +42,24 @@ def one_row(
     k = tl.arange(0, BLOCK_K)
     at = n.to(tl.int64)[:, None] * K + k[None, :]
     live = (n < N)[:, None]
-    gate_chunks = ()
-    up_chunks = ()
+    gates = ()
+    ups = ()
+    scales = ()
     for c in tl.static_range(DEPTH):
-        inside = live & (c * BLOCK_K + k < K)[None, :]
-        gate_chunks = gate_chunks + (_weights(weight_ptr + c * BLOCK_K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+        inside = c * BLOCK_K + k < K
+        gates = gates + (_weights(weight_ptr + c * BLOCK_K, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
         if GATED:
-            up_chunks = up_chunks + (_weights(weight_ptr + N * K + c * BLOCK_K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+            ups = ups + (_weights(weight_ptr + (N * K + c * BLOCK_K), at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
+        if NORM:
+            scales = scales + (tl.load(norm_ptr + c * BLOCK_K + k, mask=inside, other=0.0),)
+    if BIAS:
+        gate_bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
+    if ADD:  # asked for here, not where it is used: the answer takes as long as the product
+        residual = tl.load(y_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -62,29 +67,31 @@ def one_row(
         x = tl.load(x_ptr + c * BLOCK_K + k, mask=c * BLOCK_K + k < K, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
-            x *= tl.load(norm_ptr + c * BLOCK_K + k, mask=c * BLOCK_K + k < K, other=0.0).to(tl.float32)
-        gate += gate_chunks[c].to(tl.float32) * x[None, :]
+            x *= scales[c].to(tl.float32)
+        gate += gates[c].to(tl.float32) * x[None, :]
         if GATED:
-            up += up_chunks[c].to(tl.float32) * x[None, :]
+            up += ups[c].to(tl.float32) * x[None, :]
         if c + DEPTH < CHUNKS:
-            inside = live & ((c + DEPTH) * BLOCK_K + k < K)[None, :]
+            inside = (c + DEPTH) * BLOCK_K + k < K
             ahead = weight_ptr + (c + DEPTH) * BLOCK_K
-            gate_chunks = gate_chunks + (_weights(ahead, at, inside, N, K, BLOCK_N, BLOCK_K),)
+            gates = gates + (_weights(ahead, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
             if GATED:
-                up_chunks = up_chunks + (_weights(ahead + N * K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+                ups = ups + (_weights(ahead + N * K, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
+            if NORM:
+                scales = scales + (tl.load(norm_ptr + (c + DEPTH) * BLOCK_K + k, mask=inside, other=0.0),)
     factor = 1.0
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     y = tl.sum(gate, 1) * factor
     if BIAS:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        y += gate_bias
     if GATED:
         y_up = tl.sum(up, 1) * factor
         if BIAS:
-            y_up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
+            y_up += up_bias
         y = y * tl.sigmoid(y) * y_up
     if ADD:
-        y += tl.load(y_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        y += residual
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -121,16 +128,27 @@ def few_rows(
     k = tl.arange(0, SLICES)[:, None] * STEP + tl.arange(0, STEP)[None, :]  # [SLICES, STEP]
     at = n.to(tl.int64)[None, :, None] * K + k[:, None, :]
     live = (n < N)[None, :, None]
-    gate_chunks = ()
-    up_chunks = ()
+    gates = ()
+    ups = ()
+    scales = ()
     for c in tl.static_range(DEPTH):
-        inside = live & (c * BLOCK_K + k < K)[:, None, :]
-        gate_chunks = gate_chunks + (_weights(weight_ptr + c * BLOCK_K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+        inside = c * BLOCK_K + k < K
+        gates = gates + (_weights(weight_ptr + c * BLOCK_K, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
         if GATED:
-            up_chunks = up_chunks + (_weights(weight_ptr + N * K + c * BLOCK_K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+            ups = ups + (_weights(weight_ptr + (N * K + c * BLOCK_K), at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
+        if NORM:
+            scales = scales + (tl.load(norm_ptr + c * BLOCK_K + k, mask=inside, other=0.0),)
+    if BIAS:
+        gate_bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    y_at = y_ptr + r[None, :] * N + n[:, None]
+    mask = (r < rows)[None, :] & (n < N)[:, None]
+    x_at = r.to(tl.int64)[None, None, :] * K + k[:, :, None]
     if PDL:
         gdc_wait()
-    x_at = r.to(tl.int64)[None, None, :] * K + k[:, :, None]
+    if ADD:
+        residual = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
     gate = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((SLICES, BLOCK_M), tl.float32)
@@ -140,32 +158,31 @@ def few_rows(
         if NORM:
             exact = x.to(tl.float32)
             squares += tl.sum(exact * exact, 1)
-            scale = tl.load(norm_ptr + c * BLOCK_K + k, mask=c * BLOCK_K + k < K, other=0.0).to(tl.float32)
-            x = exact * scale[:, :, None]
-        gate = tl.dot(gate_chunks[c].to(DOT), x.to(DOT), gate)
+            x = exact * scales[c].to(tl.float32)[:, :, None]
+        gate = tl.dot(gates[c].to(DOT), x.to(DOT), gate)
         if GATED:
-            up = tl.dot(up_chunks[c].to(DOT), x.to(DOT), up)
+            up = tl.dot(ups[c].to(DOT), x.to(DOT), up)
         if c + DEPTH < CHUNKS:
-            inside = live & ((c + DEPTH) * BLOCK_K + k < K)[:, None, :]
+            inside = (c + DEPTH) * BLOCK_K + k < K
             ahead = weight_ptr + (c + DEPTH) * BLOCK_K
-            gate_chunks = gate_chunks + (_weights(ahead, at, inside, N, K, BLOCK_N, BLOCK_K),)
+            gates = gates + (_weights(ahead, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
             if GATED:
-                up_chunks = up_chunks + (_weights(ahead + N * K, at, inside, N, K, BLOCK_N, BLOCK_K),)
+                ups = ups + (_weights(ahead + N * K, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
+            if NORM:
+                scales = scales + (tl.load(norm_ptr + (c + DEPTH) * BLOCK_K + k, mask=inside, other=0.0),)
     factor = tl.full((BLOCK_M,), 1.0, tl.float32)
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
     y = tl.sum(gate, 0) * factor[None, :]  # [BLOCK_N, BLOCK_M]
     if BIAS:
-        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        y += gate_bias
     if GATED:
         y_up = tl.sum(up, 0) * factor[None, :]
         if BIAS:
-            y_up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            y_up += up_bias
         y = y * tl.sigmoid(y) * y_up
-    y_at = y_ptr + r[None, :] * N + n[:, None]
-    mask = (r < rows)[None, :] & (n < N)[:, None]
     if ADD:
-        y += tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+        y += residual
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

@@ -15,10 +15,9 @@ from headway.models.linear import Linear
 from headway.models.operations import Norm
 
 MAX_ROWS = 16
-"""Rows up to which ours are used; measured on an H200 beside cuBLAS (docs/kernels.md)."""
-MAX_ROWS_WIDE = 1
-"""Likewise where out_features is that of a vocabulary."""
-_WIDE = 65536
+"""Rows up to which ours are used. This and the constants below were measured on an H200 beside cuBLAS (docs/kernels.md)."""
+MAX_WEIGHT = 2**24
+"""Elements of the weight up to which ours serve more than one row; a larger one is read as fast by cuBLAS, or faster."""
 _BLOCK_K = 1024
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -47,7 +46,7 @@ class FewRows:
 
     def takes(self, x: Tensor, linear: Linear) -> bool:
         """Whether the kernels serve the product of x [rows, in_features]."""
-        most = MAX_ROWS if linear.out_features < _WIDE else MAX_ROWS_WIDE
+        most = MAX_ROWS if linear.out_features * linear.in_features <= MAX_WEIGHT else 1
         return 0 < x.shape[0] <= most and x.dtype in _TYPES
 
     def __call__(
@@ -65,37 +64,37 @@ class FewRows:
         if known is None:
             known = self._launchers[variant] = _launcher(variant, self._device)
         launch, programs = known
-        weights = (linear.weight, x if norm is None else norm.weight, x if linear.bias is None else linear.bias)
-        launch((programs, 1, 1), x, *weights, y, 0.0 if norm is None else norm.eps, rows)
+        arguments = [x, linear.weight, x if norm is None else norm.weight, x if linear.bias is None else linear.bias, y]
+        launch((programs, 1, 1), *arguments, 0.0 if norm is None else norm.eps, *([rows] if rows > 1 else []))
         return y
 
 
 def _launcher(variant: _Variant, device: torch.device) -> tuple[Launcher, int]:
     """The kernel for a variant, and its programs."""
-    single = variant.block_m == 1
     block_k = min(max(triton.next_power_of_2(variant.in_features), 128), _BLOCK_K)
-    block_n = 4 if single else 16
-    weights = 2 if variant.gated else 1
-    # What is asked for at once: registers bound it for one row, shared memory (x twice in it) where it feeds the matrix units.
-    depth = 4 if single else min(3, (_shared_rows(device, block_k) - 2 * variant.block_m) // block_n)
-    depth = min(max(depth // weights, 1), triton.cdiv(variant.in_features, block_k))
-    launcher = Launcher(
-        one_row if single else few_rows,
-        4,
-        device,
-        N=variant.out_features,
-        K=variant.in_features,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        BLOCK_M=variant.block_m,
-        SLICES=1 if single else 4,
-        DEPTH=depth,
-        NORM=variant.norm,
-        GATED=variant.gated,
-        ADD=variant.add,
-        BIAS=variant.bias,
-        DOT=tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
-    )
+    chunks = triton.cdiv(variant.in_features, block_k)
+    sizes = {"N": variant.out_features, "K": variant.in_features, "BLOCK_K": block_k}
+    switches = {"NORM": variant.norm, "GATED": variant.gated, "ADD": variant.add, "BIAS": variant.bias}
+    if variant.block_m == 1:
+        block_n = 4
+        launcher = Launcher(one_row, 4, device, BLOCK_N=block_n, DEPTH=min(4, chunks), **sizes, **switches)
+    else:
+        # Every program reads all of x: where one chunk holds it there is room for larger programs, if they still fill the GPU.
+        block_n = 32 if chunks == 1 and not variant.gated and variant.out_features >= 4096 else 16
+        room = _shared_rows(device, block_k) - 2 * variant.block_m  # x lies there twice
+        depth = max(1, min(3, chunks, room // (2 * block_n if variant.gated else block_n)))
+        launcher = Launcher(
+            few_rows,
+            4,
+            device,
+            BLOCK_N=block_n,
+            BLOCK_M=variant.block_m,
+            SLICES=4,
+            DEPTH=depth,
+            DOT=tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
+            **sizes,
+            **switches,
+        )
     return launcher, triton.cdiv(variant.out_features, block_n)
 
 
