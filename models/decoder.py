@@ -8,7 +8,7 @@ from headway.core.model import Attention
 from headway.core.spec import AttentionSpec
 from headway.models.config import DecoderConfig
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm, Operations, operations_for
+from headway.models.operations import Heads, Norm, Operations, Rope, operations_for
 from headway.models.weights import WeightSource
 
 
@@ -95,9 +95,8 @@ class DecoderLayer:
         down_bias = take("mlp.down_proj.bias", hidden) if config.mlp_bias else None
         self.down_proj = Linear(take("mlp.down_proj.weight", hidden, inner), down_bias)
 
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor], ops: Operations, attention: Attention) -> Tensor:
+    def __call__(self, x: Tensor, rope: Rope, ops: Operations, attention: Attention) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`."""
-        qkv = ops.norm_product(x, self.input_norm, self.qkv_proj)
-        out = attention(self.index, *ops.rotate(qkv, self.heads, rope))
+        out = attention(self.index, *ops.norm_qkv(x, self.input_norm, self.qkv_proj, self.heads, rope))
         x = ops.add_product(x, out.flatten(1), self.o_proj)
         return ops.add_product(x, ops.norm_gated_product(x, self.post_norm, self.gate_up_proj), self.down_proj)

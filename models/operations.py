@@ -33,11 +33,15 @@ class Heads:
     k_norm: Norm | None = None
 
 
+Rope = tuple[Tensor, Tensor]
+"""cos and sin of a step's positions."""
+
+
 class Operations(Protocol):
     """The steps of one model. Rows are independent of each other in every one of them."""
 
-    def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Residual stream [num_tokens, hidden_size] and RoPE's cos and sin of a step, in the form that `rotate` takes.
+    def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Rope]:
+        """Residual stream [num_tokens, hidden_size] and RoPE's cos and sin of a step, in the form that `norm_qkv` takes.
 
         input_ids, positions: int32 or int64 [num_tokens]; table: [vocab_size, hidden_size].
         """
@@ -48,13 +52,11 @@ class Operations(Protocol):
     def product(self, x: Tensor, linear: Linear) -> Tensor:
         """The product of x [rows, in_features]: [rows, out_features]."""
 
-    def norm_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """RMSNorm, then the product: [rows, in_features] to [rows, out_features]."""
+    def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """RMSNorm, the merged product, then norm and rotation of q and k's heads.
 
-    def rotate(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim]: q and k normed and rotated.
-
-        qkv: [num_tokens, (num_heads + 2 num_kv_heads) head_dim], which the results may lie in: it is used up.
+        x: [num_tokens, hidden_size]; linear: to (num_heads + 2 num_kv_heads) head_dim; rope: of `embed`.
+        Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], rows perhaps strided.
         """
 
     def norm_gated_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
@@ -71,7 +73,7 @@ class Plain:
         """inv_freq: float32 [head_dim / 2]; rope_factor multiplies cos and sin."""
         self._inv_freq, self._rope_factor = inv_freq, rope_factor
 
-    def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Rope]:
         """cos twice, and sin with its first half negated: x * cos + swap_halves(x) * sin is the rotation, in three operations."""
         angles = positions[:, None, None] * self._inv_freq  # float32 [num_tokens, 1, head_dim / 2]
         cos, sin = angles.cos() * self._rope_factor, angles.sin() * self._rope_factor
@@ -86,14 +88,10 @@ class Plain:
         """See Operations."""
         return linear(x)
 
-    def norm_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """See Operations."""
-        return linear(self.norm(x, norm))
-
-    def rotate(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """RoPE (Su et al. 2021) in transformers' half-split order."""
         num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
-        qkv = qkv.view(-1, rotated + heads.num_kv_heads, heads.head_dim)
+        qkv = linear(self.norm(x, norm)).view(-1, rotated + heads.num_kv_heads, heads.head_dim)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if heads.q_norm is not None and heads.k_norm is not None:
             qk = torch.cat([self.norm(qk[:, :num_heads], heads.q_norm), self.norm(qk[:, num_heads:], heads.k_norm)], dim=1)
@@ -103,7 +101,7 @@ class Plain:
 
     def norm_gated_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """See Operations."""
-        gate, up = self.norm_product(x, norm, linear).chunk(2, dim=1)
+        gate, up = linear(self.norm(x, norm)).chunk(2, dim=1)
         return silu(gate) * up
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.backends.triton.configs import MANY_PROGRAMS, MAX_ROUNDS, Architecture, DecodeConfig, choose_splits, decode_config
 from headway.backends.triton.decode_kernel import split_kv_decode
-from headway.backends.triton.launch import Launcher, aligned
+from headway.backends.triton.launch import Launcher, aligned, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
 from headway.core.layout import CacheLayout, LayerCache
 from headway.core.metadata import AttentionMetadata
@@ -201,6 +201,7 @@ class Decode:
             "SPLIT": plan.num_splits > 1,
             "CHUNK": max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),
             "STAGES": plan.config.num_stages,
+            "PDL": launches_early(self._spec.device),
         }
 
     def workspace_bytes(self, max_num_seqs: int) -> int:

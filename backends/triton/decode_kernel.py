@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.backends.triton.tiles import block_numbers, cached_rows, head_offsets, softmax_step, split_rows, unpack_fp8
 
@@ -71,8 +72,12 @@ def split_kv_decode(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
     """Grid (kv heads * query tiles, splits, num_seqs). Row r of a sequence's query is token r // GROUP, head r % GROUP."""
+    if PDL:  # the next kernel may fetch its weights while this one runs
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     first_row = (tl.program_id(0) // NUM_KV_HEADS) * BLOCK_M
     split = tl.program_id(1)

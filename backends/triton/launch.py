@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+import torch
+
 from headway.backends.triton.layer import INTERPRETED
+
+PDL_CAPABILITY = (9, 0)
+"""The first compute capability that launches a kernel before those it depends on have ended."""
 
 
 class Launcher:
@@ -22,12 +27,16 @@ class Launcher:
     def __call__(
         self, key: Hashable, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any], num_warps: int
     ) -> None:
-        """Run the kernel. arguments: in the kernel's order; constants: its compile-time constants by name, all of them."""
+        """Run the kernel. arguments: in the kernel's order; constants: its compile-time constants by name, all of them.
+
+        A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself for those before it.
+        """
         known = self._compiled.get(key)
         if known is not None:
             known[0][grid](*arguments, *known[1])
             return
-        compiled = self._kernel[grid](*arguments, **constants, num_warps=num_warps)
+        options = {"launch_pdl": True} if constants.get("PDL") else {}
+        compiled = self._kernel[grid](*arguments, **constants, num_warps=num_warps, **options)
         if not INTERPRETED:
             names = self._kernel.arg_names[len(arguments) :]
             self._compiled[key] = (compiled, tuple(constants[name] for name in names))
@@ -36,3 +45,8 @@ class Launcher:
 def aligned(*pointers: int) -> tuple[bool, ...]:
     """Which addresses Triton compiles 16-byte accesses for."""
     return tuple(pointer % 16 == 0 for pointer in pointers)
+
+
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels on a device may be launched programmatically dependent (constant PDL)."""
+    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= PDL_CAPABILITY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.backends.triton.tiles import head_offsets
 
@@ -40,8 +41,12 @@ def write_kv(
     BLOCK_T: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr,  # neighbouring slots of the value lie side by side
     FP8: tl.constexpr,
+    PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
     """Grid (kv_heads, cdiv(num_tokens, BLOCK_T)): programs side by side work on the heads of the same tokens."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = tl.load(slots_ptr + t, mask=t < num_tokens, other=-1)

@@ -8,7 +8,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from headway.backends.triton.launch import Launcher, aligned
+from headway.backends.triton.launch import Launcher, aligned, launches_early
 from headway.backends.triton.layer import Addressing
 from headway.backends.triton.write_kernel import write_kv
 from headway.core.layout import LayerCache
@@ -48,6 +48,7 @@ class Writer:
                     "BLOCK_T": block_t,
                     "V_SLOTS_INNER": addressing.v_slots_inner,
                     "FP8": cache.key.element_size() == 1,
+                    "PDL": launches_early(k.device),
                 },
             )
         strides, constants = known

@@ -12,7 +12,7 @@ from headway.models.fused.launch import Launcher
 from headway.models.fused.products import FewRows
 from headway.models.fused.step_kernels import embed_tokens, norm_and_rotate, rms_norm, silu_and_mul
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm
+from headway.models.operations import Heads, Norm, Rope
 
 
 class Fused:
@@ -35,7 +35,7 @@ class Fused:
             launcher = self._launchers[key] = make()
         return launcher
 
-    def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Rope]:
         """One launch. cos and sin: float32 [num_tokens, head_dim / 2]."""
         num_tokens, hidden, half = input_ids.shape[0], table.shape[1], self._inv_freq.shape[0]
         x = torch.empty(num_tokens, hidden, dtype=table.dtype, device=self._device)
@@ -68,13 +68,18 @@ class Fused:
         """One launch."""
         return self._few_rows(x, linear) if self._few_rows.takes(x, linear) else linear(x)
 
-    def norm_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """One launch for few rows, else two."""
-        if self._few_rows.takes(x, linear):
-            return self._few_rows(x, linear, norm)
-        return linear(self.norm(x, norm))
+    def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """One launch for few rows, else three; q, k and v are views of the product."""
+        if self._few_rows.takes(x, linear, heads):
+            qkv = self._few_rows(x, linear, norm, rotated=(heads, rope))
+        else:
+            qkv = linear(self.norm(x, norm))
+            self._rotate(qkv, heads, rope)
+        qkv = qkv.view(x.shape[0], heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
+        rotated = heads.num_heads + heads.num_kv_heads
+        return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
 
-    def rotate(self, qkv: Tensor, heads: Heads, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotate(self, qkv: Tensor, heads: Heads, rope: Rope) -> None:
         """One launch, in place."""
         num_tokens, dim = qkv.shape[0], heads.head_dim
         num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
@@ -91,8 +96,6 @@ class Fused:
             q_norm, k_norm = heads.q_norm, heads.k_norm
             weights = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm and k_norm else (qkv, qkv, 0.0)
             launch((num_tokens, triton.cdiv(rotated, block_h), 1), qkv, *rope, *weights)
-        qkv = qkv.view(num_tokens, rotated + heads.num_kv_heads, dim)
-        return qkv[:, :num_heads], qkv[:, num_heads:rotated], qkv[:, rotated:]
 
     def norm_gated_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """One launch for few rows, else three."""

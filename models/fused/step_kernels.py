@@ -84,8 +84,10 @@ def norm_and_rotate(
     mask = (head < HEADS + KV_HEADS) & (h < HALF)
     if NORM:
         is_q = head < HEADS
-        low_weight = _either(q_norm_ptr, k_norm_ptr, h, is_q, mask)
-        high_weight = _either(q_norm_ptr, k_norm_ptr, h + HALF, is_q, mask)
+        low_weight = either(q_norm_ptr, k_norm_ptr, h, is_q, mask)
+        high_weight = either(q_norm_ptr, k_norm_ptr, h + HALF, is_q, mask)
+    else:
+        low_weight, high_weight = 1.0, 1.0
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -94,16 +96,23 @@ def norm_and_rotate(
     sin = tl.load(sin_ptr + token * HALF + h, mask=h < HALF, other=0.0)
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    low, high = turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, NORM)
+    tl.store(at, low.to(qkv_ptr.dtype.element_ty), mask=mask)
+    tl.store(at + HALF, high.to(qkv_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """RMSNorm of heads (NORM), then RoPE (Su et al. 2021): low, high, cos and sin are float32 [heads or rows, HEAD_DIM / 2]."""
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]
         low = low * scale * low_weight
         high = high * scale * high_weight
-    tl.store(at, (low * cos - high * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
-    tl.store(at + HALF, (high * cos + low * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+    return low * cos - high * sin, high * cos + low * sin
 
 
 @triton.jit
-def _either(q_ptr, k_ptr, at, is_q, mask):
+def either(q_ptr, k_ptr, at, is_q, mask):
     """A row of q's weights or of k's, float32."""
     q = tl.load(q_ptr + at, mask=mask & is_q, other=0.0).to(tl.float32)
     return q + tl.load(k_ptr + at, mask=mask & (is_q == 0), other=0.0).to(tl.float32)

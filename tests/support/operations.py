@@ -70,9 +70,7 @@ class Inputs:
         heads = Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, *head_norms)
         x, rope = ops.embed(self.ids.to(device), self.positions.to(device), put(self.table))
         results = {"embed": x, "norm": ops.norm(put(self.x), norm)}
-        qkv = ops.norm_product(put(self.x), norm, linear("qkv"))
-        results["norm_product"] = qkv.clone()
-        results |= dict(zip("qkv", ops.rotate(qkv, heads, rope), strict=True))
+        results |= dict(zip("qkv", ops.norm_qkv(put(self.x), norm, linear("qkv"), heads, rope), strict=True))
         results["norm_gated_product"] = ops.norm_gated_product(put(self.x), norm, linear("gate_up"))
         results["add_product"] = ops.add_product(put(self.residual), put(self.attended), linear("out"))
         results["product"] = ops.product(put(self.x), linear("qkv"))

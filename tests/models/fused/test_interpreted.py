@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py run
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 MODELS = {
     "llama": {},
+    "llama, head_dim 16": {"head_dim": 16},
     "qwen2": {"bias": True, "num_heads": 14, "num_kv_heads": 2, "head_dim": 64},
     "qwen3": {"qk_norm": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden": 64},
     "wide": {"hidden": 2100, "inner": 1030, "num_heads": 9, "num_kv_heads": 3, "head_dim": 80, "qk_norm": True},
@@ -30,7 +31,11 @@ INV_FREQ = {dim: 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim) for dim in (12, 
 CASES = [(name, rows, dtype) for name in ("llama", "qwen2", "qwen3") for rows in (1, 2, 9, 17) for dtype in TOLERANCE]
 
 
-@pytest.mark.parametrize(("name", "rows", "dtype"), [*CASES, ("wide", 1, torch.float16), ("wide", 3, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "rows", "dtype"),
+    [*CASES, ("llama, head_dim 16", 5, torch.bfloat16), ("wide", 1, torch.float16), ("wide", 3, torch.bfloat16)],
+    ids=str,
+)
 def test_every_step_equals_the_plain_one(name: str, rows: int, dtype: torch.dtype) -> None:
     sizes = Sizes(rows, **MODELS[name])
     inputs, inv_freq = Inputs(sizes, dtype), INV_FREQ[sizes.head_dim]
