@@ -62,6 +62,8 @@ class EngineConfig:
                 "cudagraph_capture_sizes", "whole numbers of at least 1", repr(sizes), "enforce_eager turns graphs off"
             )
         Workload.parse(self.workload)
+        if sizes is not None and min(sizes) > self.max_num_seqs:
+            raise ConfigError("cudagraph_capture_sizes", f"a size of at most max_num_seqs={self.max_num_seqs}", repr(sizes))
         if not is_seed(self.seed):
             raise ConfigError("seed", SEED_RANGE, repr(self.seed))
         if self.block_size is not None and self.block_size % BLOCK_MULTIPLE:

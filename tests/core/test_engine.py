@@ -127,6 +127,7 @@ def test_bad_prompts_are_refused_before_anything_is_queued(registry: Registry, p
         ({"gpu_memory_utilization": 1.5}, "above 0 and at most 1, got 1.5"),
         ({"cudagraph_capture_sizes": ()}, "at least 1"),
         ({"cudagraph_capture_sizes": (4, 0)}, "at least 1"),
+        ({"cudagraph_capture_sizes": (400,)}, "at most max_num_seqs=256"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 16, "max_model_len": 64}, "chunked prefill is off"),
         ({"kv_cache_memory": 1}, "kv_cache_memory"),
         ({"kv_layout": "nope"}, "nhd, hnd, vllm_5d"),
