@@ -37,6 +37,8 @@ class AttentionSpec:
     """One slope a query head; adds -slope * (query position - key position) to the scores (Press et al. 2022)."""
     sinks: tuple[float, ...] | None = None
     """One logit a query head that joins the softmax's denominator and has no value (GPT-OSS; Xiao et al. 2023); never scaled."""
+    batch_invariant: bool = False
+    """A sequence's output must have the same bits whatever else is in its step."""
     kv_dtype: torch.dtype | None = None
     """Element type of the cache where it is not `dtype`: torch.float8_e4m3fn."""
     k_scale: float = 1.0
@@ -67,7 +69,7 @@ class AttentionSpec:
         return frozenset(name for name in names if getattr(self, name) is not None)
 
     def __str__(self) -> str:
-        extra = "".join(f" {name}" for name in sorted(self.features))
+        extra = "".join(f" {name}" for name in sorted(self.features)) + (" batch_invariant" if self.batch_invariant else "")
         dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))
         if self.cache_dtype != self.dtype:
             extra = f", {KV_DTYPE_NAMES.get(self.cache_dtype, self.cache_dtype)} cache{extra}"

@@ -87,6 +87,7 @@ class LLM:
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
         cudagraph_capture_sizes: Sequence[int] | None = None,
+        deterministic: bool = False,
         seed: int = 0,
         num_threads: int | None = None,
         load_format: str = "auto",
@@ -128,6 +129,7 @@ class LLM:
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
             cudagraph_capture_sizes=None if cudagraph_capture_sizes is None else tuple(cudagraph_capture_sizes),
+            deterministic=deterministic,
             seed=seed,
         )
         self.registry = registry or create_registry(plugins)
