@@ -1,7 +1,7 @@
 """Deterministic mode: the bits of a request's logits hang on the request alone, not on what else is in its batch.
 
 What a batch changes elsewhere is taken out here: the backend (one, pinned, and asked to be batch invariant), how a prompt is cut
-into steps, preemption, and prefix hits. The model's share is `Model.batch_invariant`.
+into steps, preemption, and prefix hits. A model does its share if its layers' specs ask to be batch invariant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import replace
 from headway.core.config import EngineConfig
 from headway.core.errors import ConfigError, UnsupportedError
 from headway.core.metadata import Phase
-from headway.core.model import Model
 from headway.core.scheduler import Scheduler
 from headway.core.selector import BackendSource, Selector, parse_wish
 from headway.core.sequence import Sequence
@@ -22,18 +21,17 @@ from headway.core.spec import AttentionSpec
 log = logging.getLogger("headway")
 
 
-def prepare(model: Model, source: BackendSource, config: EngineConfig) -> tuple[list[AttentionSpec], EngineConfig]:
-    """The model's layers asked to be batch invariant, and the options with one backend pinned and the prefix cache off.
+def prepare(source: BackendSource, specs: Items[AttentionSpec], config: EngineConfig) -> EngineConfig:
+    """The options with one backend pinned and the prefix cache off.
 
-    :raises ConfigError: the model is not batch invariant.
+    :raises ConfigError: the model's layers do not ask to be batch invariant.
     """
-    if not model.batch_invariant:
-        need = "a model whose rows do not depend on each other's number, bit for bit"
-        raise ConfigError("deterministic", need, type(model).__name__, "load it with batch_invariant=True, as LLM does")
-    specs = [replace(spec, batch_invariant=True) for spec in model.attention_specs]
+    if not all(spec.batch_invariant for spec in specs):
+        need = "a model that keeps its rows' bits, and whose attention layers ask for the same"
+        raise ConfigError("deterministic", need, specs[0], "make it with batch_invariant=True, as LLM does")
     pinned = pin(source, specs, config)
     log.info("deterministic: attention pinned to %s; no prefix cache, no preemption, prompts cut at fixed places", pinned)
-    return specs, replace(config, attn_backend=pinned, enable_prefix_caching=False)
+    return replace(config, attn_backend=pinned, enable_prefix_caching=False)
 
 
 def pin(source: BackendSource, specs: Items[AttentionSpec], config: EngineConfig) -> str:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import torch
 
@@ -57,13 +58,15 @@ class Engine:
         device = specs[0].device
         config = (config or EngineConfig()).for_device(device)
         if config.deterministic:
-            specs, config = deterministic.prepare(model, source, config)
+            config = deterministic.prepare(source, specs, config)
         self.config = config
         self._eos = eos_token_ids
         self._vocab_size = model.vocab_size
         asked = config.attn_backend, config.kv_layout, config.block_size, config.attn_options
         selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
         self.selection = selector.selection
+        if config.deterministic:
+            self.selection = replace(self.selection, why="deterministic: pinned")
         block_size = self.selection.block_size
         memory = config.kv_cache_memory
         if memory is None and device.type == "cuda":

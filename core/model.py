@@ -32,10 +32,6 @@ class Model(Protocol):
     def max_position_embeddings(self) -> int:
         """Positions the model was made for."""
 
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether a row's bits are the same whatever the other rows and their number; deterministic mode asks for it."""
-
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """input_ids, positions: int64 [num_tokens]. Returns hidden states [num_tokens, hidden_size]."""
 

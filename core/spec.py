@@ -38,7 +38,8 @@ class AttentionSpec:
     sinks: tuple[float, ...] | None = None
     """One logit a query head that joins the softmax's denominator and has no value (GPT-OSS; Xiao et al. 2023); never scaled."""
     batch_invariant: bool = False
-    """A sequence's output must have the same bits whatever else is in its step."""
+    """A sequence's output must have the same bits whatever else is in its step: asked for by a model that keeps the bits of its
+    rows everywhere else."""
     kv_dtype: torch.dtype | None = None
     """Element type of the cache where it is not `dtype`: torch.float8_e4m3fn."""
     k_scale: float = 1.0

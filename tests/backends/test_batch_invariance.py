@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grid import LAYOUTS, SPECS, spec
 from headway.backends.sdpa import SDPA
-from headway.core.layout import NHD, CacheLayout
+from headway.core.layout import HND, NHD, VLLM_5D, CacheLayout
 from headway.core.metadata import Phase
 from headway.core.spec import AttentionSpec
 from headway.registry import Registry, create_registry
@@ -42,13 +42,19 @@ def test_on_a_cpu(registry: Registry, name: str, layout: CacheLayout, spec_name:
     check(registry, name, SPECS[spec_name], layout, 16)
 
 
+GPU_CELLS = {
+    "nhd 256, 16/8, bf16": (NHD, 256, 16, 8, torch.bfloat16),
+    "nhd 16, 32/8, bf16": (NHD, 16, 32, 8, torch.bfloat16),
+    "vllm_5d 16, 8/1, fp16": (VLLM_5D, 16, 8, 1, torch.float16),
+    "hnd 64, 16/8, fp32": (HND, 64, 16, 8, torch.float32),
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("heads", ["16/8", "32/8", "8/1"])
-@pytest.mark.parametrize(("layout", "block_size"), [(NHD, 256), (NHD, 16), (LAYOUTS[2], 16)], ids=str)
+@pytest.mark.parametrize("cell", GPU_CELLS)
 @pytest.mark.parametrize("name", NAMES)
-def test_on_a_gpu(registry: Registry, name: str, layout: CacheLayout, block_size: int, heads: str, dtype: torch.dtype) -> None:
-    num_heads, num_kv_heads = map(int, heads.split("/"))
+def test_on_a_gpu(registry: Registry, name: str, cell: str) -> None:
+    layout, block_size, num_heads, num_kv_heads, dtype = GPU_CELLS[cell]
     layer = spec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128, dtype=dtype, device=torch.device("cuda"))
     check(registry, name, layer, layout, block_size)
 
