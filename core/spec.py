@@ -37,15 +37,15 @@ class AttentionSpec:
     """One slope a query head; adds -slope * (query position - key position) to the scores (Press et al. 2022)."""
     sinks: tuple[float, ...] | None = None
     """One logit a query head that joins the softmax's denominator and has no value (GPT-OSS; Xiao et al. 2023); never scaled."""
-    batch_invariant: bool = False
-    """A sequence's output must have the same bits whatever else is in its step: asked for by a model that keeps the bits of its
-    rows everywhere else."""
     kv_dtype: torch.dtype | None = None
     """Element type of the cache where it is not `dtype`: torch.float8_e4m3fn."""
     k_scale: float = 1.0
     """Key = cached key * k_scale: the writer divides, a backend multiplies."""
     v_scale: float = 1.0
     """Value = cached value * v_scale."""
+    batch_invariant: bool = False
+    """A sequence's output must have the same bits whatever else is in its step: asked for by a model that keeps the bits of its
+    rows everywhere else."""
 
     def __post_init__(self) -> None:
         assert self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads"
