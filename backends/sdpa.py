@@ -38,7 +38,8 @@ class SDPA(AttentionBackend):
     """torch chooses the kernel: its flash kernel on a CPU; cuDNN, flash or memory-efficient on a GPU."""
 
     name = "sdpa"
-    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"), features=FEATURES)
+    # Asked to be batch invariant, it makes one call a sequence: a kernel's shape is then the sequence's own.
+    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"), features=FEATURES, batch_invariant=True)
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
@@ -50,9 +51,11 @@ class SDPA(AttentionBackend):
         decode = metadata.phase is Phase.DECODE
         lens = zip(metadata.query_lens, metadata.kv_lens, strict=True)
         # Decodes are padded to the longest of their group; prefills only join neighbours of their own shape.
-        keys = [(q, kv > 0 if decode else kv) for q, kv in lens]
+        keys: list[tuple[int, ...]] = [(q, kv > 0 if decode else kv) for q, kv in lens]
+        if self.spec.batch_invariant:
+            keys = [(*key, row) for row, key in enumerate(keys)]
         groups, row = [], 0
-        for (query_len, kv_len), members in groupby(keys):
+        for (query_len, kv_len, *_), members in groupby(keys):
             count = len(list(members))
             if kv_len:  # else padding rows: nothing to attend to, nothing is read of them
                 groups.append(self._group(metadata, row, count, query_len))
@@ -66,7 +69,9 @@ class SDPA(AttentionBackend):
         longest = int(kv_lens.max())
         device = metadata.block_table.device
         plain = not self.spec.features
-        dense = metadata.phase is Phase.PREFILL and longest == query_len
+        # In a step that is EXTEND every sequence's keys are gathered, unless that may not hang on the others.
+        alone = self.spec.batch_invariant and metadata.phase is not Phase.DECODE
+        dense = (alone or metadata.phase is Phase.PREFILL) and longest == query_len
         if dense and plain:
             return Group(tokens, count, query_len, None, None, causal=query_len > 1)
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
@@ -104,7 +109,10 @@ class SDPA(AttentionBackend):
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor) -> None:
         """keys, values: [count, kv_len, num_kv_heads, head_dim]."""
-        queries = q[group.tokens].view(group.count, group.query_len, -1, self.spec.head_dim).transpose(1, 2)
+        rows = q[group.tokens]
+        if self.spec.batch_invariant:  # a copy begins at an aligned address, whatever the sequence's place in the step
+            rows, keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (rows, keys, values))
+        queries = rows.view(group.count, group.query_len, -1, self.spec.head_dim).transpose(1, 2)
         keys, values, bias = keys.transpose(1, 2), values.transpose(1, 2), group.bias
         folded = group.query_len == 1 and self.spec.group_size > 1
         if folded:  # the query heads of a kv head become its query rows: no key is read twice

@@ -117,6 +117,7 @@ def main(
     batch_size: Annotated[str, typer.Option(help="Sequences, several with commas.")] = "1,16,64",
     context: Annotated[int, typer.Option(min=1, help="Cached tokens of each.")] = 512,
     attn_backend: Annotated[str, typer.Option(help="auto, NAME, or none: a step without attention and cache.")] = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="As in deterministic mode.")] = False,
     read_gbps: Annotated[float, typer.Option(help="What the memory reads, GB/s.")] = 4192.0,
 ) -> None:
     """Print a table."""
@@ -126,10 +127,11 @@ def main(
     if device.type != "cuda":
         raise ConfigError("headway.bench.step", "a CUDA GPU", "none")
     with torch.inference_mode():
-        decoder = Decoder(MODELS[model], DummyWeights(torch.bfloat16, device))
+        decoder = Decoder(MODELS[model], DummyWeights(torch.bfloat16, device), deterministic)
         rows = [_measure(decoder, attn_backend, int(batch), context, read_gbps) for batch in batch_size.split(",")]
     who = identify_device(device)
-    title = f"{model}, bfloat16, context {context}, attention {attn_backend}; {who.name}, torch {who.torch}"
+    mode = ", deterministic" if deterministic else ""
+    title = f"{model}, bfloat16, context {context}, attention {attn_backend}{mode}; {who.name}, torch {who.torch}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("batch", "us a step", "floor us", "share", "tokens/s"):
         table.add_column(column, justify="right")

@@ -66,6 +66,11 @@ class Capabilities:
     0 * NaN is NaN. The pool keeps that promise (zeroed when allocated, and a freed block keeps the finite rows it held), so a
     test poisons unused slots with a large number for such a backend, and with NaN for any other."""
 
+    batch_invariant: bool = False
+    """Where a layer asks for it (`AttentionSpec.batch_invariant`), the bits of a sequence's output do not depend on what else is
+    in the step: no split, tile or grouping is chosen by the number of sequences or another's length, nor by the phase, which is
+    EXTEND as soon as one sequence's is. Said of one new token a sequence in decode."""
+
     def check(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Every reason why this combination is outside the claim."""
         reasons = []
@@ -113,6 +118,12 @@ class Capabilities:
                 f"at most {self.max_group_size}",
                 spec.group_size,
             )
+        need(
+            self.batch_invariant or not spec.batch_invariant,
+            "batch_invariant",
+            "a backend that declares it",
+            "one that does not",
+        )
         for feature in sorted(spec.features - self.features):
             need(False, feature, "a backend that computes it", f"{feature}={getattr(spec, feature)}")
         return Support(tuple(reasons))

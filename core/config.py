@@ -46,6 +46,8 @@ class EngineConfig:
     """Batch sizes whose decode is captured; None: 1, 2, 4, 8 and steps of 8 up to max_num_seqs and 256."""
     async_scheduling: bool | None = None
     """Launch a step before the one before has been read; None: on a GPU, where it hides the host's work."""
+    deterministic: bool = False
+    """The bits of a request's logits do not depend on what else is in its batch; see headway.core.deterministic."""
     seed: int = 0
     """Seeds requests that bring no seed of their own."""
 

@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import torch
 
-from headway.core import cache
+from headway.core import cache, deterministic
 from headway.core.attention import PagedAttention
 from headway.core.blocks import BlockManager
 from headway.core.config import EngineConfig
@@ -55,12 +56,17 @@ class Engine:
         """
         specs = list(model.attention_specs)
         device = specs[0].device
-        self.config = config = (config or EngineConfig()).for_device(device)
+        config = (config or EngineConfig()).for_device(device)
+        if config.deterministic:
+            config = deterministic.prepare(source, specs, config)
+        self.config = config
         self._eos = eos_token_ids
         self._vocab_size = model.vocab_size
         asked = config.attn_backend, config.kv_layout, config.block_size, config.attn_options
         selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
         self.selection = selector.selection
+        if config.deterministic:
+            self.selection = replace(self.selection, why="deterministic: pinned")
         block_size = self.selection.block_size
         memory = config.kv_cache_memory
         if memory is None and device.type == "cuda":
@@ -74,7 +80,8 @@ class Engine:
         writer = source.layout(self.selection.layout.name).load_writer(device)
         attention = PagedAttention(specs, self.caches, writer)
         self.blocks = BlockManager(self.pool.num_blocks, block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
+        scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler
+        self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
         self._runner = Runner(model, attention, selector, draw, block_size, config.max_num_seqs, self.max_model_len)
         self._launched: Launched | None = None
         self._seeds = torch.Generator().manual_seed(config.seed)

@@ -87,7 +87,8 @@ def _keep_top(logits: Tensor, params: Sequence[SamplingParams], top_p: Tensor) -
     kept = torch.tensor([wish.top_k if wish.top_k > 0 else vocab for wish in params])
     dropped = torch.arange(vocab, device=logits.device) >= upload(kept, logits.device)[:, None]
     likely = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
-    dropped |= likely.cumsum(dim=-1) - likely >= top_p  # the sum before a token already suffices
+    # The sum before a token already suffices. It may round up to 1, which must cut no row that is here for its neighbours only.
+    dropped |= (likely.cumsum(dim=-1) - likely >= top_p) & (top_p < 1)
     dropped[:, 0] = False
     return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
 

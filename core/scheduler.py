@@ -74,15 +74,16 @@ class Scheduler:
         """
         budget = self.max_num_batched_tokens
         scheduled: list[Scheduled] = []
-        preempted = False
+        preempted = skipped = False
         position = 0
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
-            count = min(seq.num_to_compute, budget)
+            count = self._share(seq, budget)
             if count == 0:
+                skipped = skipped or seq.num_to_compute > 0
                 position += 1
                 continue
-            while not self.blocks.reserve(seq, count):
+            while not self.blocks.reserve(seq, self._room(seq, count)):
                 preempted = True
                 if self._preempt_last() is seq:
                     break
@@ -90,7 +91,7 @@ class Scheduler:
                 scheduled.append(Scheduled.of(seq, count))
                 budget -= count
                 position += 1
-        while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and not (preempted or skipped) and budget > 0 and len(self.running) < self.max_num_seqs:
             count = self._admit(self.waiting[0], budget)
             if count == 0:
                 break
@@ -105,14 +106,22 @@ class Scheduler:
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Tokens that a waiting sequence gets in this step; 0 if there is no room, and then it holds nothing."""
         spared = self.blocks.attach_prefix(seq)
-        count = min(seq.num_to_compute, budget)
+        count = self._share(seq, budget)
         whole = count == seq.num_to_compute
-        if (whole or self.enable_chunked_prefill) and self.blocks.reserve(seq, count):
+        if count and (whole or self.enable_chunked_prefill) and self.blocks.reserve(seq, self._room(seq, count)):
             if seq.num_preemptions == 0:
                 seq.num_cached_tokens = spared
             return count
         self.blocks.release(seq)
         return 0
+
+    def _share(self, seq: Sequence, budget: int) -> int:
+        """Tokens that a sequence gets of what is left of a step."""
+        return min(seq.num_to_compute, budget)
+
+    def _room(self, seq: Sequence, count: int) -> int:
+        """Tokens for which a sequence must hold blocks when it gets `count`."""
+        return count
 
     def _preempt_last(self) -> Sequence:
         seq = self.running.pop()

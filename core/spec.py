@@ -43,6 +43,9 @@ class AttentionSpec:
     """Key = cached key * k_scale: the writer divides, a backend multiplies."""
     v_scale: float = 1.0
     """Value = cached value * v_scale."""
+    batch_invariant: bool = False
+    """A sequence's output must have the same bits whatever else is in its step: asked for by a model that keeps the bits of its
+    rows everywhere else."""
 
     def __post_init__(self) -> None:
         assert self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads"
@@ -67,7 +70,7 @@ class AttentionSpec:
         return frozenset(name for name in names if getattr(self, name) is not None)
 
     def __str__(self) -> str:
-        extra = "".join(f" {name}" for name in sorted(self.features))
+        extra = "".join(f" {name}" for name in sorted(self.features)) + (" batch_invariant" if self.batch_invariant else "")
         dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))
         if self.cache_dtype != self.dtype:
             extra = f", {KV_DTYPE_NAMES.get(self.cache_dtype, self.cache_dtype)} cache{extra}"

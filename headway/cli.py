@@ -73,6 +73,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that reach this probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from this many likeliest tokens; -1: all.")] = -1,
     min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this times the likeliest.")] = 0.0,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits alone and in any batch; slower.")] = False,
     seed: Annotated[int | None, typer.Option(help="Makes sampled text repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the completion. Repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end of text.")] = False,
@@ -130,6 +131,7 @@ def generate(
             enforce_eager=enforce_eager,
             num_threads=num_threads,
             load_format=load_format,
+            deterministic=deterministic,
         )
     loaded = time.perf_counter() - started
     shown = False

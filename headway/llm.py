@@ -87,6 +87,7 @@ class LLM:
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
         cudagraph_capture_sizes: Sequence[int] | None = None,
+        deterministic: bool = False,
         seed: int = 0,
         num_threads: int | None = None,
         load_format: str = "auto",
@@ -108,6 +109,7 @@ class LLM:
         cudagraph_capture_sizes: batch sizes whose decode is captured. num_threads: CPU threads; None: one a free core.
         load_format: auto, or dummy: random weights in the model's shapes, also those of qwen3-0.6b and llama-3-8b, which ship
         with Headway. skip_tokenizer_init: token ids in and out, no text.
+        deterministic: the bits of a request's logits do not depend on what else is in its batch; slower.
         plugins: objects with hook implementations, registered beside installed ones. registry: instead of a new one.
 
         :raises HeadwayError: anything the caller can put right, in one line.
@@ -128,17 +130,21 @@ class LLM:
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
             cudagraph_capture_sizes=None if cudagraph_capture_sizes is None else tuple(cudagraph_capture_sizes),
+            deterministic=deterministic,
             seed=seed,
         )
         self.registry = registry or create_registry(plugins)
         check_names(self.registry, attn_backend, kv_layout, config.attn_options)
         self.device = _device(device)
         self.num_threads = set_threads(num_threads) if self.device.type == "cpu" else None
-        self.model = load_model(model, dtype, self.device, load_format, skip_tokenizer_init)
-        wish = TableWish(None if crossover_table is None else Path(crossover_table), autotune_budget)
-        costs = costs_for(self.model.decoder.attention_specs, self.registry, attn_backend, wish)
-        eos = self.model.eos_token_ids
-        self.engine = Engine(self.model.decoder, self.registry, config, eos, _draw(self.device), costs)
+        self.model = load_model(model, dtype, self.device, load_format, skip_tokenizer_init, deterministic)
+        specs, costs = self.model.decoder.attention_specs, None
+        if not deterministic:  # which pins one backend, whatever is fastest
+            wish = TableWish(None if crossover_table is None else Path(crossover_table), autotune_budget)
+            costs = costs_for(specs, self.registry, attn_backend, wish)
+        # The kernel divides by the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
+        drawn_by = draw if deterministic else _draw(self.device)
+        self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, drawn_by, costs)
         self.tokenizer = self.model.tokenizer
         self._request_ids = count()
         self._requests: dict[EngineSequence, _Request] = {}

@@ -7,6 +7,7 @@ from torch import Tensor
 from headway.core.model import Attention
 from headway.core.spec import AttentionSpec
 from headway.models.config import DecoderConfig
+from headway.models.invariant import invariant_operations
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Operations, Rope, operations_for
 from headway.models.weights import WeightSource
@@ -15,7 +16,11 @@ from headway.models.weights import WeightSource
 class Decoder:
     """Tokens of all sequences of a step in one row each; attention is the only place where they meet."""
 
-    def __init__(self, config: DecoderConfig, weights: WeightSource) -> None:
+    def __init__(self, config: DecoderConfig, weights: WeightSource, batch_invariant: bool = False) -> None:
+        """batch_invariant: compute so that a row's bits do not depend on the other rows or their number; slower.
+
+        :raises ModelError: batch_invariant, and this machine's products are not.
+        """
         self.config = config
         device = weights.device
         self.embed = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
@@ -25,10 +30,12 @@ class Decoder:
         head = self.embed if tied else weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
         self.lm_head = Linear(head)
         weights.finish()
-        self.operations = operations_for(config.inv_freq.to(device), config.rope_factor)
-        self.attention_specs = [self._spec(window, weights) for window in config.sliding_windows]
+        rope = config.inv_freq.to(device), config.rope_factor
+        linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
+        self.operations = invariant_operations(*rope, linears) if batch_invariant else operations_for(*rope)
+        self.attention_specs = [self._spec(window, weights, batch_invariant) for window in config.sliding_windows]
 
-    def _spec(self, window: int | None, weights: WeightSource) -> AttentionSpec:
+    def _spec(self, window: int | None, weights: WeightSource, batch_invariant: bool) -> AttentionSpec:
         config = self.config
         return AttentionSpec(
             num_heads=config.num_heads,
@@ -38,6 +45,7 @@ class Decoder:
             dtype=weights.dtype,
             device=weights.device,
             sliding_window=window,
+            batch_invariant=batch_invariant,
         )
 
     @property
@@ -94,6 +102,11 @@ class DecoderLayer:
         self.gate_up_proj = merged({"mlp.gate_proj": inner, "mlp.up_proj": inner}, config.mlp_bias)
         down_bias = take("mlp.down_proj.bias", hidden) if config.mlp_bias else None
         self.down_proj = Linear(take("mlp.down_proj.weight", hidden, inner), down_bias)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its products."""
+        return [self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj]
 
     def __call__(self, x: Tensor, rope: Rope, ops: Operations, attention: Attention) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`."""

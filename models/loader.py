@@ -40,11 +40,13 @@ def load_model(
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     skip_tokenizer_init: bool = False,
+    batch_invariant: bool = False,
 ) -> LoadedModel:
     """Find and load a model.
 
     dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (which computes bfloat16 slower), else the checkpoint's.
     load_format: auto or dummy. A dummy needs a config.json alone; its tokenizer is read if the folder has one.
+    batch_invariant: what deterministic mode needs; see Decoder.
 
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype or load_format.
@@ -60,7 +62,7 @@ def load_model(
     chosen = _dtype(dtype, config, device)
     weights: WeightSource = DummyWeights(chosen, device) if dummy else Weights(folder, chosen, device)
     with torch.inference_mode():
-        decoder = Decoder(decoder_config, weights)
+        decoder = Decoder(decoder_config, weights, batch_invariant)
     without_tokenizer = skip_tokenizer_init or (dummy and not (folder / "tokenizer_config.json").is_file())
     tokenizer = None if without_tokenizer else _read_tokenizer(folder)
     return LoadedModel(name, folder, decoder, tokenizer, _eos(folder, config))

@@ -40,6 +40,7 @@ class TritonAttention(AttentionBackend):
         block_multiple=16,
         head_dims=(32, 64, 80, 96, 128, 256),
         features=FEATURES,
+        batch_invariant=True,
     )
     graph_level = GraphLevel.UNIFORM
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of every sequence in decode, in place of the built-in rule"}

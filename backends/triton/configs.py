@@ -13,6 +13,13 @@ MAX_SPLITS = 128
 MAX_ROUNDS = 40
 """Splits stop where every multiprocessor has this many programs: the partial results would cost more than the balance brings."""
 
+INVARIANT_SPLITS = 16
+"""Splits of every sequence where the answer must be batch invariant: enough that one sequence with 8 kv heads fills 132
+multiprocessors. Those that a short sequence has no keys for end at once."""
+
+ANY_PROMPT = 1 << 20
+"""Stands for the longest query_len where a configuration must not hang on it."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:

@@ -10,7 +10,15 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.backends.triton.configs import MANY_PROGRAMS, MAX_ROUNDS, Architecture, DecodeConfig, choose_splits, decode_config
+from headway.backends.triton.configs import (
+    INVARIANT_SPLITS,
+    MANY_PROGRAMS,
+    MAX_ROUNDS,
+    Architecture,
+    DecodeConfig,
+    choose_splits,
+    decode_config,
+)
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.launch import Launcher, aligned, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
@@ -83,7 +91,8 @@ class Decode:
         self._layer = layer
         self._block_size = block_size
         self._multiprocessors = multiprocessors
-        self._num_splits = num_splits
+        # A sequence's splits are cut from its own length, so only their number must not hang on the batch.
+        self._num_splits = INVARIANT_SPLITS if spec.batch_invariant and num_splits is None else num_splits
         row = (layer.block_d, spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
         self.configs = (decode_config(arch, *row), decode_config(arch, *row, many=True))
         """For few programs and for many."""
@@ -122,7 +131,8 @@ class Decode:
         """Fix grid, split count and buffers for a view of decoding sequences."""
         block_m, rows, tiles_m = self.tile(metadata.max_query_len)
         items = metadata.num_seqs * self._spec.num_kv_heads * tiles_m
-        config = self.configs[items >= MANY_PROGRAMS * self._multiprocessors]
+        many = items >= MANY_PROGRAMS * self._multiprocessors and not self._spec.batch_invariant
+        config = self.configs[many]
         num_splits = self.splits(metadata.kv_lens, tiles_m, config)
         results = items * num_splits * rows if num_splits > 1 else 0
         floats = self._workspace.floats(results * (self._layer.block_d + 1))
@@ -206,5 +216,5 @@ class Decode:
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Most bytes the partial results take: the split rule keeps launches small."""
-        items = max_num_seqs * self._spec.num_kv_heads
+        items = max_num_seqs * self._spec.num_kv_heads * (self._num_splits or 1)
         return max(items, MAX_ROUNDS * self._multiprocessors) * self.tile(1)[1] * (self._layer.block_d + 1) * 4

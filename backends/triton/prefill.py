@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headway.backends.triton.configs import Architecture, PrefillConfig, prefill_config
+from headway.backends.triton.configs import ANY_PROMPT, Architecture, PrefillConfig, prefill_config
 from headway.backends.triton.layer import Addressing, Layer
 from headway.backends.triton.prefill_kernel import varlen_attention
 from headway.core.layout import LayerCache
@@ -49,10 +49,13 @@ class Prefill:
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan:
         """List the query tiles of all sequences."""
         # An fp8 cache is read back even so, or the answer would hang on how a prompt was cut into chunks.
-        dense = metadata.phase is Phase.PREFILL and self._spec.cache_dtype == self._spec.dtype
+        # A batch invariant answer is read back too: whether the step is PREFILL or EXTEND hangs on all of its sequences.
+        rereads = self._spec.cache_dtype != self._spec.dtype or self._spec.batch_invariant
+        dense = metadata.phase is Phase.PREFILL and not rereads
         paged = 0 if dense else self._block_size
         row = (self._layer.block_d, self._spec.dtype.itemsize)
-        config = prefill_config(self._arch, *row, metadata.max_query_len, self._spec.group_size, paged)
+        longest = ANY_PROMPT if self._spec.batch_invariant else metadata.max_query_len
+        config = prefill_config(self._arch, *row, longest, self._spec.group_size, paged)
         tiles = self._tiles(metadata, config.block_m)
         return PrefillPlan(
             dense=dense,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headway.core.errors import ConfigError
-from headway.core.sampler import NOT_A_TOKEN, _keys, greedy, sample
+from headway.core.sampler import NOT_A_TOKEN, _keep_top, _keys, greedy, sample
 from headway.core.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -50.0])
@@ -126,3 +126,13 @@ def test_keys_are_splitmix64() -> None:
     """The published generator: with seed 0 its first outputs are the hashes of its increments."""
     assert int(_keys([0], [1])[0]) == 0xE220A8397B1DCDAF
     assert int(_keys([0], [2])[0]) == 0x6E789E6AA1B965F4
+
+
+def test_a_neighbours_top_k_cuts_nothing_from_a_row_without_limits() -> None:
+    """The sum of its probabilities rounds up to 1 long before its end."""
+    logits = torch.randn(2, 50000, generator=torch.Generator().manual_seed(2)) * 5
+    wishes = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=5)]
+    likely = logits[0].softmax(-1).sort(descending=True).values
+    assert float((likely.cumsum(-1) - likely)[-1]) >= 1
+    kept = _keep_top(logits, wishes, torch.ones(2, 1)).isfinite().sum(-1)
+    assert kept.tolist() == [50000, 5]

