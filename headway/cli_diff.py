@@ -5,14 +5,19 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+if TYPE_CHECKING:
+    from headway.models.loader import LoadedModel
+
 _NUM_PROMPTS = 4
 """Of the built-in prompts, where the user brings none."""
+_RANDOM_LENGTHS = (7, 64, 300, 1000)
+"""Tokens of the prompts where the model has no tokenizer."""
 
 
 def diff(
@@ -26,6 +31,7 @@ def diff(
     attn_opt: Annotated[list[str] | None, typer.Option(help="An option of a backend: NAME.key=value. Repeatable.")] = None,
     kv_layout: Annotated[str, typer.Option(help="Cache layout of both: auto (each its own), nhd, hnd, ...")] = "auto",
     block_size: Annotated[str, typer.Option(help="Tokens in a cache block: auto, or a multiple of 8.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default one a free core.")] = None,
@@ -53,17 +59,17 @@ def diff(
     registry = create_registry()
     for name in (a, b):
         check_side(name, registry, wish)
-    texts = _texts(prompt, prompts_file)
+    texts = _texts(prompt, prompts_file) if prompt or prompts_file else None
     place = resolve_device(None if device == "auto" else device)
     if place.type == "cpu":
         set_threads(num_threads)
     err = Console(stderr=True)
     with err.status(f"loading {model}"):
-        loaded = load_model(model, dtype, place)
+        loaded = load_model(model, dtype, place, load_format)
     decoder = loaded.decoder
     specs = decoder.attention_specs
     side_a, side_b = (make_side(name, registry, specs, wish) for name in (a, b))
-    prompts: list[list[int]] = [list(loaded.tokenizer(text)["input_ids"]) for text in texts]
+    prompts = _token_ids(loaded, texts)
     check_prompts(decoder, prompts, max_tokens)
     columns = TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
@@ -90,8 +96,7 @@ def diff(
 
 
 def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
-    """What to run: the texts given and those of the file, or the first built-in ones."""
-    from headway.bench.prompts import take_prompts
+    """What to run: the texts given and those of the file."""
     from headway.core.errors import ConfigError, PromptError
 
     texts = list(prompts or [])
@@ -104,9 +109,22 @@ def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
         texts += [line for line in lines if line.strip()]
         if not texts:
             raise ConfigError("--prompts-file", need, f"{path}, which has none")
-    elif not texts:
-        return take_prompts(_NUM_PROMPTS)
     for number, text in enumerate(texts):
         if not text:
             raise PromptError(f"prompt {number}", "at least one character", "an empty text")
     return texts
+
+
+def _token_ids(model: LoadedModel, texts: list[str] | None) -> list[list[int]]:
+    """Of the texts, or of the first built-in ones; for a model without a tokenizer random ones."""
+    from random import Random
+
+    from headway.bench.prompts import take_prompts
+    from headway.core.errors import ConfigError
+
+    if model.tokenizer is not None:
+        return [list(model.tokenizer(text)["input_ids"]) for text in texts or take_prompts(_NUM_PROMPTS)]
+    if texts:
+        raise ConfigError("--prompt", "a model with a tokenizer", model.name, "leave it out: random token ids are taken")
+    random, longest = Random(0), model.decoder.max_position_embeddings // 2
+    return [[random.randrange(model.decoder.vocab_size) for _ in range(min(length, longest))] for length in _RANDOM_LENGTHS]

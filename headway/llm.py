@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from tqdm import tqdm
 
 from headway.bench.crossover.autotune import TableWish, costs_for
@@ -20,17 +18,17 @@ from headway.core.config import EngineConfig
 from headway.core.detokenizer import Detokenizer, NoTokenizer
 from headway.core.engine import Engine
 from headway.core.errors import ConfigError, PromptError
-from headway.core.sampler import Draw, draw
+from headway.core.sampler import draw
 from headway.core.sampling_params import SamplingParams
 from headway.core.selector import check_names
 from headway.core.sequence import Sequence as EngineSequence
+from headway.devices import fastest_draw, resolve_device
 from headway.models.loader import load_model
 from headway.models.locate import DEFAULT_MODEL
 from headway.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from headway.registry import Registry, create_registry
 from headway.threads import set_threads
 
-log = logging.getLogger("headway")
 Prompt = str | Sequence[int]
 
 
@@ -135,7 +133,7 @@ class LLM:
         )
         self.registry = registry or create_registry(plugins)
         check_names(self.registry, attn_backend, kv_layout, config.attn_options)
-        self.device = _device(device)
+        self.device = resolve_device(device)
         self.num_threads = set_threads(num_threads) if self.device.type == "cpu" else None
         self.model = load_model(model, dtype, self.device, load_format, skip_tokenizer_init, deterministic)
         specs, costs = self.model.decoder.attention_specs, None
@@ -143,7 +141,7 @@ class LLM:
             wish = TableWish(None if crossover_table is None else Path(crossover_table), autotune_budget)
             costs = costs_for(specs, self.registry, attn_backend, wish)
         # The kernel divides by the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
-        drawn_by = draw if deterministic else _draw(self.device)
+        drawn_by = draw if deterministic else fastest_draw(self.device)
         self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, drawn_by, costs)
         self.tokenizer = self.model.tokenizer
         self._request_ids = count()
@@ -277,29 +275,3 @@ def _token_ids(prompt: object) -> list[int]:
     if not all(isinstance(token, Integral) for token in items):
         raise PromptError("prompt", "a text or a list of token ids", repr(prompt))
     return [int(token) for token in items]
-
-
-def _draw(device: torch.device) -> Draw:
-    """What draws tokens fastest."""
-    if device.type == "cuda":
-        try:
-            from headway.models.fused.draw import draw_fused
-        except ImportError as error:
-            log.warning("tokens are drawn by torch's operations: %s (pip install 'headway[triton]')", error)
-        else:
-            return draw_fused
-    return draw
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError("device", "auto, cpu, cuda or cuda:N", repr(name)) from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError("device", "auto, cpu, cuda or cuda:N", repr(name))
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError("device", "a CUDA device that torch sees", f"{name}, and torch sees {torch.cuda.device_count()}")
-    return device

@@ -95,6 +95,17 @@ def test_a_backend_that_cannot_serve_the_model_is_refused_with_reasons(diff: Hea
     assert "--attn-backend" not in result.err, "not an option here"
 
 
+def test_random_weights_and_tokens_where_there_is_nothing_but_a_config(headway: Headway, model_copy: Path) -> None:
+    for path in model_copy.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    arguments = ("diff", "sdpa", "--model", str(model_copy), "--load-format", "dummy", "--max-tokens", "2")
+    result = headway(*arguments)
+    assert result.code == 0, result
+    assert "decode, 8 tokens" in result.out
+    assert_refused(headway(*arguments, "--prompt", "fox"), "--prompt", "a model with a tokenizer", "leave it out")
+
+
 def test_a_file_without_prompts_is_refused(diff: Headway, texts: Path) -> None:
     texts.write_text("\n\n")
     assert_refused(diff("sdpa"), "--prompts-file", "which has none")

@@ -50,7 +50,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[Tensor]:
     """Collects the rows of logits of the request "it", from single launches and from graphs."""
     rows: list[Tensor] = []
     runner: Any = engine._runner
-    launch, graphs = runner._run, runner._graphs
+    launch, find = runner._run, runner._graph
 
     def keep(logits: Tensor, step: list[Any]) -> None:
         sampled = [share.seq for share in step if share.samples]
@@ -61,8 +61,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[Tensor]:
         keep(logits, step)
         return logits
 
-    def find(step: list[Any]) -> Any:
-        graph = found(step)
+    def found(step: list[Any]) -> Any:
+        graph = find(step)
         if graph is None:
             return None
 
@@ -71,12 +71,10 @@ def watch(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[Tensor]:
             keep(logits, step)
             return logits, tokens
 
-        return SimpleNamespace(replay=replay, backends=graph.backends)
+        return SimpleNamespace(replay=replay, rows=graph.rows, backends=graph.backends)
 
     monkeypatch.setattr(runner, "_run", launched)
-    if graphs is not None:
-        found = graphs.find
-        monkeypatch.setattr(graphs, "find", find)
+    monkeypatch.setattr(runner, "_graph", found)
     return rows
 
 

@@ -1,0 +1,1 @@
+../../headway/devices.py
