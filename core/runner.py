@@ -80,8 +80,11 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: list[Scheduled]) -> Launched:
         """Start a step. On a CPU it has run when this returns."""
-        sampled = [share for share in step if share.samples]
         graph = self._graph(step)
+        if graph is not None:
+            # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
+            step = sorted(step, key=lambda share: -share.context_len)
+        sampled = [share for share in step if share.samples]
         if graph is not None:
             logits, best = graph.replay(step)
             tokens = self._sample(logits, best, sampled)
