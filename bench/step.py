@@ -19,7 +19,6 @@ from headway.bench.device import identify_device, resolve_device
 from headway.bench.timing import Timer
 from headway.core import cache
 from headway.core.attention import PagedAttention
-from headway.core.errors import ConfigError
 from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.model import Attention
 from headway.core.selector import Selector
@@ -122,13 +121,16 @@ def main(
 ) -> None:
     """Print a table."""
     if model not in MODELS:
-        raise ConfigError("--model", " or ".join(MODELS), repr(model))
+        raise typer.BadParameter(f"--model: needs {' or '.join(MODELS)}, got {model!r}")
+    sizes = batch_size.split(",")
+    if not all(size.isdigit() and int(size) for size in sizes):
+        raise typer.BadParameter(f"--batch-size: needs positive numbers with commas, got {batch_size!r}")
     device = resolve_device(None)
     if device.type != "cuda":
-        raise ConfigError("headway.bench.step", "a CUDA GPU", "none")
+        raise typer.BadParameter("needs a CUDA GPU, got none")
     with torch.inference_mode():
         decoder = Decoder(MODELS[model], DummyWeights(torch.bfloat16, device), deterministic)
-        rows = [_measure(decoder, attn_backend, int(batch), context, read_gbps) for batch in batch_size.split(",")]
+        rows = [_measure(decoder, attn_backend, int(size), context, read_gbps) for size in sizes]
     who = identify_device(device)
     mode = ", deterministic" if deterministic else ""
     title = f"{model}, bfloat16, context {context}, attention {attn_backend}{mode}; {who.name}, torch {who.torch}"

@@ -36,4 +36,4 @@ class Model(Protocol):
         """input_ids, positions: int64 [num_tokens]. Returns hidden states [num_tokens, hidden_size]."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden_size]. Returns float32 [rows, vocab_size]."""
+        """hidden: [rows, hidden_size]. Returns [rows, vocab_size] in the model's dtype."""

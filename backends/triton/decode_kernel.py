@@ -75,7 +75,7 @@ def split_kv_decode(
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
     """Grid (kv heads * query tiles, splits, num_seqs). Row r of a sequence's query is token r // GROUP, head r % GROUP."""
-    if PDL:  # the next kernel may fetch its weights while this one runs
+    if PDL:  # the kernel after this one fetches its weights meanwhile
         gdc_launch_dependents()
         gdc_wait()
     kv_head = tl.program_id(0) % NUM_KV_HEADS

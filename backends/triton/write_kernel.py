@@ -45,8 +45,8 @@ def write_kv(
 ):
     """Grid (kv_heads, cdiv(num_tokens, BLOCK_T)): programs side by side work on the heads of the same tokens."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
     head = tl.program_id(0)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = tl.load(slots_ptr + t, mask=t < num_tokens, other=-1)

@@ -32,9 +32,7 @@ class Launcher:
         key = tuple([(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None for a in arguments])
         known = self._compiled.get(key)
         if known is not None:
-            # An address as a number spares the launcher a question to the driver for each tensor.
-            addresses = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-            known[0][grid](*addresses, *known[1])
+            known[0][grid](*arguments, *known[1])
             return
         compiled = self._kernel[grid](*arguments, **self._constants, num_warps=self._num_warps, **self._options)
         if not INTERPRETED:

@@ -50,8 +50,6 @@ def one_row(
 ):
     """y = W norm(x) + bias, then silu(gate) * up, or added to y. Grid (cdiv(N, BLOCK_N)). Sums in float32."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    if PDL:
-        gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     at = n.to(tl.int64)[:, None] * K + k[None, :]
@@ -76,6 +74,7 @@ def one_row(
         low_weight, high_weight = 1.0, 1.0
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()  # not before: kernels further on would take memory's time from those whose turn it is
     if ADD:  # asked for here, not where it is used: the answer takes as long as the product
         residual = tl.load(y_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -148,12 +147,13 @@ def few_rows(
     BLOCK_HALF: tl.constexpr,  # HEAD_DIM / 2 rounded up to a power of two
     QK_NORM: tl.constexpr,
     DOT: tl.constexpr,  # what the matrix units multiply
+    EARLY: tl.constexpr,  # the next kernel may start at once, not when x is there
     PDL: tl.constexpr,
 ):
     """The same for `rows` rows, on the matrix units: W x^T, the warps side by side along K. Grid (cdiv(N, BLOCK_N))."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     STEP: tl.constexpr = BLOCK_K // SLICES
-    if PDL:
+    if PDL and EARLY:
         gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, BLOCK_M)
@@ -183,6 +183,8 @@ def few_rows(
         low_weight, high_weight = 1.0, 1.0
     if PDL:
         gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
     if ADD:
         residual = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
     gate = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
