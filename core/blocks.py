@@ -86,6 +86,7 @@ class BlockManager:
                     self._free.move_to_end(block, last=False)
         seq.blocks = []
         seq.num_computed = seq.num_published = seq.num_tabled = 0
+        seq.newest_at = -1
 
     def forget_prefixes(self) -> None:
         """Make every cached content unfindable; blocks that sequences hold stay theirs."""

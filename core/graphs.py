@@ -17,14 +17,16 @@ from headway.core.backend import GraphLevel
 from headway.core.errors import BackendError, HeadwayError
 from headway.core.metadata import AttentionMetadata
 from headway.core.model import Model
-from headway.core.sampler import NOT_A_TOKEN, greedy
+from headway.core.sampler import greedy
 from headway.core.scheduler import Scheduled
 from headway.core.support import Reason
 
 log = logging.getLogger("headway")
 
-_FIELDS = 5
-"""Numbers a row: its token where the host knows it, its place in `newest`, position, length, slot."""
+_LONGS = 2
+"""int64 numbers a row: its place in `newest`, and its slot."""
+_INTS = 2
+"""int32 numbers a row: its position, and its length."""
 _ALIGN = 4
 """Fields begin at multiples of 16 bytes, which kernels may rely on."""
 
@@ -116,9 +118,9 @@ class DecodeGraphs:
         )
 
     def size_for(self, step: list[Scheduled]) -> int | None:
-        """The captured batch size that holds a step; None if the step does anything but decode, or is larger than all."""
+        """The captured batch size that holds a step; None if the step is larger than all, or does not go on from `newest`."""
         count = len(step)
-        if count >= len(self._size_of) or any(share.num_new_tokens > 1 or share.context_len == 0 for share in step):
+        if count >= len(self._size_of) or any(s.num_new_tokens > 1 or s.context_len != s.seq.newest_at for s in step):
             return None
         return self._size_of[count]
 
@@ -126,23 +128,25 @@ class DecodeGraphs:
         """The graph of a batch size with these backends; None if it was not captured."""
         return self._graphs.get((size, _name(backends)))
 
-    def fill(self, host: numpy.ndarray, table: numpy.ndarray, step: list[Scheduled]) -> None:
-        """Write a step's inputs. host: int32 [_FIELDS, batch]; table: int32 [batch, width]."""
-        rows = []
-        columns = []
+    def fill(self, longs: numpy.ndarray, ints: numpy.ndarray, table: numpy.ndarray, step: list[Scheduled]) -> None:
+        """Write a step's inputs. longs: int64 [_LONGS, batch]; ints: int32 [_INTS, batch]; table: int32 [batch, width]."""
+        rows, slots, positions = [], [], []
         size = self._block_size
         for share in step:
             seq, at = share.seq, share.context_len
-            row, tokens, blocks = seq.row or 0, seq.token_ids, seq.blocks
+            row, blocks = seq.row or 0, seq.blocks
             if seq.num_tabled < len(blocks):
                 self._tables[row, seq.num_tabled : len(blocks)] = blocks[seq.num_tabled :]
                 seq.num_tabled = len(blocks)
-            known = tokens[at] if at < len(tokens) else NOT_A_TOKEN
             rows.append(row)
-            columns.append((known, row, at, at + 1, blocks[at // size] * size + at % size))
+            slots.append(blocks[at // size] * size + at % size)
+            positions.append(at)
         count = len(step)
-        host[:, :count] = numpy.array(columns, dtype=numpy.int32).T
-        host[:, count:] = [[0], [self._max_num_seqs], [0], [0], [-1]]
+        longs[:, :count] = rows, slots
+        longs[:, count:] = [[self._max_num_seqs], [-1]]
+        ints[0, :count] = positions
+        ints[1, :count] = ints[0, :count] + 1
+        ints[:, count:] = 0
         numpy.take(self._tables, rows, axis=0, out=table[:count])
         table[count:] = 0
 
@@ -151,14 +155,28 @@ class _Inputs:
     """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
 
     def __init__(self, most: int, width: int, device: torch.device) -> None:
-        length = _aligned(most) * _FIELDS + most * width
+        length = _aligned(most) * (2 * _LONGS + _INTS) + most * width
+        self.width = width
         self.device = torch.zeros(length, dtype=torch.int32, device=device)
-        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        pinned = device.type == "cuda"
+        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
 
     def next_host(self) -> Tensor:
         """The buffer that is not in use: a step's copy is done before the step after next is launched."""
         self._host.reverse()
         return self._host[0]
+
+    def views(self, flat: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        """(int64 [_LONGS, batch], int32 [_INTS, batch], block table int32 [batch, width]) of a flat buffer, and their length."""
+        stride = _aligned(batch)
+        ints, table = 2 * _LONGS * stride, (2 * _LONGS + _INTS) * stride
+        end = table + batch * self.width
+        return (
+            flat[:ints].view(torch.int64).view(_LONGS, stride)[:, :batch],
+            flat[ints:table].view(_INTS, stride)[:, :batch],
+            flat[table:end].view(batch, self.width),
+            end,
+        )
 
 
 class DecodeGraph:
@@ -168,18 +186,16 @@ class DecodeGraph:
         self._owner, self._inputs, self.size = owner, inputs, size
         self._backends = backends
         self.backends = (_name(backends),)
-        self._stride, self._width = _aligned(size), owner._width
-        fields, table = self._views(inputs.device)
-        self._known, self._rows, self._positions, self._seq_lens, self._slots = fields[:, :size]
-        self.rows = torch.zeros(size, dtype=torch.int64, device=fields.device)
-        """Places in `newest` of the last replay's rows, padding included."""
+        longs, ints, table, _ = inputs.views(inputs.device, size)
+        self.rows, self._slots = longs
+        """Places in `newest` of the last replay's rows, padding included; and their slots."""
+        self._positions, self._seq_lens = ints
         self._metadata = self._worst_case(table)
         self._plans = owner._attention.begin_graph(self._metadata, backends)
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         logits, self._tokens = self.run()
         if owner._logits is None:
             owner._logits = torch.empty_like(logits)
-        self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Record the step; its memory comes from a pool that all graphs share.
@@ -187,6 +203,7 @@ class DecodeGraph:
         :raises BackendError: something in it cannot be captured.
         """
         assert self._owner._logits is not None
+        self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
             # Not torch.cuda.graph, which collects Python's garbage before each capture: longer than the capture itself.
@@ -205,12 +222,6 @@ class DecodeGraph:
                 "--enforce-eager does without"
             ) from error
 
-    def _views(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Fields [_FIELDS, stride] and block table [size, width] at the head of a flat buffer."""
-        middle = self._stride * _FIELDS
-        end = middle + self.size * self._width
-        return flat[:middle].view(_FIELDS, self._stride), flat[middle:end].view(self.size, self._width)
-
     def _worst_case(self, table: Tensor) -> AttentionMetadata:
         owner, size, device = self._owner, self.size, self._seq_lens.device
         starts = torch.arange(size + 1, dtype=torch.int32)
@@ -223,38 +234,39 @@ class DecodeGraph:
             seq_lens=self._seq_lens,
             context_lens=self._positions,
             block_table=table,
-            slot_mapping=torch.full((size,), -1, dtype=torch.int64, device=device),
+            slot_mapping=self._slots,
             block_size=owner._block_size,
             max_query_len=1,
             max_seq_len=owner._max_model_len,
             query_start_loc_cpu=starts,
             seq_lens_cpu=torch.full((size,), owner._max_model_len, dtype=torch.int32),
-            block_table_cpu=torch.zeros((size, self._width), dtype=torch.int32),
+            block_table_cpu=torch.zeros(table.shape, dtype=torch.int32),
         )
 
     @torch.inference_mode()
     def run(self) -> tuple[Tensor, Tensor]:
         """Launch the step over the static inputs; logits [size, vocab_size] and greedy tokens [size]."""
         owner, newest = self._owner, self._owner._newest
-        self._metadata.slot_mapping.copy_(self._slots)
-        self.rows.copy_(self._rows)
-        ids = torch.where(self._known >= 0, self._known, newest.index_select(0, self.rows).clamp_min(0))
+        ids = newest.index_select(0, self.rows).clamp_min(0)  # the row of a sequence that ends with a NaN runs once more
         hidden = owner._model(ids, self._positions, owner._attention)
         logits = owner._model.compute_logits(hidden)
         tokens = greedy(logits)
         newest.index_copy_(0, self.rows, tokens)
         return logits, tokens
 
-    def replay(self, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
-        """Run a step. Returns its logits [len(step), vocab_size] and greedy tokens, both overwritten by the next replay."""
+    def load(self, step: list[Scheduled]) -> None:
+        """Bring the static inputs, and plans that are more than those, up to date."""
         host = self._inputs.next_host()
-        fields, table = self._views(host)
-        self._owner.fill(fields[:, : self.size].numpy(), table.numpy(), step)
-        used = self._stride * _FIELDS + self.size * self._width
-        self._inputs.device[:used].copy_(host[:used], non_blocking=True)
-        metadata = replace(self._metadata, seq_lens_cpu=fields[3, : self.size], block_table_cpu=table)
+        longs, ints, table, end = self._inputs.views(host, self.size)
+        self._owner.fill(longs.numpy(), ints.numpy(), table.numpy(), step)
+        self._inputs.device[:end].copy_(host[:end], non_blocking=True)
+        metadata = replace(self._metadata, seq_lens_cpu=ints[1], block_table_cpu=table)
         for spec, plan in self._plans.items():
             self._backends[spec].plan_for_replay(plan, metadata)
+
+    def replay(self, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
+        """Run a step. Returns its logits [len(step), vocab_size] and greedy tokens, both overwritten by the next replay."""
+        self.load(step)
         self._graph.replay()
         assert self._owner._logits is not None
         return self._owner._logits[: len(step)], self._tokens[: len(step)]

@@ -95,6 +95,8 @@ class Runner:
             tokens = self._sample(logits, greedy(logits), sampled)
             rows = torch.tensor([share.seq.row for share in sampled], dtype=torch.int64)
             self._newest.index_copy_(0, upload(rows, self._device), tokens)
+        for share in sampled:
+            share.seq.newest_at = share.context_len + share.num_new_tokens
         backends = graph.backends if graph is not None else self._attention.serving
         first_nan = self._attention.first_nan
         if self._device.type == "cpu":
@@ -148,6 +150,7 @@ class Runner:
             known = share.seq.token_ids[first:last]
             if len(known) < share.num_new_tokens:
                 assert share.num_new_tokens == 1, "only a decoding sequence runs ahead of the host"
+                assert share.seq.newest_at == first, "a token nobody knows"
                 known = [0]
                 unseen.append((len(token_ids), share.seq.row or 0))
             token_ids += known

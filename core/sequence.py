@@ -63,6 +63,8 @@ class Sequence:
         """Blocks whose names other sequences can find."""
         self.num_tabled = 0
         """Blocks entered in the runner's table."""
+        self.newest_at = -1
+        """Place in the sequence of the token that its row of the runner's buffer holds; -1: none."""
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None
         self.finish_time: float | None = None

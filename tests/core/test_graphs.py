@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from types import SimpleNamespace
+
 import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from headway.core.attention import PagedAttention
+from headway.core.backend import AttentionBackend, BackendInfo, Capabilities, GraphLevel
 from headway.core.blocks import BlockManager
-from headway.core.graphs import DecodeGraphs, capture_sizes
-from headway.core.metadata import AttentionMetadata
+from headway.core.config import EngineConfig
+from headway.core.engine import Engine
+from headway.core.graphs import DecodeGraph, DecodeGraphs, _Inputs, capture_sizes
+from headway.core.layout import LayerCache
+from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.sampling_params import SamplingParams
 from headway.core.scheduler import Scheduled, Scheduler
 from headway.core.sequence import Sequence
+from headway.registry import create_registry, hookimpl
 from tiny import TinyModel
 
 BLOCK_SIZE = 4
@@ -64,10 +76,11 @@ def test_a_replay_is_fed_what_the_metadata_says(prompts: list[list[int]], spare:
 
 def check(captured: DecodeGraphs, step: list[Scheduled]) -> None:
     count, width = len(step), captured._width
-    fields = numpy.full((5, ROWS), 99, dtype=numpy.int32)
+    longs = numpy.full((2, ROWS), 99, dtype=numpy.int64)
+    ints = numpy.full((2, ROWS), 99, dtype=numpy.int32)
     table = numpy.full((ROWS, width), 99, dtype=numpy.int32)
-    captured.fill(fields, table, step)
-    known, rows, positions, seq_lens, slots = fields.tolist()
+    captured.fill(longs, ints, table, step)
+    (rows, slots), (positions, seq_lens) = longs.tolist(), ints.tolist()
     metadata = AttentionMetadata.build(
         [1] * count, [share.context_len for share in step], [share.seq.blocks for share in step], BLOCK_SIZE
     )
@@ -75,9 +88,7 @@ def check(captured: DecodeGraphs, step: list[Scheduled]) -> None:
     assert seq_lens == metadata.kv_lens + [0] * (ROWS - count)
     assert positions[:count] == metadata.context_lens.tolist()
     for row, share in enumerate(step):
-        used = len(share.seq.blocks)
-        assert table[row, :used].tolist() == share.seq.blocks
-        assert known[row] == (share.seq.token_ids[share.context_len] if not share.seq.num_pending else -1)
+        assert table[row, : len(share.seq.blocks)].tolist() == share.seq.blocks
     assert rows[:count] == [share.seq.row for share in step]
     assert set(rows[count:]) <= {ROWS}, "padding writes its token beside everybody's"
     assert not table[count:].any(), "padding points at a block that exists"
@@ -87,10 +98,108 @@ def test_only_a_step_of_decodes_within_the_captured_sizes_is_replayed() -> None:
     captured = graphs()
     captured._size_of = [1, 1, 2]
     seq = Sequence("r", 0, [1] * 9, SamplingParams(), frozenset(), MAX_MODEL_LEN)
+    seq.newest_at = 8
     decode, prefill, extend = Scheduled(seq, 1, 8, True), Scheduled(seq, 9, 0, True), Scheduled(seq, 3, 6, True)
     assert captured.size_for([decode]) == 1
     assert captured.size_for([decode] * 2) == 2
     assert captured.size_for([decode] * 3) is None
     assert captured.size_for([prefill]) is None
     assert captured.size_for([extend, decode]) is None
-    assert captured.size_for([Scheduled(seq, 1, 0, True)]) is None, "a prompt of one token is a prefill"
+    seq.newest_at = -1
+    assert captured.size_for([decode]) is None, "its token never was on the device"
+
+
+class Walk(AttentionBackend):
+    """Reads what a graph's kernels may: the metadata's tensors, when it runs."""
+
+    name = "walk"
+    capabilities = Capabilities(phases=frozenset(Phase), devices=("cpu",))
+    graph_level = GraphLevel.DECODE
+
+    def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        return metadata
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: AttentionMetadata, out: Tensor) -> None:
+        group = self.spec.group_size
+        for row, kv_len in enumerate(plan.seq_lens.tolist()):
+            if kv_len == 0:
+                out[row] = math.nan  # nobody reads what padding computes
+                continue
+            places = torch.arange(kv_len)
+            slots = plan.block_table[row, places // plan.block_size].long() * plan.block_size + places % plan.block_size
+            k, v = (rows.repeat_interleave(group, dim=1) for rows in cache.gather(slots))
+            weights = (torch.einsum("hd,nhd->hn", q[row], k) * self.spec.scale).softmax(-1)
+            out[row] = torch.einsum("hn,nhd->hd", weights, v)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: AttentionMetadata, out: Tensor) -> None:
+        starts = plan.query_start_loc.tolist()
+        for row, (first, last) in enumerate(pairwise(starts)):
+            for token in range(first, last):
+                kv_len = int(plan.seq_lens[row]) - (last - 1 - token)
+                one = SimpleNamespace(seq_lens=torch.tensor([kv_len]), block_table=plan.block_table[row : row + 1])
+                one.block_size = plan.block_size
+                self.decode(q[token : token + 1], cache, one, out[token : token + 1])  # type: ignore[arg-type]
+
+
+class WalkPlugin:
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        return [BackendInfo("walk", "for tests", lambda: Walk, api_version=1)]
+
+
+def engine(**options: object) -> Engine:
+    config = EngineConfig(attn_backend="walk", block_size=8, max_num_batched_tokens=24, max_model_len=64, max_num_seqs=6)
+    registry = create_registry([WalkPlugin()], load_entry_points=False)
+    return Engine(TinyModel(), registry, replace(config, kv_cache_memory=9 * 8 * 512, **options))
+
+
+def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Give a CPU's engine graphs that run their step instead of replaying it. Returns where their sizes are noted."""
+    runner, sizes = engine._runner, []
+    graphs = DecodeGraphs(TinyModel(), runner._attention, runner._newest, 8, 64)
+    inputs = _Inputs(6, graphs._width, torch.device("cpu"))
+    backends = runner._selector.backends_for(Phase.DECODE)
+
+    def replay(graph: DecodeGraph, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
+        graph.load(step)
+        runner._attention.begin_graph(graph._metadata, backends)
+        logits, tokens = graph.run()
+        sizes.append(graph.size)
+        return logits[: len(step)], tokens[: len(step)]
+
+    monkeypatch.setattr(DecodeGraph, "replay", replay)
+    for size in (1, 2, 4, 6):
+        graphs._graphs[size, "walk"] = DecodeGraph(graphs, inputs, size, backends)
+    graphs._size_of = [1, 1, 2, 4, 4, 6, 6]
+    runner._graphs = graphs
+    return sizes
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
+@pytest.mark.parametrize("wish", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}], ids=str)
+def test_steps_through_static_inputs_write_the_same_tokens(
+    overlapped: bool, wish: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through padding, preemption, prefix hits, and sequences that end by a token while the next step is under way."""
+
+    def run(engine: Engine) -> list[tuple[list[int], str | None]]:
+        random = Random(1)
+        seqs = []
+        for number in range(20):
+            prompt = [random.randrange(50) for _ in range(random.randint(1, 30))] if number % 4 else [7] * 17
+            stops = random.sample(range(50), 8) if number % 3 == 0 else []
+            params = SamplingParams(max_tokens=random.randint(8, 30), stop_token_ids=stops, **wish)
+            seqs += engine.add_request(str(number), prompt, params)
+        while engine.has_unfinished:
+            engine.step()
+        engine.blocks.check_integrity([])
+        return [(seq.output_token_ids, seq.finish_reason) for seq in seqs]
+
+    plain, fast = engine(), engine(async_scheduling=overlapped)
+    sizes = with_graphs(fast, monkeypatch)
+    expected = run(plain)
+    assert run(fast) == expected
+    assert plain.scheduler.num_preemptions > 0
+    assert fast.scheduler.num_preemptions > 0
+    assert {reason for _, reason in expected} == {"stop", "length"}
+    assert set(sizes) == {1, 2, 4, 6}
