@@ -66,6 +66,8 @@ class VllmPagedAttention(AttentionBackend):
         if block_size != 8 and block_size % 16:
             support &= Support.no("block_size", "8 or a multiple of 16", block_size, "--block-size 16")
         if spec.cache_dtype == _FP8:
+            if spec.dtype == torch.float32:
+                support &= Support.no("dtype", "bfloat16 or float16 with an fp8 cache", "float32", "choose another --dtype")
             support &= at_least(FP8_CAPABILITY, spec.device)
             if block_size % 16:
                 support &= Support.no("block_size", "a multiple of 16 for an fp8 cache", block_size, "--block-size 16")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from headway.backends.vllm_paged.driver import Argument, shared_limit
-from headway.backends.vllm_paged.kernels import Variant, load
+from headway.backends.vllm_paged.driver import Argument
+from headway.backends.vllm_paged.kernels import Variant, architecture, load
 from headway.backends.vllm_paged.launch import TILE, Attention, per_head, scoring_of
-from headway.backends.vllm_paged.plan import MAX_PARTITIONS, Cut, Machine, choose, stages_of
+from headway.backends.vllm_paged.plan import PARTITIONS, Cut, Machine, choose, shared_bytes, stages_of
 from headway.core.layout import LayerCache
 from headway.core.metadata import AttentionMetadata
 from headway.core.spec import AttentionSpec
@@ -31,7 +30,7 @@ class DecodePlan:
     cut: Cut
     shared_bytes: int
     argument: Argument
-    """All but q, key, value and out. It points into the metadata's tensors, so a captured graph reads what is copied into them."""
+    """All but q, key, value and out. It points into the metadata's tensors: a captured graph reads what is copied into them."""
     kept: tuple[Tensor, ...]
     """What `argument` points to."""
 
@@ -45,11 +44,15 @@ class Decode:
     def __init__(self, spec: AttentionSpec, block_size: int, cut: tuple[int | None, int | None] = (None, None)) -> None:
         self._spec = spec
         self._warps, self._partitions = cut
-        self._machine = machine_of(spec.device)
-        self._tile_bytes = 2 * TILE * spec.head_dim * spec.cache_dtype.itemsize
-        self._stages = stages_of(self._tile_bytes, self._machine.shared_bytes)
+        arch = architecture(spec.device)
+        properties = torch.cuda.get_device_properties(spec.device)
+        self._overlaps = properties.major >= 9
+        self._machine = Machine(properties.multi_processor_count, 4.2e6 if properties.major >= 9 else 1.5e6)
+        self._tile_bytes = tile_bytes(spec.head_dim, spec.cache_dtype)
+        self._warp_bytes = stages_of(self._tile_bytes, arch) * self._tile_bytes
+        self._most_warps = shared_bytes(arch) // self._warp_bytes
         self._row_tile = 8 if spec.dtype == spec.cache_dtype == torch.float32 else 16  # ROWS of FmaWarp and MmaWarp
-        variant = variant_of(spec, block_size)
+        variant = variant_of(spec.dtype, spec.cache_dtype, spec.head_dim, block_size, arch)
         self._attention = load(variant, "paged_attention", spec.device)
         self._reduce = load(variant, "reduce_partitions", spec.device)
         self._slopes, self._sinks = per_head(spec.alibi_slopes, spec.device), per_head(spec.sinks, spec.device)
@@ -80,10 +83,10 @@ class Decode:
             v_scale=spec.v_scale,
             scoring=scoring_of(spec),
         )
-        shared_bytes = cut.warps * self._stages * self._tile_bytes
-        self._attention.allow_shared(shared_bytes)
+        stage_bytes = cut.warps * self._warp_bytes
+        self._attention.allow_shared(stage_bytes)
         grid = (items, cut.partitions, metadata.num_seqs)
-        return DecodePlan(grid, min(rows, self._row_tile), cut, shared_bytes, Argument(value), kept)
+        return DecodePlan(grid, min(rows, self._row_tile), cut, stage_bytes, Argument(value), kept)
 
     def run(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
         """q, out: [num_tokens, num_heads, head_dim]."""
@@ -99,12 +102,13 @@ class Decode:
         device = self._spec.device
         self._attention(plan.grid, 32 * plan.cut.warps, plan.shared_bytes, plan.argument, device)
         if partitions > 1:
-            self._reduce((items, plan.rows, num_seqs), self._spec.head_dim, 0, plan.argument, device)
+            grid = (items, plan.rows, num_seqs)
+            self._reduce(grid, self._spec.head_dim, 0, plan.argument, device, overlaps=self._overlaps)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Most bytes the partial results take; many sequences are not partitioned, few need little."""
         items = min(max_num_seqs * self._spec.num_kv_heads, 8 * self._machine.multiprocessors)
-        return items * MAX_PARTITIONS * self._row_tile * (self._spec.head_dim + 2) * 4
+        return items * PARTITIONS[-1] * self._row_tile * (self._spec.head_dim + 2) * 4
 
     def _cut(self, metadata: AttentionMetadata, items: int) -> Cut:
         longest = max(metadata.kv_lens, default=0)
@@ -116,7 +120,7 @@ class Decode:
             step = longest // (_LONG // 2)
             longest, total = -(-longest // step) * step, -(-total // step) * step
         chosen = choose(items * metadata.num_seqs, total, longest, self._tile_bytes, self._machine)
-        return Cut(self._warps or chosen.warps, self._partitions or chosen.partitions)
+        return Cut(min(self._warps or chosen.warps, self._most_warps), self._partitions or chosen.partitions)
 
     def _floats(self, count: int) -> Tensor:
         """At least so many float32. Outgrown buffers are kept: a captured graph may still use them."""
@@ -126,20 +130,12 @@ class Decode:
         return self._workspace
 
 
-def variant_of(spec: AttentionSpec, block_size: int) -> Variant:
-    """The compilation that serves a layer."""
-    tile_bytes = 2 * TILE * spec.head_dim * spec.cache_dtype.itemsize
-    stages = stages_of(tile_bytes, machine_of(spec.device).shared_bytes)
-    return Variant.of(_SOURCE, spec.dtype, spec.cache_dtype, spec.head_dim, block_size, STAGES=stages)
+def tile_bytes(head_dim: int, kv_dtype: torch.dtype) -> int:
+    """Of a tile's key and value."""
+    return 2 * TILE * head_dim * kv_dtype.itemsize
 
 
-@lru_cache
-def machine_of(device: torch.device) -> Machine:
-    """Read off the device."""
-    properties = torch.cuda.get_device_properties(device)
-    bytes_per_us = 4.2e6 if properties.major >= 9 else 1.5e6
-    return Machine(properties.multi_processor_count, shared_limit(device) - _STATIC_SHARED, bytes_per_us)
-
-
-_STATIC_SHARED = 2048
-"""What a block of threads has besides its stages."""
+def variant_of(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, arch: str) -> Variant:
+    """The compilation that serves such layers."""
+    stages = stages_of(tile_bytes(head_dim, kv_dtype), arch)
+    return Variant.of(_SOURCE, dtype, kv_dtype, head_dim, block_size, STAGES=stages)

@@ -11,9 +11,29 @@ from headway.core.errors import BackendError
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
-_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
-"""CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"""
-_STATIC_SHARED_LIMIT = 48 * 1024
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, from compute capability 9.0 on"""
+_UNASKED_SHARED = 46 * 1024
+"""Dynamic shared memory that every block of threads may have: 48 KiB less what a kernel declares itself (2 KiB at most)."""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: its value is a union of 64 bytes, of which one number is used."""
+
+    _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
 class Driver:
@@ -21,9 +41,8 @@ class Driver:
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
-        pointer, number = ctypes.c_void_p, ctypes.c_uint
-        self.launch = self._library.cuLaunchKernel
-        self.launch.argtypes = (pointer, *(number,) * 7, pointer, pointer, pointer)
+        self.launch = self._library.cuLaunchKernelEx
+        self.launch.argtypes = (ctypes.POINTER(_Launch), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
     def check(self, status: int, what: str) -> None:
         """:raises BackendError: status is not 0."""
@@ -44,21 +63,14 @@ def driver() -> Driver:
     return Driver()
 
 
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that one block of threads can ask for."""
-    handle, limit = ctypes.c_int(), ctypes.c_int()
-    driver().call("cuDeviceGet", ctypes.byref(handle), torch.device(device).index or 0)
-    driver().call("cuDeviceGetAttribute", ctypes.byref(limit), _MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, handle)
-    return limit.value
-
-
 class Kernel:
     """One function of a loaded cubin, on the device that was current when it was loaded."""
 
     def __init__(self, cubin: bytes, name: str) -> None:
         self._driver = driver()
         self._name = name
-        self._shared_limit = _STATIC_SHARED_LIMIT
+        self._shared_limit = _UNASKED_SHARED
+        self._overlap = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1))
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._driver.call("cuModuleLoadData", ctypes.byref(module), cubin)
         self._driver.call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
@@ -71,11 +83,22 @@ class Kernel:
             self._shared_limit = shared_bytes
 
     def __call__(
-        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, argument: Argument, device: torch.device
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        argument: Argument,
+        device: torch.device,
+        overlaps: bool = False,
     ) -> None:
-        """Launch on torch's current stream of the device; `argument` is copied before this returns."""
+        """Launch on torch's current stream of the device; `argument` is copied before this returns.
+
+        overlaps: the kernel may start while the one before it still runs; it waits itself before it reads what that one wrote.
+        """
         stream = torch.cuda.current_stream(device).cuda_stream
-        status = self._driver.launch(self._function, *grid, threads, 1, 1, shared_bytes, stream, argument.pointers, None)
+        count = 1 if overlaps else 0
+        config = _Launch(grid, (threads, 1, 1), shared_bytes, stream, self._overlap, count)
+        status = self._driver.launch(ctypes.byref(config), self._function, argument.pointers, None)
         if status:
             self._driver.check(status, f"launch of {self._name}, grid {grid}, {threads} threads, {shared_bytes} bytes shared")
 

@@ -10,7 +10,8 @@ from headway.backends.vllm_paged.kernels import Variant, load
 from headway.backends.vllm_paged.launch import TILE, Moves, Written
 from headway.core.layout import LayerCache
 
-_WRITE_THREADS = 128
+_MANY_TOKENS = 1024
+"""Tokens from which smaller blocks of threads, more of them on a multiprocessor, write faster."""
 _COPY_THREADS = 256
 _COPY_PARTS = 8
 """Blocks of threads that share one cache block."""
@@ -51,7 +52,8 @@ def reshape_and_cache(
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         *(num_tokens, kv_heads, k_scale, v_scale),
     )
-    kernel((kv_heads, -(-num_tokens // TILE), 1), _WRITE_THREADS, 0, Argument(written), k.device)
+    threads = 128 if num_tokens >= _MANY_TOKENS else 256
+    kernel((kv_heads, -(-num_tokens // TILE), 1), threads, 0, Argument(written), k.device)
 
 
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:

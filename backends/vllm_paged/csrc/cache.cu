@@ -46,16 +46,29 @@ using namespace headway;
 extern "C" __global__ void __launch_bounds__(256) reshape_and_cache(const __grid_constant__ Written a) {
   __shared__ __align__(16) TYPE k[TILE][PITCH], v[TILE][PITCH];
   __shared__ long long slots[TILE];
+  __shared__ bool together[TILE];  // whether X tokens from here on go to one chunk of a value's row
+  __shared__ bool scattered;       // whether any token is outside such chunks
   const int head = blockIdx.x, first = blockIdx.y * TILE, tokens = min(TILE, a.num_tokens - first);
-  if (threadIdx.x < TILE) slots[threadIdx.x] = threadIdx.x < tokens ? a.slots[first + threadIdx.x] : -1;
+  if (threadIdx.x < 32) {
+    const int t = threadIdx.x;
+    const long long slot = t < tokens ? a.slots[first + t] : -1;
+    const long long start = __shfl_sync(~0u, slot, t / X * X);
+    const u32 joined = __ballot_sync(~0u, start >= 0 && start % X == 0 && slot == start + t % X);
+    constexpr u32 ALL = (1u << X) - 1;
+    const bool whole = BLOCK_SIZE % X == 0 && (joined >> t / X * X & ALL) == ALL;
+    if (t < TILE) slots[t] = slot, together[t] = whole;
+    scattered = __any_sync(~0u, slot >= 0 && !whole);
+  }
+#pragma unroll 2
   for (int i = threadIdx.x; i < tokens * (HEAD_DIM / PER_VECTOR); i += blockDim.x) {
     const int t = i / (HEAD_DIM / PER_VECTOR), d = i % (HEAD_DIM / PER_VECTOR) * PER_VECTOR;
-    const TYPE* from_k = a.k + (first + t) * a.k_stride_token + head * a.k_stride_head + d;
-    const TYPE* from_v = a.v + (first + t) * a.v_stride_token + head * a.v_stride_head + d;
-    *reinterpret_cast<uint4*>(&k[t][d]) = *reinterpret_cast<const uint4*>(from_k);
-    *reinterpret_cast<uint4*>(&v[t][d]) = *reinterpret_cast<const uint4*>(from_v);
+    const uint4 from_k = __ldcs(reinterpret_cast<const uint4*>(a.k + (first + t) * a.k_stride_token + head * a.k_stride_head + d));
+    const uint4 from_v = __ldcs(reinterpret_cast<const uint4*>(a.v + (first + t) * a.v_stride_token + head * a.v_stride_head + d));
+    *reinterpret_cast<uint4*>(&k[t][d]) = from_k;
+    *reinterpret_cast<uint4*>(&v[t][d]) = from_v;
   }
   __syncthreads();
+#pragma unroll 1
   for (int i = threadIdx.x; i < TILE * (HEAD_DIM / X); i += blockDim.x) {
     const int t = i % TILE, d = i / TILE * X;
     const long long slot = slots[t];
@@ -67,27 +80,23 @@ extern "C" __global__ void __launch_bounds__(256) reshape_and_cache(const __grid
     *reinterpret_cast<uint4*>(run + key_offset(slot % BLOCK_SIZE, d, BLOCK_SIZE, X)) = piece.whole;
   }
   constexpr int CHUNKS = TILE / X;
+#pragma unroll 1
   for (int i = threadIdx.x; i < CHUNKS * HEAD_DIM; i += blockDim.x) {
     const int t = i % CHUNKS * X, d = i / CHUNKS;
-    const long long slot = slots[t];
-    bool together = BLOCK_SIZE % X == 0 && slot >= 0 && slot % X == 0;
+    if (!together[t]) continue;
     Vector chunk;
 #pragma unroll
-    for (int e = 0; e < X; ++e) {
-      together = together && slots[t + e] == slot + e;
-      store(chunk.element[e], v[t + e][d], a.v_scale);
-    }
-    if (together) {
-      KV_TYPE* run = a.value + run_offset(slot / BLOCK_SIZE, head, a.kv_heads, HEAD_DIM, BLOCK_SIZE);
-      *reinterpret_cast<uint4*>(run + value_offset(slot % BLOCK_SIZE, d, BLOCK_SIZE)) = chunk.whole;
-      continue;
-    }
-#pragma unroll
-    for (int e = 0; e < X; ++e) {
-      const long long at = slots[t + e];
-      if (at < 0) continue;
-      KV_TYPE* run = a.value + run_offset(at / BLOCK_SIZE, head, a.kv_heads, HEAD_DIM, BLOCK_SIZE);
-      run[value_offset(at % BLOCK_SIZE, d, BLOCK_SIZE)] = chunk.element[e];
-    }
+    for (int e = 0; e < X; ++e) store(chunk.element[e], v[t + e][d], a.v_scale);
+    KV_TYPE* run = a.value + run_offset(slots[t] / BLOCK_SIZE, head, a.kv_heads, HEAD_DIM, BLOCK_SIZE);
+    *reinterpret_cast<uint4*>(run + value_offset(slots[t] % BLOCK_SIZE, d, BLOCK_SIZE)) = chunk.whole;
+  }
+  if (!scattered) return;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < tokens * HEAD_DIM; i += blockDim.x) {
+    const int t = i / HEAD_DIM, d = i % HEAD_DIM;
+    const long long slot = slots[t];
+    if (slot < 0 || together[t / X * X]) continue;
+    KV_TYPE* run = a.value + run_offset(slot / BLOCK_SIZE, head, a.kv_heads, HEAD_DIM, BLOCK_SIZE);
+    store(run[value_offset(slot % BLOCK_SIZE, d, BLOCK_SIZE)], v[t][d], a.v_scale);
   }
 }

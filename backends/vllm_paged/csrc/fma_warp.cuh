@@ -80,13 +80,14 @@ struct FmaWarp {
     for (int row = 0; row < ROWS; ++row) row_m[row] = m[row], row_l[row] = l[row];
   }
 
-  __device__ void store_sums(float* sums, const float* row_m) const {
+  __device__ void store_sums(float* sums, int pitch, const float* row_m, int used) const {
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
+      if (row >= used) continue;
       const float factor = weight(m[row], row_m[row]);
 #pragma unroll
       for (int d = 0; d < DIMS; ++d)
-        if (lane + 32 * d < DIM) sums[row * DIM + lane + 32 * d] = sum[row][d] * factor;
+        if (lane + 32 * d < DIM) sums[row * pitch + lane + 32 * d] = sum[row][d] * factor;
     }
   }
 };

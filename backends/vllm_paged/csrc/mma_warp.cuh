@@ -99,14 +99,14 @@ struct MmaWarp {
   }
 
   __device__ void step(const char* key_tile, const char* value_tile, int first_key, const Scoring& scoring, bool masked) {
-    float score[2][4] = {};
+    float score[2][4] = {}, other[2][4] = {};  // two chains of products, to wait half as long
     const u32 keys = shared_address(key_tile), values = shared_address(value_tile);
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       u32 b[4];
       In::key(b, keys, lane, s);
-      multiply(Product(), score[0], query[s], b[0], b[1]);
-      multiply(Product(), score[1], query[s], b[2], b[3]);
+      multiply(Product(), s % 2 ? other[0] : score[0], query[s], b[0], b[1]);
+      multiply(Product(), s % 2 ? other[1] : score[1], query[s], b[2], b[3]);
     }
     float shrink[2];
 #pragma unroll
@@ -117,7 +117,7 @@ struct MmaWarp {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = score[n][2 * i + e];
-          x = scoring(x * undo[i], first_key + In::slot(lane, n, e), position[i], slope[i], masked);
+          x = scoring((x + other[n][2 * i + e]) * undo[i], first_key + In::slot(lane, n, e), position[i], slope[i], masked);
           largest = fmaxf(largest, x);
         }
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
@@ -163,18 +163,17 @@ struct MmaWarp {
     }
   }
 
-  // sums: [ROWS, DIM], this warp's, relative to the largest score in row_m.
-  __device__ void store_sums(float* sums, const float* row_m) const {
+  // sums: [ROWS, pitch], this warp's, relative to the largest score in row_m; only the first `used` rows.
+  __device__ void store_sums(float* sums, int pitch, const float* row_m, int used) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = lane / 4 + 8 * i;
+      if (row >= used) continue;
       const float factor = weight(m[i], row_m[row]);
 #pragma unroll
-      for (int n = 0; n < 2 * STEPS; ++n) {
-        float* to = sums + row * DIM + 8 * n + 2 * (lane % 4);
-        to[0] = sum[n][2 * i] * factor;
-        to[1] = sum[n][2 * i + 1] * factor;
-      }
+      for (int n = 0; n < 2 * STEPS; ++n)
+        *reinterpret_cast<float2*>(sums + row * pitch + 8 * n + 2 * (lane % 4)) =
+            make_float2(sum[n][2 * i] * factor, sum[n][2 * i + 1] * factor);
     }
   }
 };

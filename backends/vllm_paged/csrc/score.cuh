@@ -13,6 +13,7 @@ struct Rows {
   int kv_len;     // its keys, the new ones included
   int head;       // first query head of the group
 
+  __device__ int used(int rows) const { return min(rows, query_len * group - first); }
   __device__ bool live(int row) const { return first + row < query_len * group; }
   __device__ int token(int row) const { return (first + row) / group; }
   __device__ int query_head(int row) const { return head + (first + row) % group; }
