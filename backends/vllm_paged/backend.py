@@ -24,8 +24,6 @@ CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 """... the first that converts e4m3."""
 _FP8 = torch.float8_e4m3fn
-_MOST_SEQUENCES = 65535
-"""The grid's third axis."""
 
 
 class VllmPagedAttention(AttentionBackend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import site
 import subprocess
@@ -99,12 +100,10 @@ def find_nvrtc() -> NVRTC | None:
         return None
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     folders = [Path(entry) for entry in (*sys.path, *site.getsitepackages()) if entry]
-    found = [str(path) for folder in dict.fromkeys(folders) for path in sorted(folder.glob(f"nvidia/*/lib/{name}"))]
-    if _toolkit() is not None:
-        found.append(str(Path(str(_toolkit())) / "lib64" / name))
-    for candidate in (*found, name):
+    packaged = [path for folder in dict.fromkeys(folders) for path in sorted(folder.glob(f"nvidia/*/lib/{name}"))]
+    for candidate in (*packaged, name, *(toolkit / "lib64" / name for toolkit in _toolkits())):
         try:
-            return NVRTC(ctypes.CDLL(candidate))
+            return NVRTC(ctypes.CDLL(str(candidate)))
         except OSError:
             continue
     return None
@@ -112,10 +111,9 @@ def find_nvrtc() -> NVRTC | None:
 
 @cache
 def find_nvcc() -> NVCC | None:
-    """The toolkit's nvcc, where torch's extension builder would find it, or on the path."""
-    toolkit = _toolkit()
-    beside = str(Path(toolkit) / "bin") if toolkit is not None else None
-    path = (shutil.which("nvcc", path=beside) if beside else None) or shutil.which("nvcc")
+    """The toolkit's nvcc, or one on the path."""
+    beside = os.pathsep.join(str(toolkit / "bin") for toolkit in _toolkits())
+    path = shutil.which("nvcc", path=beside) or shutil.which("nvcc")
     return NVCC(path) if path else None
 
 
@@ -127,7 +125,7 @@ def find_compiler() -> tuple[Compiler | None, Support]:
     return None, Support.no("compiler", "nvcc or NVRTC", "none", _HINT)
 
 
-def _toolkit() -> str | None:
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    return CUDA_HOME
+def _toolkits() -> list[Path]:
+    """Where a CUDA toolkit may be, as torch's extension builder looks for it."""
+    named = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    return [Path(name) for name in named if name]
