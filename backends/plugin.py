@@ -48,6 +48,12 @@ def _triton() -> type[AttentionBackend]:
     return TritonAttention
 
 
+def _vllm_paged() -> type[AttentionBackend]:
+    from headway.backends.vllm_paged.backend import VllmPagedAttention
+
+    return VllmPagedAttention
+
+
 def _flash_attn() -> type[AttentionBackend]:
     from headway.backends.flash_attn import FlashAttention2
 
@@ -87,6 +93,7 @@ def headway_register_backends() -> list[BackendInfo]:
     """Register the built-in backends."""
     return [
         _info("triton", "our paged split-KV decode and varlen prefill in Triton, every layout", _triton, "headway[triton]"),
+        _info("vllm_paged", "our paged attention in CUDA C++, compiled at first use; vLLM's layout", _vllm_paged),
         _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
         _info("flash_attn_4", "FlashAttention 4 (CuTe DSL), Hopper and Blackwell", _flash_attn_4, "headway[flash-attn-4]"),
         _info("torch_varlen", "torch's own FlashAttention 2, paged (torch.nn.attention.varlen)", _torch_varlen, "torch>=2.13"),
@@ -101,7 +108,7 @@ RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
     "cuda": {
         Phase.PREFILL: _PROMPTS,
         Phase.EXTEND: _PROMPTS,
-        Phase.DECODE: ("triton", "flash_attn", "torch_varlen", "xformers", "flash_attn_4", "sdpa", "sdpa.math"),
+        Phase.DECODE: ("triton", "vllm_paged", "flash_attn", "torch_varlen", "xformers", "flash_attn_4", "sdpa", "sdpa.math"),
     },
 }
 """Best first, by device type and phase, where nobody has measured this machine.

@@ -15,6 +15,7 @@ from headway.bench.crossover.cli import crossover
 from headway.bench.kernel_cli import kernel
 from headway.bench.throughput_cli import throughput
 from headway.cli_backends import backends
+from headway.cli_build import build
 from headway.cli_diff import diff
 from headway.cli_doctor import doctor
 from headway.cli_table import table
@@ -33,6 +34,7 @@ app.add_typer(table, name="table")
 app.command()(backends)
 app.command()(diff)
 app.command()(doctor)
+app.command()(build)
 bench.command()(throughput)
 bench.command()(kernel)
 bench.command()(crossover)

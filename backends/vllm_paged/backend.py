@@ -1,0 +1,99 @@
+"""The backend `vllm_paged`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headway.backends.library import at_least, has_gpu
+from headway.backends.vllm_paged.compiler import find_compiler
+from headway.backends.vllm_paged.decode import Decode, DecodePlan
+from headway.backends.vllm_paged.launch import MAX_WARPS
+from headway.core.backend import FEATURES, AttentionBackend, Capabilities, GraphLevel
+from headway.core.errors import ConfigError
+from headway.core.layout import VLLM_5D, CacheLayout, LayerCache
+from headway.core.metadata import AttentionMetadata, Phase
+from headway.core.spec import AttentionSpec
+from headway.core.support import Support
+
+CAPABILITY = (8, 0)
+"""The first compute capability with bfloat16 products and asynchronous copies, and ..."""
+FP8_CAPABILITY = (8, 9)
+"""... the first that converts e4m3."""
+_FP8 = torch.float8_e4m3fn
+
+
+class VllmPagedAttention(AttentionBackend):
+    """Our CUDA C++ paged attention on vLLM's layout, single-pass or partitioned; decode and verification only."""
+
+    name = "vllm_paged"
+    capabilities = Capabilities(
+        phases=frozenset({Phase.DECODE}),
+        layouts=(VLLM_5D,),
+        kv_dtypes=(_FP8,),
+        block_multiple=8,
+        head_dims=(64, 80, 96, 112, 128, 192, 256),
+        features=FEATURES,
+        reads_whole_blocks=True,
+    )
+    graph_level = GraphLevel.UNIFORM
+    options: ClassVar[Mapping[str, str]] = {
+        "num_partitions": "partitions of every context, in place of the built-in rule; 1 is the single-pass form",
+        "num_warps": f"warps of a block of threads, 1 to {MAX_WARPS}",
+    }
+
+    def __init__(
+        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(spec, layout, block_size, options)
+        cut = _number(options, "num_warps", MAX_WARPS), _number(options, "num_partitions", None)
+        self._decode = Decode(spec, block_size, cut)
+
+    @classmethod
+    def available(cls) -> Support:
+        """A GPU, and something to compile with."""
+        return has_gpu() & find_compiler()[1]
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """The claim, and what hangs on the GPU and on block sizes."""
+        support = super().supports(spec, layout, block_size, phase) & at_least(CAPABILITY, spec.device)
+        if block_size != 8 and block_size % 16:
+            support &= Support.no("block_size", "8 or a multiple of 16", block_size, "--block-size 16")
+        if spec.cache_dtype == _FP8:
+            if spec.dtype == torch.float32:
+                support &= Support.no("dtype", "bfloat16 or float16 with an fp8 cache", "float32", "choose another --dtype")
+            support &= at_least(FP8_CAPABILITY, spec.device)
+            if block_size % 16:
+                support &= Support.no("block_size", "a multiple of 16 for an fp8 cache", block_size, "--block-size 16")
+        return support
+
+    @classmethod
+    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
+        """Name of the kernel that will really run."""
+        return "paged_attention (CUDA C++)"
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Partial results of the partitions."""
+        return self._decode.workspace_bytes(max_num_seqs)
+
+    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
+        """Choose single-pass or partitioned once for all layers."""
+        return self._decode.plan(metadata)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
+        """Attention of the newest tokens over the cache."""
+        self._decode.run(q, cache, plan, out)
+
+
+def _number(options: Mapping[str, str] | None, key: str, most: int | None) -> int | None:
+    text = (options or {}).get(key)
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1 or (most is not None and int(text) > most):
+        need = "a number of at least 1" if most is None else f"a number from 1 to {most}"
+        raise ConfigError(f"--attn-opt {VllmPagedAttention.name}.{key}", need, repr(text))
+    return int(text)

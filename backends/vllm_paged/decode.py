@@ -1,0 +1,141 @@
+"""Plan and launch of the paged attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.backends.vllm_paged.driver import Argument
+from headway.backends.vllm_paged.kernels import Variant, architecture, load
+from headway.backends.vllm_paged.launch import TILE, Attention, per_head, scoring_of
+from headway.backends.vllm_paged.plan import PARTITIONS, Cut, Machine, choose, shared_bytes, stages_of
+from headway.core.layout import LayerCache
+from headway.core.metadata import AttentionMetadata
+from headway.core.spec import AttentionSpec
+
+_SOURCE = "paged_attention.cu"
+_LONG = 64
+"""Tiles from which lengths are rounded for the choice of a cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """One step's decode."""
+
+    grid: tuple[int, int, int]
+    rows: int
+    """Rows in use of a tile of query rows: the second kernel's grid."""
+    cut: Cut
+    shared_bytes: int
+    argument: Argument
+    """All but q, key, value and out. It points into the metadata's tensors: a captured graph reads what is copied into them."""
+    kept: tuple[Tensor, ...]
+    """What `argument` points to."""
+
+
+class Decode:
+    """Decode of one layer kind: chooses v1 or v2 once a step, then launches one or two kernels a layer.
+
+    :raises UnsupportedError: no compiler.
+    """
+
+    def __init__(self, spec: AttentionSpec, block_size: int, cut: tuple[int | None, int | None] = (None, None)) -> None:
+        self._spec = spec
+        self._warps, self._partitions = cut
+        arch = architecture(spec.device)
+        properties = torch.cuda.get_device_properties(spec.device)
+        self._overlaps = properties.major >= 9
+        self._machine = Machine(properties.multi_processor_count, 4.2e6 if properties.major >= 9 else 1.5e6)
+        self._tile_bytes = tile_bytes(spec.head_dim, spec.cache_dtype)
+        self._warp_bytes = stages_of(self._tile_bytes, arch) * self._tile_bytes
+        self._most_warps = shared_bytes(arch) // self._warp_bytes
+        self._row_tile = 8 if spec.dtype == spec.cache_dtype == torch.float32 else 16  # ROWS of FmaWarp and MmaWarp
+        variant = variant_of(spec.dtype, spec.cache_dtype, spec.head_dim, block_size, arch)
+        self._attention = load(variant, "paged_attention", spec.device)
+        self._reduce = load(variant, "reduce_partitions", spec.device)
+        self._slopes, self._sinks = per_head(spec.alibi_slopes, spec.device), per_head(spec.sinks, spec.device)
+        self._workspace = torch.empty(0, device=spec.device)
+        self._outgrown: list[Tensor] = []
+
+    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
+        """Fix grid, partitions and buffers for a view of decoding sequences."""
+        spec = self._spec
+        rows = spec.group_size * metadata.max_query_len
+        items = spec.num_kv_heads * -(-rows // self._row_tile)
+        cut = self._cut(metadata, items)
+        results = metadata.num_seqs * items * cut.partitions * self._row_tile if cut.partitions > 1 else 0
+        buffer = self._floats(results * (spec.head_dim + 2))
+        kept = (buffer, metadata.block_table, metadata.seq_lens, metadata.query_start_loc)
+        value = Attention(
+            block_table=metadata.block_table.data_ptr(),
+            seq_lens=metadata.seq_lens.data_ptr(),
+            query_start_loc=metadata.query_start_loc.data_ptr(),
+            slopes=None if self._slopes is None else self._slopes.data_ptr(),
+            sinks=None if self._sinks is None else self._sinks.data_ptr(),
+            partial=buffer.data_ptr(),
+            state=buffer.data_ptr() + results * spec.head_dim * 4,
+            table_stride=metadata.block_table.stride(0),
+            kv_heads=spec.num_kv_heads,
+            group=spec.group_size,
+            partitions=cut.partitions,
+            v_scale=spec.v_scale,
+            scoring=scoring_of(spec),
+        )
+        stage_bytes = cut.warps * self._warp_bytes
+        self._attention.allow_shared(stage_bytes)
+        grid = (items, cut.partitions, metadata.num_seqs)
+        return DecodePlan(grid, min(rows, self._row_tile), cut, stage_bytes, Argument(value), kept)
+
+    def run(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
+        """q, out: [num_tokens, num_heads, head_dim]."""
+        items, partitions, num_seqs = plan.grid
+        if num_seqs == 0:
+            return
+        value = plan.argument.value
+        assert isinstance(value, Attention)
+        value.q, value.out = q.data_ptr(), out.data_ptr()
+        value.key, value.value = cache.key.data_ptr(), cache.value.data_ptr()
+        value.q_stride_token, value.q_stride_head = q.stride(0), q.stride(1)
+        value.out_stride_token, value.out_stride_head = out.stride(0), out.stride(1)
+        device = self._spec.device
+        self._attention(plan.grid, 32 * plan.cut.warps, plan.shared_bytes, plan.argument, device)
+        if partitions > 1:
+            grid = (items, plan.rows, num_seqs)
+            self._reduce(grid, self._spec.head_dim, 0, plan.argument, device, overlaps=self._overlaps)
+
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        """Most bytes the partial results take; many sequences are not partitioned, few need little."""
+        items = min(max_num_seqs * self._spec.num_kv_heads, 8 * self._machine.multiprocessors)
+        return items * PARTITIONS[-1] * self._row_tile * (self._spec.head_dim + 2) * 4
+
+    def _cut(self, metadata: AttentionMetadata, items: int) -> Cut:
+        longest = max(metadata.kv_lens, default=0)
+        if self._spec.sliding_window is not None:
+            longest = min(longest, self._spec.sliding_window + metadata.max_query_len + TILE)
+        total = items * sum(-(-min(kv_len, longest) // TILE) for kv_len in metadata.kv_lens)
+        longest = -(-longest // TILE)
+        if longest > _LONG:  # round to keep the cached answers few
+            step = longest // (_LONG // 2)
+            longest, total = -(-longest // step) * step, -(-total // step) * step
+        chosen = choose(items * metadata.num_seqs, total, longest, self._tile_bytes, self._machine)
+        return Cut(min(self._warps or chosen.warps, self._most_warps), self._partitions or chosen.partitions)
+
+    def _floats(self, count: int) -> Tensor:
+        """At least so many float32. Outgrown buffers are kept: a captured graph may still use them."""
+        if self._workspace.numel() < count:
+            self._outgrown.append(self._workspace)
+            self._workspace = torch.empty(max(count, 2 * self._workspace.numel()), device=self._spec.device)
+        return self._workspace
+
+
+def tile_bytes(head_dim: int, kv_dtype: torch.dtype) -> int:
+    """Of a tile's key and value."""
+    return 2 * TILE * head_dim * kv_dtype.itemsize
+
+
+def variant_of(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, arch: str) -> Variant:
+    """The compilation that serves such layers."""
+    stages = stages_of(tile_bytes(head_dim, kv_dtype), arch)
+    return Variant.of(_SOURCE, dtype, kv_dtype, head_dim, block_size, STAGES=stages)

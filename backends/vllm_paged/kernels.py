@@ -1,0 +1,114 @@
+"""The compiled kernels: one cubin for each source, set of constants and architecture, kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from headway.backends.vllm_paged.compiler import Compiler, find_compiler
+from headway.backends.vllm_paged.driver import Kernel
+from headway.core.errors import UnsupportedError
+
+log = logging.getLogger("headway")
+
+SOURCES = Path(__file__).parent / "csrc"
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
+"""Names of element types in the sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compilation: a source file and the constants it is compiled for."""
+
+    source: str
+    constants: tuple[tuple[str, str | int], ...] = ()
+
+    @classmethod
+    def of(cls, source: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, **others: int) -> Variant:
+        """With the constants that the kernels on a cache share."""
+        shape: dict[str, str | int] = {
+            "TYPE": TYPES[dtype],
+            "KV_TYPE": TYPES[kv_dtype],
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": block_size,
+        }
+        return cls(source, tuple({**shape, **others}.items()))
+
+    def options(self, arch: str) -> list[str]:
+        """Compiler options. arch: such as sm_90."""
+        defines = [f"-D{name}={value}" for name, value in self.constants]
+        return [f"--gpu-architecture={arch}", "--std=c++17", f"-I{SOURCES}", *defines]
+
+    def __str__(self) -> str:
+        return " ".join([self.source, *(f"{name}={value}" for name, value in self.constants)])
+
+
+def architecture(device: torch.device) -> str:
+    """Such as sm_90."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: $XDG_CACHE_HOME/headway/kernels, or ~/.cache/headway/kernels."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "headway" / "kernels"
+
+
+def compiled_path(variant: Variant, arch: str, compiler: Compiler) -> Path:
+    """The file of one compilation; its name holds a hash of all it was made from."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest.update(repr((str(variant), arch, compiler.name, compiler.version)).encode())
+    return cache_folder() / f"{Path(variant.source).stem}-{arch}-{digest.hexdigest()[:24]}.cubin"
+
+
+def build(variant: Variant, arch: str, compiler: Compiler) -> Path:
+    """The cubin on disk, compiled if it is not there.
+
+    It appears under its name in one step, when it is complete: processes that compile the same one at the same time waste half a
+    second, and none reads a half of it. :raises BackendError: it does not compile.
+    """
+    path = compiled_path(variant, arch, compiler)
+    if path.exists():
+        return path
+    began = time.perf_counter()
+    cubin = compiler.compile(SOURCES / variant.source, variant.options(arch))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:
+        file.write(cubin)
+    Path(file.name).replace(path)
+    seconds = time.perf_counter() - began
+    log.warning(
+        "vllm_paged: compiled %s for %s with %s in %.1f s, kept in %s", variant, arch, compiler.name, seconds, path.parent
+    )
+    return path
+
+
+def is_built(variant: Variant, device: torch.device) -> bool:
+    """Whether `load` would find it on disk."""
+    compiler, _ = find_compiler()
+    return compiler is not None and compiled_path(variant, architecture(device), compiler).exists()
+
+
+@cache
+def load(variant: Variant, function: str, device: torch.device) -> Kernel:
+    """One function of a variant, ready to launch on a device; compiled first if need be.
+
+    :raises UnsupportedError: no compiler. BackendError: it does not compile or load.
+    """
+    compiler, support = find_compiler()
+    if compiler is None:
+        raise UnsupportedError("attention backend vllm_paged", support.reasons)
+    path = build(variant, architecture(device), compiler)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes torch's context, if nobody has
+        return Kernel(path.read_bytes(), function)

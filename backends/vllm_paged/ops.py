@@ -1,0 +1,107 @@
+"""The kernels as torch operators `headway::*`, with fake implementations, so that torch.compile traces through them.
+
+The backend launches the kernels itself; these are for models and tools that call them alone. Importing this module registers
+them, and compiles nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from headway.backends.vllm_paged import writer
+from headway.backends.vllm_paged.decode import Decode
+from headway.core.layout import VLLM_5D, CacheGeometry, LayerCache
+from headway.core.metadata import AttentionMetadata
+from headway.core.spec import AttentionSpec
+
+
+@torch.library.custom_op("headway::reshape_and_cache", mutates_args=("key", "value"), device_types="cuda")
+def reshape_and_cache(
+    k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+) -> None:
+    """Write k, v [num_tokens, kv_heads, head_dim] to slot_mapping int64 [num_tokens]; -1 is skipped."""
+    writer.reshape_and_cache(k, v, key, value, slot_mapping, value.shape[3], k_scale, v_scale)
+
+
+@torch.library.custom_op("headway::paged_attention", mutates_args=("out",), device_types="cuda")
+def paged_attention(
+    out: Tensor,
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: list[float] | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """One query token a sequence over the cache.
+
+    q, out: [num_seqs, num_heads, head_dim]; key, value: as the layout vllm_5d; block_table: int32 [num_seqs, max_blocks];
+    seq_lens: int32 [num_seqs], none above max_seq_len. Waits for nothing.
+    """
+    num_seqs, num_heads, head_dim = q.shape
+    spec = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=value.shape[1],
+        head_dim=head_dim,
+        scale=scale,
+        dtype=q.dtype,
+        device=q.device,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        alibi_slopes=None if alibi_slopes is None else tuple(alibi_slopes),
+        kv_dtype=None if key.dtype == q.dtype else key.dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    decode = _decode(spec, value.shape[3])
+    longest = torch.full((num_seqs,), max_seq_len, dtype=torch.int32)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        num_prefills=0,
+        num_decodes=num_seqs,
+        num_prefill_tokens=0,
+        num_decode_tokens=num_seqs,
+        query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32, device=q.device),
+        seq_lens=seq_lens,
+        context_lens=seq_lens,
+        block_table=block_table,
+        slot_mapping=seq_lens,
+        block_size=value.shape[3],
+        max_query_len=1,
+        max_seq_len=max_seq_len,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=longest,
+        block_table_cpu=block_table,
+    )
+    geometry = CacheGeometry(key.shape[0], value.shape[3], value.shape[1], head_dim, key.dtype, key.device)
+    decode.run(q, LayerCache(key, value, VLLM_5D, geometry, k_scale, v_scale), decode.plan(metadata), out)
+
+
+@torch.library.custom_op("headway::copy_blocks", mutates_args=("key", "value"), device_types="cuda")
+def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
+    """Copy whole blocks inside one cache; pairs: int64 [num_pairs, 2], source and destination."""
+    writer.copy_blocks(key, value, pairs)
+
+
+@torch.library.custom_op("headway::swap_blocks", mutates_args=("to_key", "to_value"))
+def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pairs: Tensor) -> None:
+    """Copy whole blocks from one cache to another, either in pinned host memory; pairs: as for `copy_blocks`, on the GPU."""
+    writer.swap_blocks(key, value, to_key, to_value, pairs)
+
+
+@lru_cache(maxsize=64)
+def _decode(spec: AttentionSpec, block_size: int) -> Decode:
+    return Decode(spec, block_size)
+
+
+for _operator in (reshape_and_cache, paged_attention, copy_blocks, swap_blocks):
+    _operator.register_fake(lambda *args, **kwargs: None)  # they write into their arguments and return nothing

@@ -1,0 +1,54 @@
+"""`headway build`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headway.backends.vllm_paged import compiler
+from headway.backends.vllm_paged.compiler import find_compiler
+from sandbox import Result
+
+Headway = Callable[..., Result]
+
+
+def test_it_compiles_ahead_of_time_and_then_has_nothing_to_do(
+    headway: Headway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not find_compiler()[1]:
+        pytest.skip("needs nvcc or NVRTC")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ("build", "vllm_paged", "--arch", "sm_90", "--dtype", "bfloat16", "--head-dim", "64", "--block-size", "32")
+    first = headway(*arguments)
+    assert first.code == 0, first
+    assert "vllm_paged: 3 kernels for sm_90" in first.out
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "headway" / "kernels").iterdir()}
+    assert len(kept) == 3
+    assert headway(*arguments).code == 0
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sdpa",), "backend: needs one with kernels to compile ahead of time: vllm_paged, got 'sdpa'"),
+        (("vllm_paged", "--dtype", "int8"), "--dtype: needs one of float32"),
+        (("vllm_paged", "--kv-dtype", "fp4"), "--kv-dtype: needs auto or one of fp8_e4m3, got 'fp4'"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_build_it_says(headway: Headway, arguments: tuple[str, ...], message: str) -> None:
+    answer = headway("build", *arguments)
+    assert answer.code == 2
+    assert message in re.sub(r"\s+", " ", answer.err)
+
+
+def test_without_a_compiler_it_says_what_to_install(headway: Headway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "find_nvrtc", lambda: None)
+    monkeypatch.setattr(compiler, "find_nvcc", lambda: None)
+    answer = headway("build", "vllm_paged", "--arch", "sm_90")
+    assert answer.code == 2
+    assert "compiler: needs nvcc or NVRTC, got none" in answer.err
