@@ -8,8 +8,8 @@ from torch import Tensor
 from headway.bench.cases import Case
 from headway.core.backend import AttentionBackend
 
-_QUERY_ROWS = 1024
-"""Queries scored at a time, so that long prompts fit."""
+_SCORES = 2**27
+"""Scores held at a time (1 GiB), so that long prompts fit."""
 
 
 def reference(case: Case) -> Tensor:
@@ -22,37 +22,40 @@ def reference(case: Case) -> Tensor:
             positions = torch.arange(kv_len, device=out.device)
             blocks = metadata.block_table[row].long()[positions // metadata.block_size]
             k, v = case.cache.gather(blocks * metadata.block_size + positions % metadata.block_size)
-            for head in range(spec.num_heads):
-                kv_head = head * spec.num_kv_heads // spec.num_heads
-                keys, values = k[:, kv_head].double() * spec.k_scale, v[:, kv_head].double() * spec.v_scale
-                for first in range(0, query_len, _QUERY_ROWS):
-                    last = min(first + _QUERY_ROWS, query_len)
-                    at = positions[kv_len - query_len + first : kv_len - query_len + last]
-                    q = case.q[token + first : token + last, head].double()
-                    out[token + first : token + last, head] = _attend(case, head, q, keys, values, at, positions)
+            keys, values = k.double() * spec.k_scale, v.double() * spec.v_scale
+            rows = max(1, _SCORES // (kv_len * spec.num_heads))
+            for first in range(0, query_len, rows):
+                last = min(first + rows, query_len)
+                at = positions[kv_len - query_len + first : kv_len - query_len + last]
+                tokens = slice(token + first, token + last)
+                out[tokens] = _attend(case, case.q[tokens], keys, values, at, positions)
         token += query_len
     return out
 
 
-def _attend(case: Case, head: int, q: Tensor, keys: Tensor, values: Tensor, at: Tensor, positions: Tensor) -> Tensor:
-    """One head: queries q [n, head_dim] at positions `at` over keys and values [kv_len, head_dim]."""
+def _attend(case: Case, queries: Tensor, keys: Tensor, values: Tensor, at: Tensor, positions: Tensor) -> Tensor:
+    """Queries [n, num_heads, head_dim] at positions `at` over keys and values [kv_len, num_kv_heads, head_dim]."""
     spec = case.spec
-    scores = q @ keys.T * spec.scale
+    n = len(queries)
+    grouped = queries.double().view(n, spec.num_kv_heads, spec.group_size, -1).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = grouped @ keys.permute(1, 2, 0) * spec.scale  # [num_kv_heads, group_size * n, kv_len]
+    scores = scores.view(spec.num_heads, n, -1)  # query head h reads kv head h // group_size
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     ago = at[:, None] - positions[None, :]
     if spec.alibi_slopes is not None:
-        scores = scores - spec.alibi_slopes[head] * ago
+        scores = scores - torch.tensor(spec.alibi_slopes, dtype=scores.dtype, device=scores.device)[:, None, None] * ago
     hidden = ago < 0
     if spec.sliding_window is not None:
         hidden |= ago >= spec.sliding_window
     scores = scores.masked_fill(hidden, -torch.inf)
-    largest = scores.amax(1, keepdim=True)
+    largest = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - largest)
-    total = weights.sum(1, keepdim=True)
+    total = weights.sum(-1, keepdim=True)
     if spec.sinks is not None:
-        total = total + torch.exp(spec.sinks[head] - largest)
-    return weights / total @ values
+        total = total + torch.exp(torch.tensor(spec.sinks, dtype=scores.dtype, device=scores.device)[:, None, None] - largest)
+    weights = (weights / total).view(spec.num_kv_heads, spec.group_size * n, -1)
+    return (weights @ values.permute(1, 0, 2)).view(spec.num_heads, n, -1).transpose(0, 1)
 
 
 def run_backend(backend: AttentionBackend, case: Case) -> Tensor:

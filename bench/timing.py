@@ -53,17 +53,21 @@ class Timer:
         return Timing(*(1e3 * value for value in answer))
 
 
-def host_us(call: Callable[[], object], device: torch.device) -> float:
+def host_us(call: Callable[[], object], device: torch.device, seconds: float = _HOST_SECONDS) -> float:
     """Median microseconds until `call` returns to the host, the device idle before each run and not waited for within it.
 
-    Twenty runs, fewer (three at least) of a call that takes long.
+    Twenty runs after a warm-up, fewer (three at least) of a call that takes long. Of one that takes longer than `seconds`, the
+    only one.
 
     On a CPU the work itself is included, since nothing there returns early.
     """
+    began = time.perf_counter()
     call()
+    if time.perf_counter() - began > seconds:
+        return 1e6 * (time.perf_counter() - began)
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < 3 or (len(times) < _HOST_RUNS and time.perf_counter() - began < _HOST_SECONDS):
+    while len(times) < 3 or (len(times) < _HOST_RUNS and time.perf_counter() - began < seconds):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
@@ -81,6 +85,8 @@ class Turns:
     """Of each call in each round, after a warm-up run."""
     min_runs: int = 3
     """Of each call in each round, however long it takes."""
+    max_runs: int = 60
+    """Of each call in each round, however short it is: on a GPU the cache's flush before each takes longer than a short call."""
 
     def time(self, calls: Sequence[Callable[[], object]], device: torch.device) -> list[Timing]:
         """Median, 20th and 80th percentile of each call. On a GPU by events, the L2 cache flushed before every run."""
@@ -90,7 +96,7 @@ class Turns:
             for call, found in zip(calls, samples, strict=True):
                 estimate = run(call, 1)[0]
                 runs = int(1e3 * self.round_ms / max(estimate, 1e-3))
-                found += run(call, min(max(runs, self.min_runs), _MAX_RUNS // self.rounds))
+                found += run(call, min(max(runs, self.min_runs), self.max_runs))
         return [Timing(*(_quantile(sorted(found), share) for share in QUANTILES)) for found in samples]
 
     def estimate(self, call: Callable[[], object], device: torch.device) -> float:

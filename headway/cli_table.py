@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headway.core.errors import ConfigError
 
-table = typer.Typer(help="Crossover tables: show, compare, merge, draw, check.", no_args_is_help=True)
+table = typer.Typer(help="Crossover tables: show, compare, merge, draw, check, judge.", no_args_is_help=True)
 
 _FILE = typer.Argument(help="A table file. Default: the newest that auto keeps for this machine.")
 
@@ -130,6 +130,46 @@ def merge(
     console.print(Text(f"{len(merged.cells)} cells written to {output}"), soft_wrap=True)
     if partly := compare.partly_measured(merged):
         console.print(Text(f"note: {partly} points were not measured for every backend; there auto considers the others only"))
+
+
+@table.command()
+def regret(
+    file: Annotated[Path | None, _FILE] = None,
+    points: Annotated[int, typer.Option(min=1, help="Held-out random points to measure.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Of the points and their inputs.")] = 1,
+    workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
+    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+) -> None:
+    """Measure how much auto, obeying this table, loses to the best backend at points that are not in it."""
+    from headway.bench.crossover.files import read_table
+    from headway.bench.crossover.regret import measure_regret
+    from headway.bench.device import resolve_device
+    from headway.bench.results import write_json
+    from headway.core.workload import Workload
+    from headway.registry import create_registry
+
+    known = read_table(_found(file))
+    device = resolve_device(None if known.device.type == "cuda" else known.device.type)
+    report = measure_regret(
+        known, create_registry(), device, points, seed, Workload.parse(workload), console=Console(stderr=True)
+    )
+    shown = Table(title=report.selection, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("phase", "case", "auto", "best", "auto us", "best us", "regret"):
+        shown.add_column(column, justify="right" if column in ("auto us", "best us", "regret") else "left")
+    for trial in report.trials:
+        row = (trial.phase, trial.case, trial.chosen, trial.best, f"{trial.chosen_us:.0f}", f"{trial.best_us:.0f}")
+        shown.add_row(*row, f"{trial.regret:.3f}", style="bold" if trial.regret > 1.05 else "")
+    console = _console()
+    console.print(shown)
+    for line in report.untimed:
+        console.print(Text(f"no time: {line}"), soft_wrap=True)
+    summary = (
+        f"regret over {len(report.trials)} held-out points: geometric mean {report.geometric_mean:.3f}, worst {report.worst:.3f}"
+    )
+    console.print(Text(summary, "bold"))
+    if output is not None:
+        write_json(report, output)
+        console.print(Text(f"written to {output}"), soft_wrap=True)
 
 
 def _found(file: Path | None) -> Path:

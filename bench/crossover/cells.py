@@ -58,7 +58,8 @@ def mark_ties(cells: Sequence[Cell]) -> list[Cell]:
     A cell competes with those of its own layout and block size, which are those it could be switched with. Two times are alike
     where their ranges from p20 to p80 overlap, or where they differ by less than a hundredth.
     """
-    pairs = list(dict.fromkeys((cell.layout, cell.block_size) for cell in cells))
+    placed: list[tuple[str | None, int | None]] = [(cell.layout, cell.block_size) for cell in cells if cell.layout]
+    pairs = list(dict.fromkeys(placed)) or [(None, None)]
     tied: set[int] = set()
     for pair in pairs:
         rivals = [
@@ -66,17 +67,20 @@ def mark_ties(cells: Sequence[Cell]) -> list[Cell]:
             for number, cell in enumerate(cells)
             if cell.status in ("ok", "tie") and (cell.layout, cell.block_size) in (pair, (None, None))
         ]
-        first, fastest = min(rivals, key=lambda rival: rival[1].median_us or math.inf, default=(-1, None))
-        alike = {number for number, cell in rivals if fastest is not None and number != first and _alike(fastest, cell)}
-        tied |= alike | ({first} if alike else set())
+        first, fastest = min(rivals, key=lambda rival: rival[1].layer_us or math.inf, default=(-1, None))
+        same = {number for number, cell in rivals if fastest is not None and number != first and alike(fastest, cell)}
+        tied |= same | ({first} if same else set())
     return [
         cell.model_copy(update={"status": "tie" if number in tied else "ok"}) if cell.status in ("ok", "tie") else cell
         for number, cell in enumerate(cells)
     ]
 
 
-def _alike(fastest: Cell, other: Cell) -> bool:
-    return (other.p20_us or math.inf) <= max(fastest.p80_us or 0.0, (fastest.median_us or 0.0) * (1 + LEAST_DIFFERENCE))
+def alike(fastest: Cell, other: Cell) -> bool:
+    """Whether a time cannot be told from the fastest."""
+    host = other.host_us or 0.0  # what a layer costs is the slower of device and host
+    longest = max(fastest.p80_us or 0.0, fastest.host_us or 0.0, (fastest.layer_us or 0.0) * (1 + LEAST_DIFFERENCE))
+    return max(other.p20_us or math.inf, host) <= longest
 
 
 def noise_of(cells: Sequence[Cell]) -> float:

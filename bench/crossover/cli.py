@@ -16,6 +16,7 @@ from rich.text import Text
 
 from headway.bench.cells import Geometry, make_spec
 from headway.bench.crossover import store
+from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases, run_engine_level
 from headway.bench.crossover.export import check_suffix, export
 from headway.bench.crossover.grid import PHASES, grid
 from headway.bench.crossover.report import print_view
@@ -26,6 +27,7 @@ from headway.bench.device import identify_device, resolve_device
 from headway.bench.options import dtype_of, names_of, sizes_of
 from headway.core.errors import ConfigError
 from headway.core.spec import DTYPES, KV_DTYPES, AttentionSpec
+from headway.models.locate import DEFAULT_MODEL
 from headway.registry import create_registry
 
 GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
@@ -43,6 +45,14 @@ class Level(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
 
 def crossover(
     level: Annotated[Level, typer.Option(help="Attention kernels one by one, or whole generations.")] = Level.kernel,
+    model: Annotated[str, typer.Option(help="Level engine: smollm2, a folder, a .gguf file, or a hub id.")] = DEFAULT_MODEL,
+    load_format: Annotated[str, typer.Option(help="Level engine: auto, or dummy for random weights.")] = "auto",
+    mixed: Annotated[
+        str | None, typer.Option(help="Level engine: instead of the grid, requests such as 48q128s256_2q8ks8448 (in, in + out).")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Level engine: timed passes of a generation.")] = 1,
+    cell_limit: Annotated[str, typer.Option(help="Level engine: give a generation up after this long.")] = "120s",
+    crossover_table: Annotated[Path | None, typer.Option(help="Level engine: the table that auto obeys.")] = None,
     backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
     geometry: Annotated[str | None, typer.Option(help="num_heads/num_kv_heads/head_dim of the layer.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
@@ -66,11 +76,30 @@ def crossover(
     for path in export_to or ():
         check_suffix(path)
     place = resolve_device(device)
+    batches, lens = sizes_of("--batch-sizes", batch_sizes), sizes_of("--input-lens", input_lens)
+    command = shlex.join(["headway", *sys.argv[1:]])
+    if level is Level.engine:
+        usual = SIZES.get(place.type, SIZES["cuda"])
+        llm = {"model": model, "load_format": load_format, "dtype": dtype, "device": device or "auto"}
+        llm |= {"crossover_table": str(crossover_table)} if crossover_table else {}
+        whole = EngineOptions(
+            device=place,
+            llm=llm,
+            cases=[mixed] if mixed else cases(batches or usual[0], lens or usual[1]),
+            backends=names_of(backends),
+            repeat=repeat,
+            cell_limit=parse_seconds("--cell-limit", cell_limit) or 0.0,
+            seed=seed,
+            budget=parse_seconds("--budget", budget),
+            output=output,
+            command=command,
+        )
+        finish(run_engine_level(whole, create_registry(), Console(stderr=True)), output, export_to or [])
+        return
     spec = layer(geometry, dtype, kv_dtype, place)
     chosen = names_of(phases) or list(PHASES)
     if unknown := [name for name in chosen if name not in PHASES]:
         raise ConfigError("--phases", ", ".join(PHASES), ", ".join(map(repr, unknown)))
-    batches, lens = sizes_of("--batch-sizes", batch_sizes), sizes_of("--input-lens", input_lens)
     options = CrossoverOptions(
         spec=spec,
         backends=names_of(backends),
@@ -82,7 +111,7 @@ def crossover(
         seed=seed,
         output=output or store.table_path(identify_device(place), SpecRecord.of(spec)),
         resume=resume,
-        command=shlex.join(["headway", *sys.argv[1:]]),
+        command=command,
     )
     finish(run_kernel_level(options, create_registry(), Console(stderr=True)), options.output, export_to or [])
 

@@ -26,6 +26,11 @@ from headway.registry import Registry
 
 CLEAR_LOSS = 4.0
 """Times the fastest: one that is slower after two runs is not timed further."""
+_HOPELESS = 8.0
+"""Times the fastest: one that is slower over one layout is not tried over the others at this point."""
+_HOST_SECONDS = 0.05
+_LARGE = 2**30
+"""Bytes of a cache that must be gone before the next one is made."""
 
 Pair = tuple[CacheLayout, int]
 """A layout and a block size."""
@@ -71,6 +76,7 @@ def measure_point(
     phase = CORE_PHASE[point.phase]
     refused: dict[str, str] = {}
     served: set[str] = set()
+    hopeless: dict[str, str] = {}
     expected: Tensor | None = None
     best_us = float("inf")
     for pair in pairs:
@@ -79,7 +85,9 @@ def measure_point(
             if name in dropped or (name in served and bench.place(name, phase, pair) is None):
                 continue
             support = bench.registry.supports(name, bench.spec, *pair, phase)
-            if support:
+            if support and name in hopeless:
+                cells.append(new_cell(point, name, pair, "dropped", reason=f"{hopeless[name]}: not tried here"))
+            elif support:
                 served.add(name)
                 here.append(name)
             else:
@@ -95,9 +103,13 @@ def measure_point(
         else:
             found, best_us = _measure_pair(point, bench, here, pair, case, expected, best_us)
             cells += found
+            slower = {cell.backend: (cell.median_us or 0.0) / best_us for cell in found if cell.status == "dropped"}
+            where = f"times the fastest on {pair[0].name} {pair[1]}"
+            hopeless |= {name: f"{factor:.0f} {where}" for name, factor in slower.items() if factor > _HOPELESS}
+        large = case is None or case.cache.key.nbytes > _LARGE
         case = None
-        gc.collect()  # libraries' wrappers hold caches in cycles, and the next one may be as large
-        if bench.spec.device.type == "cuda":
+        if large and bench.spec.device.type == "cuda":
+            gc.collect()  # libraries' wrappers hold caches in cycles
             torch.cuda.empty_cache()
     never = [name for name in refused if name not in served]
     return mark_ties(cells + [new_cell(point, name, None, "unsupported", reason=refused[name]) for name in never])
@@ -154,9 +166,9 @@ def _finish(point: Point, bench: Bench, runner: _Runner, timing: Timing) -> Cell
             return wrong_answer(point, runner.name, runner.place, found, attempt, " after repeated calls, right at the first")
         runner.error = max(runner.error, found)
         if attempt.plan is not None:
-            runner.host["plan_us"] = host_us(attempt.plan, device)
+            runner.host["plan_us"] = host_us(attempt.plan, device, _HOST_SECONDS)
         if device.type != "cpu" and not runner.graph:
-            runner.host["host_us"] = host_us(attempt.call, device)
+            runner.host["host_us"] = host_us(attempt.call, device, _HOST_SECONDS)
     except Exception as error:
         return failure(point, runner.name, runner.place, error)
     return _timed(point, runner, "ok", timing)

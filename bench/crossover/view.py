@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from headway.bench.crossover.cells import alike
 from headway.bench.crossover.schema import Cell, CrossoverTable, PhaseName, points
 from headway.core.errors import ConfigError
 
@@ -45,7 +46,8 @@ class Row:
     def winners(self) -> list[str]:
         """The fastest, and those that cannot be told from it."""
         ranked = self.ranked
-        return [cell.backend for cell in ranked[:1]] + [cell.backend for cell in ranked[1:] if cell.status == "tie"]
+        same = [cell.backend for cell in ranked[1:] if cell.status != "dropped" and alike(ranked[0], cell)]
+        return [cell.backend for cell in ranked[:1]] + same
 
     @property
     def speedup(self) -> float | None:

@@ -1,0 +1,145 @@
+"""How much `auto` loses to perfect knowledge: its choices at points nobody measured before, against every candidate there."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from statistics import fmean
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+
+from headway.bench.crossover.convert import to_costs
+from headway.bench.crossover.grid import Point, held_out
+from headway.bench.crossover.point import Bench, measure_point
+from headway.bench.crossover.run import GRAPH_LEN
+from headway.bench.crossover.schema import Cell, CrossoverTable, SpecRecord
+from headway.bench.device import DeviceIdentity, identify_device
+from headway.bench.kernel import on_device, progress_bar
+from headway.bench.timing import Turns
+from headway.core.errors import ConfigError
+from headway.core.selector import Selector
+from headway.core.workload import Workload
+from headway.registry import Registry
+
+LAYERS = 32
+"""Layers of a model, which share the plan's cost."""
+
+
+class Trial(BaseModel):
+    """One held-out point."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    phase: str
+    case: str
+    chosen: str
+    best: str
+    chosen_us: float
+    """A step: plan and all layers."""
+    best_us: float
+    times_us: dict[str, float]
+
+    @property
+    def regret(self) -> float:
+        """Time of the choice over the best."""
+        return self.chosen_us / self.best_us
+
+
+class RegretReport(BaseModel):
+    """One run over held-out points."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: Literal["headway.regret/1"] = Field(default="headway.regret/1", alias="schema")
+    command: str
+    date: str
+    table_date: str
+    device: DeviceIdentity
+    spec: SpecRecord
+    selection: str
+    layers: int
+    seed: int
+    geometric_mean: float
+    worst: float
+    trials: list[Trial]
+    untimed: list[str]
+    """Points at which the choice, or every backend, had no time; with the reasons."""
+
+
+def measure_regret(
+    table: CrossoverTable,
+    registry: Registry,
+    device: torch.device,
+    count: int,
+    seed: int,
+    workload: Workload,
+    layers: int = LAYERS,
+    console: Console | None = None,
+) -> RegretReport:
+    """Measure `count` random points within the grid's range that are not on it, in the order drawn, as steps of one engine.
+
+    Every candidate is timed in turns with the others, over the layout and block size that `auto` fixes for the workload.
+
+    :raises ConfigError: the table has no times for any layout, so there is no choice to judge.
+    """
+    spec = table.spec.to_spec(device)
+    selector = Selector(registry, [spec] * layers, costs={spec: to_costs(table)}, workload=workload)
+    if selector.costs is None:
+        raise ConfigError("regret", "a table of level kernel with times for every phase", f"{len(table.cells)} cells without")
+    chosen = selector.selection
+    usable = {record.name for record in table.backends if record.usable}
+    names = [name for name in registry.backends if name in usable and registry.availability(name)]
+    points = held_out(device.type, count, seed, {cell.case for cell in table.cells})
+    bench = Bench(registry, spec, Turns(rounds=5), table.graph_len or GRAPH_LEN, seed)
+    trials: list[Trial] = []
+    untimed: list[str] = []
+    with torch.no_grad(), on_device(device), progress_bar(console) as progress:
+        task = progress.add_task("regret", total=len(points))
+        for point in points:
+            cells = measure_point(point, bench, names, [(chosen.layout, chosen.block_size)], {})
+            shape = point.shape
+            backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
+            name = next(iter(backends.values())).name
+            trial = _trial(point, name, cells, layers)
+            if trial is None:
+                reasons = "; ".join(f"{cell.backend} {cell.status} {cell.reason}" for cell in cells if cell.median_us is None)
+                untimed.append(f"{point.phase} {point.case}, choice {name}: {reasons}")
+            else:
+                trials.append(trial)
+            progress.update(task, advance=1, description=f"{point.phase} {point.case}")
+    regrets = [trial.regret for trial in trials] or [math.inf]
+    return RegretReport(
+        command=" ".join(["headway", *sys.argv[1:]]),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        table_date=table.date,
+        device=identify_device(device),
+        spec=table.spec,
+        selection=str(chosen),
+        layers=layers,
+        seed=seed,
+        geometric_mean=math.exp(fmean(map(math.log, regrets))),
+        worst=max(regrets),
+        trials=trials,
+        untimed=untimed,
+    )
+
+
+def _trial(point: Point, chosen: str, cells: Sequence[Cell], layers: int) -> Trial | None:
+    times = {cell.backend: (cell.plan_us or 0.0) + layers * cell.layer_us for cell in cells if cell.layer_us is not None}
+    if chosen not in times:
+        return None
+    best = min(times, key=times.__getitem__)
+    return Trial(
+        phase=point.phase,
+        case=point.case,
+        chosen=chosen,
+        best=best,
+        chosen_us=times[chosen],
+        best_us=times[best],
+        times_us=times,
+    )
