@@ -10,6 +10,7 @@ READY := $(VENV)/.ready
 demo: $(READY)  ## a real model writes, through a paged cache and a backend found as a plugin
 	$(BIN)/headway generate --max-tokens 32 "The capital of France is"
 	$(BIN)/headway backends
+	$(BIN)/headway table show
 
 test: $(READY)  ## everything that runs without a GPU
 	$(BIN)/python -m pytest -q

@@ -18,6 +18,7 @@ from headway.cli_backends import backends
 from headway.cli_build import build
 from headway.cli_diff import diff
 from headway.cli_doctor import doctor
+from headway.cli_explain import explain
 from headway.cli_table import table
 from headway.outputs import RequestOutput
 
@@ -31,7 +32,9 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure, and compare with others.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(table, name="table")
-app.command()(backends)
+listing = typer.Typer(invoke_without_command=True, callback=backends)
+listing.command()(explain)
+app.add_typer(listing, name="backends")
 app.command()(diff)
 app.command()(doctor)
 app.command()(build)

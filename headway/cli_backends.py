@@ -14,8 +14,12 @@ from rich.text import Text
 from headway.registry import Registry, create_registry
 
 
-def backends(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False) -> None:
+def backends(
+    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+) -> None:
     """Show every attention backend: available here or the reason why not, phases, layouts, block sizes, dtypes."""
+    if context.invoked_subcommand is not None:
+        return
     registry = create_registry()
     rows = [describe(registry, name) for name in registry.backends]
     if as_json:

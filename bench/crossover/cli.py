@@ -67,7 +67,9 @@ def crossover(
     graph_len: Annotated[int, typer.Option(min=1, help="Context for which decode graphs are captured.")] = GRAPH_LEN,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted table.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="The table's file. Default: the one that auto reads.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The table's file. Default: the one that auto reads, if the grid is whole.")
+    ] = None,
     export_to: Annotated[
         list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png; repeatable.")
     ] = None,
@@ -100,6 +102,7 @@ def crossover(
     chosen = names_of(phases) or list(PHASES)
     if unknown := [name for name in chosen if name not in PHASES]:
         raise ConfigError("--phases", ", ".join(PHASES), ", ".join(map(repr, unknown)))
+    narrowed = any((backends, phases, batches, lens))
     options = CrossoverOptions(
         spec=spec,
         backends=names_of(backends),
@@ -109,7 +112,7 @@ def crossover(
         budget=parse_seconds("--budget", budget),
         graph_len=graph_len,
         seed=seed,
-        output=output or store.table_path(identify_device(place), SpecRecord.of(spec)),
+        output=output or (None if narrowed else store.table_path(identify_device(place), SpecRecord.of(spec))),
         resume=resume,
         command=command,
     )
@@ -126,6 +129,8 @@ def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> Non
     print_view(shown, console)
     for target in exports:
         export(shown, target)
+    if path is None:
+        console.print(Text("not kept: without every backend, phase and length it is no table for auto; --output FILE keeps it"))
     for target in [*([path] if path else []), *exports]:
         console.print(Text(f"written to {target}"), soft_wrap=True)
 

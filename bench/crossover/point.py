@@ -27,7 +27,7 @@ from headway.registry import Registry
 CLEAR_LOSS = 4.0
 """Times the fastest: one that is slower after two runs is not timed further."""
 _HOPELESS = 8.0
-"""Times the fastest: one that is slower over one layout is not tried over the others at this point."""
+"""Times the fastest: one that is slower over one layout, or ran out of memory, is not tried over the others at this point."""
 _HOST_SECONDS = 0.05
 _LARGE = 2**30
 """Bytes of a cache that must be gone before the next one is made."""
@@ -86,7 +86,8 @@ def measure_point(
                 continue
             support = bench.registry.supports(name, bench.spec, *pair, phase)
             if support and name in hopeless:
-                cells.append(new_cell(point, name, pair, "dropped", reason=f"{hopeless[name]}: not tried here"))
+                status = "oom" if "out of memory" in hopeless[name] else "dropped"
+                cells.append(new_cell(point, name, pair, status, reason=f"{hopeless[name]}: not tried here"))
             elif support:
                 served.add(name)
                 here.append(name)
@@ -106,6 +107,7 @@ def measure_point(
             slower = {cell.backend: (cell.median_us or 0.0) / best_us for cell in found if cell.status == "dropped"}
             where = f"times the fastest on {pair[0].name} {pair[1]}"
             hopeless |= {name: f"{factor:.0f} {where}" for name, factor in slower.items() if factor > _HOPELESS}
+            hopeless |= {cell.backend: f"out of memory on {pair[0].name} {pair[1]}" for cell in found if cell.status == "oom"}
         large = case is None or case.cache.key.nbytes > _LARGE
         case = None
         if large and bench.spec.device.type == "cuda":

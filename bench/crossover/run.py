@@ -32,8 +32,8 @@ from headway.registry import Registry
 
 GRAPH_LEN = 32768
 """Longest context for which decode graphs are captured, as in an engine of max_model_len 32,768."""
-BLOCK_SIZES = (16, 64, 256)
-"""Of these every built-in backend reads one."""
+BLOCK_SIZES = (16, 256)
+"""Every built-in backend reads one of them; sizes between cost about what the larger does."""
 
 
 @dataclass(frozen=True)

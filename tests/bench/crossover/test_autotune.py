@@ -1,0 +1,180 @@
+"""Where the times behind auto come from: a file that fits, or a measurement, or neither; and no fault ends a start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway.bench.crossover import autotune, store
+from headway.bench.crossover.autotune import TableWish, costs_for
+from headway.bench.crossover.files import read_table
+from headway.bench.crossover.grid import Point
+from headway.bench.crossover.regret import measure_regret
+from headway.bench.crossover.run import run_kernel_level
+from headway.bench.crossover.schema import SpecRecord
+from headway.bench.results import write_json
+from headway.core.costs import Shape
+from headway.core.errors import ConfigError
+from headway.core.metadata import Phase
+from headway.core.selector import Selector
+from headway.core.workload import Workload
+from headway.registry import Registry
+from tables import POINTS, QUICK, SPEC, a_cell, a_device, a_table, quick
+from tiny_bench import CPU, half_of_the_rows, with_backend
+
+DECODE = Shape(Phase.DECODE, 1, 1, 8)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, and a quick grid."""
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET", raising=False)
+    monkeypatch.setattr(autotune, "_TURNS", QUICK)
+    return tmp_path
+
+
+@pytest.fixture
+def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = autotune.CrossoverOptions
+    monkeypatch.setattr(autotune, "CrossoverOptions", lambda **options: real(**options, grid=POINTS))
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_the_first_start_measures_and_the_next_one_reads(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
+    first = costs_for([SPEC, SPEC], registry, "auto", TableWish(budget=60))
+    assert "measuring the attention backends" in caplog.text
+    path = store.table_path(a_device(), SpecRecord.of(SPEC))
+    assert store.stored() == [path]
+    assert read_table(path).complete
+    caplog.clear()
+    second = costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    assert caplog.text == ""
+    assert first is not None
+    assert second is not None
+    assert first[SPEC].at(DECODE, "sdpa", "nhd", 16) == second[SPEC].at(DECODE, "sdpa", "nhd", 16)
+    selector = Selector(registry, [SPEC], costs=second)
+    assert "crossover table" in str(selector.selection)
+
+
+def test_without_a_budget_nothing_is_measured(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert costs_for([SPEC], registry, "auto", TableWish(budget=0)) is None
+    monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "0")
+    assert costs_for([SPEC], registry, "auto", TableWish()) is None
+    assert not (cache / "crossover").exists()
+    monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "soon")
+    with pytest.raises(ConfigError, match="HEADWAY_AUTOTUNE_BUDGET: needs seconds"):
+        costs_for([SPEC], registry, "auto", TableWish())
+
+
+def test_named_backends_need_no_table(registry: Registry, cache: Path) -> None:
+    assert costs_for([SPEC], registry, "sdpa", TableWish()) is None
+    assert costs_for([SPEC], registry, "prefill=sdpa,decode=sdpa.math", TableWish()) is None
+    assert not (cache / "crossover").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ('{"schema": "headway.crossover/1", "cells": [', "line 1"),
+        ('{"schema": "headway.crossover/2"}', "newer release"),
+        ("nonsense", "line 1"),
+    ],
+)
+def test_a_faulty_kept_table_is_logged_and_left_alone(
+    registry: Registry, caplog: pytest.LogCaptureFixture, content: str, word: str
+) -> None:
+    path = store.table_path(a_device(), SpecRecord.of(SPEC))
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert costs_for([SPEC], registry, "auto", TableWish(budget=0)) is None
+    assert word in caplog.text
+    assert path.read_text() == content
+
+
+def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(
+    registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "mine.json"
+    cells = [a_cell(us, backend=name) for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))]
+    write_json(a_table(*cells), path)
+    costs = costs_for([SPEC], registry, "auto", TableWish(path))
+    assert costs is not None
+    assert costs[SPEC].at(Shape(Phase.DECODE, 1, 1, 64), "sdpa", "nhd", 16)[0] == pytest.approx(10)
+    write_json(a_table(*cells, device=a_device(driver="old", torch="1.0")), path)
+    assert costs_for([SPEC], registry, "auto", TableWish(path, budget=60)) is None
+    assert "torch: the table has 1.0" in caplog.text
+    assert "driver: the table has old" in caplog.text
+    assert costs_for([SPEC], registry, "auto", TableWish(tmp_path / "none.json", budget=60)) is None
+    assert costs_for([replace(SPEC, head_dim=64)], registry, "auto", TableWish(path)) is None
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
+    costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    more = with_backend("newcomer")
+    costs = costs_for([SPEC], more, "auto", TableWish(budget=60))
+    assert "backends: newcomer not in it" in caplog.text
+    assert costs is not None
+    assert costs[SPEC].at(DECODE, "newcomer", "nhd", 16)[0] < float("inf")
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_a_backend_that_computes_wrongly_here_is_left_out_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    registry = with_backend("wrong", decode=half_of_the_rows)
+    costs = costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    assert costs is not None
+    assert "auto leaves out wrong: self-test: decode" in caplog.text
+    assert "wrong" in costs[SPEC].excluded
+    selector = Selector(registry, [SPEC], costs=costs)
+    assert "wrong" not in selector.selection.names.values()
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_rank_order(
+    registry: Registry, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache / "crossover").write_text("a file where the folder should be")
+    assert costs_for([SPEC], registry, "auto", TableWish(budget=60)) is None
+    assert "rank order instead" in caplog.text
+
+
+def test_one_backend_alone_leaves_nothing_to_measure(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "backends", {"sdpa": registry.backends["sdpa"]})
+    assert costs_for([SPEC], registry, "auto", TableWish(budget=60)) is None
+    assert not (cache / "crossover").exists()
+
+
+def test_the_file_is_named_by_device_and_kind_of_layer() -> None:
+    paths = {
+        store.table_path(a_device(), SpecRecord.of(SPEC)),
+        store.table_path(a_device(), SpecRecord.of(replace(SPEC, scale=0.9))),
+        store.table_path(a_device(), SpecRecord.of(replace(SPEC, sliding_window=4))),
+        store.table_path(a_device(name="NVIDIA H200"), SpecRecord.of(SPEC)),
+    }
+    assert len(paths) == 3
+    assert any(path.name.startswith("nvidia-h200-4-2-32-float32-") for path in paths)
+
+
+def slow(self, q, cache, plan, out):
+    from headway.backends.sdpa import SDPA
+
+    for _ in range(30):
+        SDPA.decode(self, q, cache, plan, out)
+
+
+def test_regret_is_what_the_choice_loses_at_points_nobody_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = with_backend("slow", decode=slow)
+    table = run_kernel_level(quick(backends=["sdpa", "slow"], block_sizes=[16]), registry)
+    points = [Point("decode", 3, 1, 30), Point("prefill", 2, 11, 11)]
+    monkeypatch.setattr("headway.bench.crossover.regret.held_out", lambda *_: points)
+    report = measure_regret(table, registry, CPU, 2, 0, Workload(1, 16, 16), layers=4)
+    assert [(trial.phase, trial.case) for trial in report.trials] == [("decode", "3q1s30"), ("prefill", "2q11")]
+    decode = report.trials[0]
+    assert (decode.chosen, decode.best) == ("sdpa", "sdpa")
+    assert decode.regret == 1.0
+    assert set(decode.times_us) == {"sdpa", "slow"}
+    assert report.worst >= report.geometric_mean >= 1.0
+    bad = decode.model_copy(update={"chosen_us": 3 * decode.best_us})
+    assert bad.regret == pytest.approx(3)

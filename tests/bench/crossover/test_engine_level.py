@@ -1,0 +1,143 @@
+"""Whole generations, one process a backend: a crash, an error or an OOM costs its cell and no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway.bench.crossover import engine_level
+from headway.bench.crossover.engine_level import EngineOptions, cases, run_engine_level
+from headway.bench.crossover.files import read_table
+from headway.core.errors import ConfigError, UnknownBackendError
+from headway.registry import Registry
+from sandbox import install, save_tiny_model
+from tiny_bench import CPU
+
+FAULTY = '''
+"""A plugin whose backends decode like sdpa, until a batch of two comes."""
+
+import os
+import time
+
+import torch
+
+from headway.backends.sdpa import SDPA
+from headway.core.backend import BackendInfo
+from headway.registry import hookimpl
+
+
+class Dies(SDPA):
+    name = "dies"
+
+    def decode(self, q, cache, plan, out):
+        if len(q) == 2:
+            os._exit(7)
+        super().decode(q, cache, plan, out)
+
+
+class Hangs(SDPA):
+    name = "hangs"
+
+    def decode(self, q, cache, plan, out):
+        if len(q) == 2:
+            time.sleep(600)
+        super().decode(q, cache, plan, out)
+
+
+@hookimpl
+def headway_register_backends():
+    return [BackendInfo(b.name, "for a test", lambda b=b: b, api_version=1) for b in (Dies, Hangs)]
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def options(model: Path, **changes: object) -> EngineOptions:
+    llm = {"model": str(model), "device": "cpu", "num_threads": 1, "kv_cache_memory": "16MiB"}
+    return replace(EngineOptions(CPU, llm, cases([1, 2], [4]), ["sdpa"]), **changes)
+
+
+def test_generations_are_timed_through_each_backend(model: Path, registry: Registry, tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    table = run_engine_level(options(model, backends=["sdpa", "sdpa.math", "auto"], output=path), registry)
+    assert table.complete
+    assert (table.level, table.model) == ("engine", str(model))
+    assert (table.spec.num_heads, table.spec.head_dim) == (4, 8)
+    assert {(cell.backend, cell.case) for cell in table.cells} == {
+        (name, case) for name in ("sdpa", "sdpa.math", "auto") for case in ("1q4s8", "2q4s8")
+    }
+    for cell in table.cells:
+        assert cell.status in ("ok", "tie"), cell.reason
+        assert cell.tokens_per_second == pytest.approx(cell.batch * 4 / cell.median_us * 1e6)
+        assert "sdpa" in cell.kernel
+    assert read_table(path) == table
+
+
+def test_requests_may_differ(model: Path, registry: Registry) -> None:
+    (cell,) = run_engine_level(options(model, cases=["3q4s6_1q20s30"]), registry).cells
+    assert (cell.case, cell.batch, cell.query_len, cell.kv_len) == ("3q4s6_1q20s30", 4, 8, 12)
+    assert cell.status == "ok", cell.reason
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    from headway.registry import create_registry
+
+    install(tmp_path, "faulty", FAULTY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    return create_registry()
+
+
+def test_a_process_that_dies_costs_its_cell_and_the_next_one_goes_on(model: Path, faulty: Registry) -> None:
+    table = run_engine_level(options(model, cases=["2q4s8", "1q4s8"], backends=["dies", "sdpa"]), faulty)
+    found = {(cell.backend, cell.batch): cell for cell in table.cells}
+    assert found["dies", 2].status == "error"
+    assert "ended with exit code 7" in found["dies", 2].reason
+    assert found["dies", 1].status == "ok"
+    assert found["sdpa", 2].status == "ok"
+    assert table.complete
+
+
+def test_a_generation_that_takes_too_long_is_given_up_with_all_larger_ones(model: Path, faulty: Registry) -> None:
+    chosen = options(model, cases=cases([1, 2], [4, 5]), backends=["hangs"], cell_limit=8.0)
+    found = {cell.case: cell for cell in run_engine_level(chosen, faulty).cells}
+    assert [found[case].status for case in ("1q4s8", "1q5s10")] == ["ok", "ok"]
+    assert [found[case].status for case in ("2q4s8", "2q5s10")] == ["dropped", "dropped"]
+    assert "2q4s8 took longer than 8 s" in found["2q5s10"].reason
+
+
+def test_a_backend_that_cannot_start_says_why_in_its_cells(model: Path, registry: Registry) -> None:
+    table = run_engine_level(options(model, backends=["sdpa", "triton"]), registry)
+    cells = [cell for cell in table.cells if cell.backend == "triton"]
+    assert {cell.status for cell in cells} == {"unsupported"}
+    assert all("device: needs a CUDA GPU" in cell.reason for cell in cells)
+    assert "needs a CUDA GPU" in next(record.reason for record in table.backends if record.name == "triton")
+
+
+def test_an_interrupt_keeps_what_is_done(model: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = engine_level._save
+    saved: list[int] = []
+
+    def interrupting(table: object, path: object) -> None:
+        real(table, path)
+        saved.append(1)
+        if len(saved) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_level, "_save", interrupting)
+    table = run_engine_level(options(model, backends=["sdpa", "sdpa.math"]), registry)
+    assert [(cell.backend, cell.case) for cell in table.cells] == [("sdpa", "1q4s8")]
+    assert not table.complete
+
+
+def test_what_cannot_be_generated_is_refused(model: Path, registry: Registry) -> None:
+    with pytest.raises(ConfigError, match="512 tokens in, 512 out"):
+        run_engine_level(options(model, cases=["2q8"]), registry)
+    with pytest.raises(UnknownBackendError):
+        run_engine_level(options(model, backends=["nope"]), registry)

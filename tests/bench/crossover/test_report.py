@@ -1,0 +1,160 @@
+"""A table as text, Markdown, CSV, HTML and PNG."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headway.bench.crossover.export import export
+from headway.bench.crossover.report import print_view, to_csv, to_markdown
+from headway.bench.crossover.schema import BackendRecord, CrossoverTable
+from headway.bench.crossover.view import view
+from headway.core.errors import ConfigError
+from tables import a_cell, a_table
+
+
+def crossing() -> CrossoverTable:
+    """a wins the short length, b the long one; c is out of memory there, d ties with a, <e> is a backend with a rude name."""
+    rows = {64: {"a": 10.0, "b": 30.0, "c": 50.0, "d": 10.05}, 4096: {"a": 200.0, "b": 100.0, "d": 300.0}}
+    cells = [
+        a_cell(us, backend=name, case=f"2q1s{kv_len}", kv_len=kv_len, batch=2)
+        for kv_len, times in rows.items()
+        for name, us in times.items()
+    ]
+    cells.append(a_cell(None, backend="c", case="2q1s4096", kv_len=4096, batch=2, status="oom", reason="too <large>"))
+    cells.append(a_cell(60.0, backend="<e>", case="2q1s64", batch=2, status="dropped", reason="6 times"))
+    cells.append(a_cell(7.0, backend="a", case="1q32", phase="prefill", query_len=32, kv_len=32, layout=None, block_size=None))
+    return a_table(*cells)
+
+
+def text_of(table: CrossoverTable) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    print_view(view(table), console)
+    return console.file.getvalue()
+
+
+def test_the_winner_and_its_speed_up_are_shown_per_batch_size() -> None:
+    shown = view(crossing())
+    decode = next(block for block in shown.blocks if block.phase == "decode")
+    assert (decode.batch, [row.label for row in decode.rows]) == (2, ["64", "4096"])
+    assert [row.winners for row in decode.rows] == [["a", "d"], ["b"]]
+    assert [row.speedup for row in decode.rows] == pytest.approx([3.0, 2.0])
+
+
+def test_the_terminal_shows_blocks_columns_and_why_a_cell_has_no_time() -> None:
+    text = text_of(crossing())
+    assert text.startswith("CROSSOVER ANALYSIS")
+    assert "decode, batch size 2 (us a layer)" in text
+    row = next(line for line in text.splitlines() if line.strip().startswith("4096"))
+    assert row.split() == ["4096", "200.0", "100.0", "OOM", "300.0", "b", "2.00x"]
+    assert "~60.0" in text
+    assert "c oom: too <large> [decode 2q1s4096]" in text
+
+
+def test_generations_are_shown_as_tokens_a_second() -> None:
+    cells = [
+        a_cell(us, phase="generate", case="4q8s16", batch=4, query_len=8, kv_len=16, layout=None, block_size=None, backend=name)
+        for name, us in (("a", 1e6), ("b", 0.5e6))
+    ]
+    text = text_of(a_table(*cells, level="engine", model="m"))
+    assert "generate, batch size 4 (output tok/s)" in text
+    row = next(line for line in text.splitlines() if line.strip().startswith("8 + 8"))
+    assert row.split() == ["8", "+", "8", "32", "64", "b", "2.00x"]
+
+
+def test_the_fastest_layout_is_shown_unless_another_is_asked_for() -> None:
+    table = a_table(a_cell(10.0), a_cell(9.0, block_size=64), a_cell(20.0, layout="hnd"))
+    assert view(table).pair == ("nhd", 64)
+    assert view(table, layout="hnd").pair == ("hnd", 16)
+    assert view(table, block_size=16).pair == ("nhd", 16)
+    with pytest.raises(ConfigError, match="one that was measured: nhd 16, nhd 64, hnd 16"):
+        view(table, layout="vllm_5d")
+
+
+def test_markdown_has_a_table_a_block_and_marks_the_winner() -> None:
+    text = to_markdown(view(crossing()))
+    assert "| kv_len | a | b | c | d | <e> | winner | speed-up |" in text
+    assert "| 4096 | 200.0 | **100.0** | OOM | 300.0 |  | b | 2.00x |" in text
+
+
+def test_csv_holds_every_cell() -> None:
+    table = crossing()
+    rows = list(csv.DictReader(io.StringIO(to_csv(table))))
+    assert len(rows) == len(table.cells)
+    assert rows[0]["backend"] == "a"
+    assert float(rows[0]["median_us"]) == 10.0
+    assert rows[-1]["layout"] == ""
+
+
+class _Page(HTMLParser):
+    """Counts tags, and notes what a browser would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br", "link", "img", "input"):
+            self.open.append(tag)
+        self.loads += [value or "" for name, value in attributes if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_whole_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    export(view(crossing()), path)
+    source = path.read_text()
+    page = _Page()
+    page.feed(source)
+    assert page.open == []
+    assert page.loads == []
+    assert not re.search(r"https?://|@import|url\(", source)
+    assert "$" not in source
+    assert "<e>" not in source
+    assert "a = d" in page.text
+    assert "2.00x" in page.text
+    assert "too <large>" in page.text
+    assert "prefers-color-scheme: dark" in source
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot is not installed")
+    path = tmp_path / "map.png"
+    export(view(crossing()), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.md", "t.json"])
+def test_other_forms_are_written(tmp_path: Path, name: str) -> None:
+    export(view(crossing()), tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 100
+
+
+def test_an_unknown_form_or_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(".json or .csv or .md or .html or .png")):
+        export(view(crossing()), tmp_path / "t.xlsx")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a folder that can be written to"):
+        export(view(crossing()), tmp_path / "file" / "t.csv")
+
+
+def test_who_takes_no_part_is_named() -> None:
+    records = [
+        BackendRecord(name="a", owner="x", available=True),
+        BackendRecord(name="z", owner="x", available=False, reason="no GPU"),
+    ]
+    assert "z takes no part: no GPU" in text_of(a_table(a_cell(), backends=records))

@@ -1,0 +1,1 @@
+../../headway/cli_explain.py
