@@ -2,8 +2,8 @@
 
     python -m headway.bench.markdown docs/benchmarks.md
 
-A marker is `<!-- kernel FILE PHASE GEOMETRY -->` or `<!-- throughput FILE [PEERS] -->`, its table ends at `<!-- end -->`; the
-files are relative to the working folder.
+A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, `<!-- throughput FILE [PEERS] -->` or `<!-- crossover FILE -->`; its table ends
+at `<!-- end -->`; the files are relative to the working folder.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from headway.bench.crossover.files import read_table
+from headway.bench.crossover.report import to_section
+from headway.bench.crossover.view import view
 from headway.bench.offline_report import read_offline, read_peers
 from headway.bench.offline_table import markdown
 from headway.bench.results import KernelCell, KernelReport, read_report
 
 _BLOCK = re.compile(r"(<!-- kernel (\S+) (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_CROSSOVER = re.compile(r"(<!-- crossover (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OFFLINE = re.compile(r"(<!-- throughput (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -36,7 +40,10 @@ def render(text: str, read: Callable[[Path], KernelReport] = read_report) -> str
         peers = read_peers(Path(match[3])) if match[3] else None
         return f"{match[1]}\n{markdown(read_offline(Path(match[2])), peers)}\n{match[4]}"
 
-    return _OFFLINE.sub(offline, _BLOCK.sub(table, text))
+    def crossover(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{to_section(view(read_table(Path(match[2]))))}\n{match[3]}"
+
+    return _CROSSOVER.sub(crossover, _OFFLINE.sub(offline, _BLOCK.sub(table, text)))
 
 
 def _device(report: KernelReport) -> str:

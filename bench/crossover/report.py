@@ -91,8 +91,13 @@ def notes(table: CrossoverTable) -> list[str]:
 
 
 def to_markdown(view: View) -> str:
-    """The blocks as Markdown tables."""
-    lines = [f"# Crossover: {view.table.title}", "", f"{view.where}. {software(view.table.device)}. `{view.table.command}`", ""]
+    """The view as a Markdown document."""
+    return f"# Crossover: {view.table.title}\n\n{to_section(view)}"
+
+
+def to_section(view: View) -> str:
+    """The blocks as Markdown tables, with what they were measured on and the notes."""
+    lines = [f"    {view.table.command}", "", f"{view.table.title}, {view.where}. {software(view.table.device)}.", ""]
     for block in view.blocks:
         header = [_LENGTHS[block.phase], *view.backends, "winner", "speed-up"]
         lines += [f"**{block.phase}, batch size {block.batch}** ({unit(block.phase)})", "", _line(header)]

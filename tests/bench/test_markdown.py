@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from headway.bench.markdown import render
+from headway.bench.results import write_json
 from headway.core.errors import ConfigError
+from tables import a_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,3 +46,13 @@ def test_a_throughput_table_is_made_anew_between_its_markers(tmp_path: Path, mon
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"nowhere\.json"):
         render("<!-- throughput nowhere.json -->\n<!-- end -->")
+
+
+def test_a_crossover_table_is_made_anew_between_its_markers(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    write_json(a_table(), path)
+    text = render(f"a\n<!-- crossover {path} -->\nold\n<!-- end -->\nb\n")
+    assert "old" not in text
+    assert "| 4096 | 200.0 | **100.0** | b | 2.00x |" in text
+    assert text.endswith("<!-- end -->\nb\n")
+    assert render(text) == text
