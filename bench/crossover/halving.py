@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from headway.bench.crossover.point import Pair
 from headway.bench.crossover.schema import Cell, points
 
+_ALIKE = 1.03
+"""Times the fastest, in the mean: layouts and block sizes that are as good."""
 NEAR = 1.15
 """Times the fastest: a backend that was this near somewhere may win elsewhere."""
 
@@ -19,18 +21,20 @@ NEAR = 1.15
 def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
     """The better half of the layouts and block sizes, by the geometric mean of their fastest backends' times.
 
-    One that no backend serves at some point goes.
+    Those alike (_ALIKE) come in the order given, smallest blocks first. One that no backend serves at some point goes.
     """
+    measured = points(cells)
 
     def loss(pair: Pair) -> float:
         total = 0.0
-        for rivals in points(cells).values():
+        for rivals in measured.values():
             key = (pair[0].name, pair[1])
             times = [cell.layer_us for cell in rivals if (cell.layout, cell.block_size) in (key, (None, None))]
             total += math.log(min((us for us in times if us is not None), default=math.inf))
-        return total
+        return total / max(len(measured), 1)
 
-    ranked = sorted(pairs, key=loss)
+    least = min(map(loss, pairs))
+    ranked = sorted(pairs, key=lambda pair: 0.0 if loss(pair) <= least + math.log(_ALIKE) else 1.0 + loss(pair) - least)
     return ranked[: max(1, math.ceil(len(ranked) / 2))]
 
 
