@@ -138,21 +138,24 @@ def regret(
     points: Annotated[int, typer.Option(min=1, help="Held-out random points to measure.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Of the points and their inputs.")] = 1,
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
+    without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave each point of the table out.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
     """Measure how much auto, obeying this table, loses to the best backend at points that are not in it."""
     from headway.bench.crossover.files import read_table
-    from headway.bench.crossover.regret import measure_regret
+    from headway.bench.crossover.regret import leave_one_out, measure_regret
     from headway.bench.device import resolve_device
     from headway.bench.results import write_json
     from headway.core.workload import Workload
     from headway.registry import create_registry
 
     known = read_table(_found(file))
-    device = resolve_device(None if known.device.type == "cuda" else known.device.type)
-    report = measure_regret(
-        known, create_registry(), device, points, seed, Workload.parse(workload), console=Console(stderr=True)
-    )
+    if without:
+        report = leave_one_out(known)
+    else:
+        device = resolve_device(None if known.device.type == "cuda" else known.device.type)
+        expected, progress = Workload.parse(workload), Console(stderr=True)
+        report = measure_regret(known, create_registry(), device, points, seed, expected, console=progress)
     shown = Table(title=report.selection, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("phase", "case", "auto", "best", "auto us", "best us", "regret"):
         shown.add_column(column, justify="right" if column in ("auto us", "best us", "regret") else "left")

@@ -36,7 +36,7 @@ class Axes:
 GRIDS: dict[str, dict[PhaseName, Axes]] = {
     "cuda": {
         "decode": Axes((1,), (1, 4, 16, 64, 256), (256, 1024, 4096, 16384, 65536), 256, 2**20),
-        "prefill": Axes((32, 128, 512, 2048, 8192, 32768), (1, 4, 16, 64), (), 2**15, 2**15),
+        "prefill": Axes((32, 128, 512, 1024, 2048, 4096, 8192, 32768), (1, 4, 16, 64), (), 2**15, 2**15),
         "extend": Axes((16, 128, 1024, 8192), (1, 8), (2048, 8192, 32768), 2**13, 2**17),
         "verify": Axes((4,), (1, 8, 64), (512, 4096, 32768), 256, 2**18),
     },
@@ -47,7 +47,8 @@ GRIDS: dict[str, dict[PhaseName, Axes]] = {
         "verify": Axes((4,), (1, 8), (64, 512), 64, 2**12),
     },
 }
-"""By device type. Neighbours are a factor of about 4 apart: between them times are interpolated in their logarithms."""
+"""By device type. Neighbours are a factor of about 4 apart: between them times are interpolated in their logarithms. Prefill is
+denser around 2,048 tokens, where a GPU's time goes over from launches to arithmetic and the winners change."""
 
 
 @dataclass(frozen=True, slots=True)

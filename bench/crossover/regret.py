@@ -18,9 +18,11 @@ from headway.bench.crossover.grid import Point, held_out
 from headway.bench.crossover.point import Bench, measure_point
 from headway.bench.crossover.run import GRAPH_LEN
 from headway.bench.crossover.schema import Cell, CrossoverTable, SpecRecord
+from headway.bench.crossover.view import view
 from headway.bench.device import DeviceIdentity, identify_device
 from headway.bench.kernel import on_device, progress_bar
 from headway.bench.timing import Turns
+from headway.core.costs import StepCosts
 from headway.core.errors import ConfigError
 from headway.core.selector import Selector
 from headway.core.workload import Workload
@@ -105,21 +107,54 @@ def measure_regret(
             shape = point.shape
             backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
             name = next(iter(backends.values())).name
-            trial = _trial(point, name, cells, layers)
+            trial = _trial(point.phase, point.case, name, cells, layers)
             if trial is None:
                 reasons = "; ".join(f"{cell.backend} {cell.status} {cell.reason}" for cell in cells if cell.median_us is None)
                 untimed.append(f"{point.phase} {point.case}, choice {name}: {reasons}")
             else:
                 trials.append(trial)
             progress.update(task, advance=1, description=f"{point.phase} {point.case}")
-    regrets = [trial.regret for trial in trials] or [math.inf]
+    return _report(table, identify_device(device), str(chosen), layers, seed, trials, untimed)
+
+
+def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
+    """What the lookup would lose at each measured point if that point were not in the table; nothing is measured anew.
+
+    Over the layout and block size of least time. Points beyond the range that the others span are left out: there only the
+    nearest edge is known. A grid without the point is coarser than the one in use, so the table itself does better.
+    """
+    shown = view(table)
+    layout, block_size = shown.pair[0] or "", shown.pair[1] or 0
+    trials: list[Trial] = []
+    for row in shown.rows:
+        first = row.first
+        point = Point(first.phase, first.batch, first.query_len, first.kv_len)
+        rest = table.model_copy(update={"cells": [cell for cell in table.cells if cell.point != first.point]})
+        costs = StepCosts([(to_costs(rest), layers)], layout, block_size)
+        ranked = costs.ranking(point.shape, shown.backends) if costs.covers(point.shape) else []
+        trial = _trial(first.phase, first.case, ranked[0][0], list(row.cells.values()), layers) if ranked else None
+        if trial is not None:
+            trials.append(trial)
+    return _report(table, table.device, f"leave one out, {shown.where}", layers, 0, trials, [])
+
+
+def _report(
+    table: CrossoverTable,
+    device: DeviceIdentity,
+    selection: str,
+    layers: int,
+    seed: int,
+    trials: list[Trial],
+    untimed: list[str],
+) -> RegretReport:
+    regrets = [trial.regret for trial in trials] or [1.0]
     return RegretReport(
         command=" ".join(["headway", *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         table_date=table.date,
-        device=identify_device(device),
+        device=device,
         spec=table.spec,
-        selection=str(chosen),
+        selection=selection,
         layers=layers,
         seed=seed,
         geometric_mean=math.exp(fmean(map(math.log, regrets))),
@@ -129,14 +164,14 @@ def measure_regret(
     )
 
 
-def _trial(point: Point, chosen: str, cells: Sequence[Cell], layers: int) -> Trial | None:
+def _trial(phase: str, case: str, chosen: str, cells: Sequence[Cell], layers: int) -> Trial | None:
     times = {cell.backend: (cell.plan_us or 0.0) + layers * cell.layer_us for cell in cells if cell.layer_us is not None}
     if chosen not in times:
         return None
     best = min(times, key=times.__getitem__)
     return Trial(
-        phase=point.phase,
-        case=point.case,
+        phase=phase,
+        case=case,
         chosen=chosen,
         best=best,
         chosen_us=times[chosen],

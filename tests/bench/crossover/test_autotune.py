@@ -11,7 +11,7 @@ from headway.bench.crossover import autotune, store
 from headway.bench.crossover.autotune import TableWish, costs_for
 from headway.bench.crossover.files import read_table
 from headway.bench.crossover.grid import Point
-from headway.bench.crossover.regret import measure_regret
+from headway.bench.crossover.regret import leave_one_out, measure_regret
 from headway.bench.crossover.run import run_kernel_level
 from headway.bench.crossover.schema import SpecRecord
 from headway.bench.results import write_json
@@ -178,3 +178,18 @@ def test_regret_is_what_the_choice_loses_at_points_nobody_measured(monkeypatch: 
     assert report.worst >= report.geometric_mean >= 1.0
     bad = decode.model_copy(update={"chosen_us": 3 * decode.best_us})
     assert bad.regret == pytest.approx(3)
+
+
+def test_leaving_a_point_out_shows_what_the_lookup_would_have_lost() -> None:
+    lens, times = (64, 256, 1024), {"sdpa": (10.0, 40.0, 30.0), "sdpa.math": (20.0, 20.0, 20.0)}
+    cells = [
+        a_cell(us, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len, plan_us=0.0)
+        for name, row in times.items()
+        for kv_len, us in zip(lens, row, strict=True)
+    ]
+    report = leave_one_out(a_table(*cells), layers=1)
+    (trial,) = report.trials  # the ends cannot be left out: nothing spans them
+    # between 10 and 30 the lookup expects sdpa to take 17.3, and it takes 40
+    assert (trial.case, trial.chosen, trial.best) == ("1q1s256", "sdpa", "sdpa.math")
+    assert trial.regret == pytest.approx(2, rel=1e-3)
+    assert report.worst == report.geometric_mean == pytest.approx(2, rel=1e-3)
