@@ -94,6 +94,7 @@ def crossover(
             seed=seed,
             budget=parse_seconds("--budget", budget),
             output=output,
+            resume=resume,
             command=command,
         )
         finish(run_engine_level(whole, create_registry(), Console(stderr=True)), output, export_to or [])

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import queue
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +16,11 @@ from rich.console import Console
 
 from headway.bench.cases import parse_case
 from headway.bench.crossover.cells import mark_ties, new_cell, noise_of
+from headway.bench.crossover.compare import differences
+from headway.bench.crossover.files import read_table
 from headway.bench.crossover.grid import Point
+from headway.bench.crossover.process import Worker
 from headway.bench.crossover.schema import BackendRecord, Cell, CrossoverTable, SpecRecord, points
-from headway.bench.crossover.worker import MARK
 from headway.bench.device import identify_device
 from headway.bench.kernel import progress_bar
 from headway.bench.results import write_json
@@ -57,6 +54,8 @@ class EngineOptions:
     seed: int = 0
     budget: float | None = None
     output: Path | None = None
+    resume: bool = False
+    """Keep the cells that are in `output` already."""
     command: str = ""
 
 
@@ -87,12 +86,14 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
         if name != AUTO:
             registry.backend(name)  # raises, naming all that are registered
     todo = [_point(case) for case in options.cases]
+    old = _old_table(options)
     ends = None if options.budget is None else time.monotonic() + options.budget
     runs: dict[str, _Run] = {}
     with progress_bar(console) as progress:
         task = progress.add_task("crossover", total=len(names) * len(todo))
         for name in names:
-            runs[name] = run = _Run(list(todo))
+            runs[name] = run = _begin(name, todo, old)
+            progress.update(task, advance=len(run.cells))
             try:
                 for cell in _measure(name, run, options, ends):
                     run.cells.append(cell)
@@ -105,6 +106,41 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
         raise UnsupportedError("generations", [Reason(name, "a backend that starts", run.reason) for name, run in runs.items()])
     _save(table, options.output)
     return table
+
+
+def _old_table(options: EngineOptions) -> CrossoverTable | None:
+    """The table to go on with.
+
+    :raises ConfigError: --resume without a file.
+    :raises UnsupportedError: it is of another machine, level or model.
+    """
+    if not options.resume:
+        return None
+    if options.output is None:
+        raise ConfigError("--resume", "the file to go on with", "none", "name it with --output")
+    if not options.output.exists():
+        return None
+    old = read_table(options.output)
+    reasons = differences(old, identify_device(options.device), old.spec)
+    model = str(options.llm.get("model", ""))
+    for what, here, there in (("level", "engine", old.level), ("model", model, old.model)):
+        if here != there:
+            reasons.append(Reason(what, there, here))
+    if reasons:
+        raise UnsupportedError(
+            f"--resume {options.output}: the table", reasons, "measure anew without --resume, or into another file"
+        )
+    return old
+
+
+def _begin(name: str, todo: Sequence[Point], old: CrossoverTable | None) -> _Run:
+    """A backend's way, with what the old table has of it behind."""
+    if old is None:
+        return _Run(list(todo))
+    cells = [cell for cell in old.cells if cell.backend == name and cell.case in {point.case for point in todo}]
+    done = {cell.case for cell in cells}
+    reason = next((record.reason for record in old.backends if record.name == name), "")
+    return _Run([point for point in todo if point.case not in done], cells, old.spec, reason)
 
 
 def _available(registry: Registry) -> list[str]:
@@ -127,7 +163,7 @@ def _measure(name: str, run: _Run, options: EngineOptions, ends: float | None) -
     """Cells of a backend; a process that dies is started again for what is left."""
     while run.todo and (ends is None or time.monotonic() < ends):
         current: Point | None = None
-        with _Worker(name, run.todo, options) as worker:
+        with Worker(_request(name, run.todo, options)) as worker:
             for event in worker.events(options.cell_limit):
                 kind = event["event"]
                 if kind == "ready":
@@ -196,72 +232,13 @@ def _save(table: CrossoverTable | None, path: Path | None) -> None:
         write_json(table, path)
 
 
-class _Worker:
-    """The process of one backend, its events, and what it said last."""
-
-    def __init__(self, name: str, todo: Sequence[Point], options: EngineOptions) -> None:
-        longest = max(kv_len for point in todo for _, kv_len in parse_case(point.case))
-        most = max(point.batch for point in todo)
-        llm = {
-            "max_model_len": longest,
-            "max_num_seqs": most,
-            "enable_prefix_caching": False,
-            **options.llm,
-            "attn_backend": name,
-        }
-        self._request = {"llm": llm, "cases": [p.case for p in todo], "repeat": options.repeat, "seed": options.seed}
-        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by __exit__)
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> _Worker:
-        command = [sys.executable, "-P", "-m", "headway.bench.crossover.worker"]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._said, encoding="utf-8", errors="replace")
-        threading.Thread(target=self._read, daemon=True).start()
-        assert self._process.stdin is not None
-        try:
-            json.dump(self._request, self._process.stdin)
-            self._process.stdin.close()
-        except BrokenPipeError:
-            pass  # it died at once: its last words say why
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        self._said.close()
-
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                self._lines.put(line[len(MARK) :])
-        self._lines.put(None)
-
-    def events(self, cell_limit: float) -> Iterator[dict[str, Any]]:
-        """What the process says, until it ends; "late" when a case took longer than `cell_limit` seconds."""
-        running = False
-        while True:
-            try:
-                line = self._lines.get(timeout=cell_limit if running else None)
-            except queue.Empty:
-                yield {"event": "late"}
-                return
-            if line is None:
-                return
-            event: dict[str, Any] = json.loads(line)
-            running = event["event"] == "begin"
-            yield event
-
-    @property
-    def last_words(self) -> str:
-        """How the process ended, and the end of what it printed."""
-        assert self._process is not None
-        code = self._process.wait()
-        self._said.seek(0)
-        lines = [line.strip() for line in self._said.read().splitlines() if line.strip()]
-        how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"the process {how}" + (f": {lines[-1][:300]}" if lines else "")
+def _request(name: str, todo: Sequence[Point], options: EngineOptions) -> dict[str, Any]:
+    """What a worker is asked: an engine just large enough for the cases that are left."""
+    llm = {
+        "max_model_len": max(kv_len for point in todo for _, kv_len in parse_case(point.case)),
+        "max_num_seqs": max(point.batch for point in todo),
+        "enable_prefix_caching": False,
+        **options.llm,
+        "attn_backend": name,
+    }
+    return {"llm": llm, "cases": [point.case for point in todo], "repeat": options.repeat, "seed": options.seed}

@@ -10,7 +10,8 @@ import pytest
 from headway.bench.crossover import engine_level
 from headway.bench.crossover.engine_level import EngineOptions, cases, run_engine_level
 from headway.bench.crossover.files import read_table
-from headway.core.errors import ConfigError, UnknownBackendError
+from headway.bench.crossover.process import Worker
+from headway.core.errors import ConfigError, UnknownBackendError, UnsupportedError
 from headway.registry import Registry
 from sandbox import install, save_tiny_model
 from tiny_bench import CPU
@@ -134,6 +135,39 @@ def test_an_interrupt_keeps_what_is_done(model: Path, registry: Registry, monkey
     table = run_engine_level(options(model, backends=["sdpa", "sdpa.math"]), registry)
     assert [(cell.backend, cell.case) for cell in table.cells] == [("sdpa", "1q4s8")]
     assert not table.complete
+
+
+def test_an_interrupted_table_is_gone_on_with(
+    model: Path, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "engine.json"
+    first = run_engine_level(options(model, cases=cases([1], [4]), output=path), registry)
+    asked: list[list[str]] = []
+
+    class Noted(Worker):
+        def __init__(self, request: dict) -> None:
+            asked.append(request["cases"])
+            super().__init__(request)
+
+    monkeypatch.setattr(engine_level, "Worker", Noted)
+    wanted = options(model, backends=["sdpa", "sdpa.math"], output=path, resume=True)
+    whole = run_engine_level(wanted, registry)
+    assert asked == [["2q4s8"], ["1q4s8", "2q4s8"]]
+    assert whole.complete
+    assert len(whole.cells) == 4
+    assert first.cells[0].median_us in {cell.median_us for cell in whole.cells}
+    run_engine_level(wanted, registry)
+    assert len(asked) == 2, "nothing was left to do"
+
+
+def test_a_table_of_another_model_is_not_gone_on_with(model: Path, registry: Registry, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--resume: needs the file to go on with"):
+        run_engine_level(options(model, resume=True), registry)
+    path = tmp_path / "engine.json"
+    run_engine_level(options(model, cases=cases([1], [4]), output=path), registry)
+    other = options(model, output=path, resume=True)
+    with pytest.raises(UnsupportedError, match="model: needs .*, got another"):
+        run_engine_level(replace(other, llm={**other.llm, "model": "another"}), registry)
 
 
 def test_what_cannot_be_generated_is_refused(model: Path, registry: Registry) -> None:
