@@ -72,6 +72,7 @@ class DecodeGraphs:
         started, before = time.perf_counter(), _used(device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         refused: set[str] = set()
+        too_large: list[int] = []
         for size, choices in wanted.items():
             for backends in choices:
                 name = _name(backends)
@@ -86,9 +87,12 @@ class DecodeGraphs:
                     graph.capture(pool, stream)
                 except torch.OutOfMemoryError:
                     torch.cuda.empty_cache()
-                    log.warning("CUDA graphs: out of memory for batches of %d, which will be launched kernel by kernel", size)
+                    too_large.append(size)
                 else:
                     self._graphs[size, name] = graph
+        if too_large:
+            listed = ", ".join(map(str, too_large))
+            log.warning("CUDA graphs: no memory for batches of %s: those are launched kernel by kernel", listed)
         sizes = sorted({size for size, _ in self._graphs})
         for size in sizes:
             self._size_of += [size] * (size + 1 - len(self._size_of))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.core.attention import PagedAttention
+from headway.core.attention import Backends, PagedAttention
 from headway.core.backend import AttentionBackend, BackendInfo, Capabilities, GraphLevel
 from headway.core.blocks import BlockManager
 from headway.core.config import EngineConfig
@@ -203,3 +204,54 @@ def test_steps_through_static_inputs_write_the_same_tokens(
     assert fast.scheduler.num_preemptions > 0
     assert {reason for _, reason in expected} == {"stop", "length"}
     assert set(sizes) == {1, 2, 4, 6}
+
+
+class Captured:
+    """Stands for a captured graph."""
+
+    def __init__(self, owner: DecodeGraphs, inputs: _Inputs, size: int, backends: Backends) -> None:
+        if size > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def capture(self, pool: object, stream: object) -> None:
+        pass
+
+
+def test_sizes_for_which_memory_is_short_are_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("headway.core.graphs.DecodeGraph", Captured)
+    for name, answer in (("graph_pool_handle", None), ("Stream", None), ("empty_cache", None), ("mem_get_info", (0, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    backends = engine()._runner._selector.backends_for(Phase.DECODE)
+    captured = graphs()
+    with caplog.at_level("INFO", "headway"):
+        captured.capture([1, 2, 4, 6, 8], lambda size: [backends])
+    assert [record.message.split(":", 1)[1] for record in caplog.records] == [
+        " no memory for batches of 8, 6: those are launched kernel by kernel",
+        " 3 of decode captured, 3 batch sizes up to 4, in 0.0 s and 0 MB: walk",
+    ]
+    assert captured._size_of == [1, 1, 2, 4, 4]
+
+
+class Uncapturable(Walk):
+    name = "uncapturable"
+    graph_level = GraphLevel.NONE
+
+
+def test_a_backend_that_cannot_be_captured_is_named_with_the_cost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, answer in (("graph_pool_handle", None), ("Stream", None), ("mem_get_info", (0, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    made = engine()
+    spec = made._runner._attention.specs[0]
+    backends = {spec: Uncapturable(spec, made.selection.layout, 8)}
+    runner = made._runner
+    captured = DecodeGraphs(TinyModel(), runner._attention, runner._newest, 8, 64)
+    with caplog.at_level("INFO", "headway"):
+        captured.capture([1, 2, 4], lambda size: [backends])
+    (record,) = caplog.records
+    assert "uncapturable cannot be captured (graph_level: needs DECODE or higher, got NONE" in record.message
+    assert re.search(r"takes the host \d+\.\d ms$", record.message)
+    assert captured.size_for([]) is None
