@@ -48,6 +48,8 @@ def throughput(
     profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of steps in the middle (random prompts).")] = None,
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "auto",
     attn_backend: Annotated[str, typer.Option(help="auto, NAME, or prefill=NAME,decode=NAME.")] = "auto",
+    crossover_table: Annotated[Path | None, typer.Option(help="A table whose times auto obeys. [this machine's]")] = None,
+    no_autotune: Annotated[bool, typer.Option("--no-autotune", help="Measure no backend at the first start.")] = False,
     kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, or a plugin's.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block. [the engine's choice]")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -65,6 +67,8 @@ def throughput(
     """
     engine: dict[str, Any] = {
         "attn_backend": attn_backend,
+        "crossover_table": str(crossover_table) if crossover_table is not None else None,
+        "autotune_budget": 0.0 if no_autotune else None,
         "kv_layout": kv_layout,
         "block_size": block_size,
         "dtype": dtype,

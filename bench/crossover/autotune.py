@@ -63,8 +63,12 @@ def costs_for(
 
     A faulty or stale table never ends a start: it is logged with the line or the difference, and left alone or measured again.
 
-    :raises ConfigError: a budget that is no number.
+    :raises ConfigError: a budget that is no number, or a file that was named and is not there.
     """
+    if wish.path is not None and not wish.path.exists():
+        raise ConfigError(
+            "crossover_table", "a table file", f"{wish.path}, which does not exist", "headway bench crossover makes one"
+        )
     if "auto" not in parse_wish(attn_backend).values():
         return None
     kinds = list(dict.fromkeys(specs))

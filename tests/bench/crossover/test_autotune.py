@@ -107,8 +107,12 @@ def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(
     assert costs_for([SPEC], registry, "auto", TableWish(path, budget=60)) is None
     assert "torch: the table has 1.0" in caplog.text
     assert "driver: the table has old" in caplog.text
-    assert costs_for([SPEC], registry, "auto", TableWish(tmp_path / "none.json", budget=60)) is None
     assert costs_for([replace(SPEC, head_dim=64)], registry, "auto", TableWish(path)) is None
+
+
+def test_a_table_asked_for_must_be_there(registry: Registry, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"crossover_table: needs a table file, got .*none\.json, which does not exist"):
+        costs_for([SPEC], registry, "auto", TableWish(tmp_path / "none.json"))
 
 
 @pytest.mark.usefixtures("small_grid")

@@ -1,0 +1,72 @@
+#!/bin/sh
+# Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
+#
+# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels; about 3, 4, 6 and 4 minutes
+# on an H200. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"), PYTHON that of the tests.
+# A part that fails is reported and does not stop the others.
+set -u
+[ $# -ge 2 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2; }
+HEADWAY=${HEADWAY:-headway} PYTHON=${PYTHON:-python3}
+out=$1; shift
+mkdir -p "$out"
+failed=""
+
+run() {  # a name, then arguments of headway
+    name=$1; shift
+    echo "== $name: $HEADWAY $*"
+
+    $HEADWAY "$@" || failed="$failed $name"
+}
+
+engine() {  # AUTO's choices come from the crossover table, if that part has run
+    table="$out/crossover-16-8-128.json"
+    [ -f "$table" ] && choice="--crossover-table $table" || choice="--attn-backend triton"
+    small="--model qwen3-0.6b --load-format dummy --dtype bfloat16 --max-model-len 4096 $choice"
+    large="--model llama-3-8b --load-format dummy --dtype bfloat16 --attn-backend triton"
+    bench="bench throughput"
+    run nano $bench $small --workload nano --repeat 2 --output "$out/throughput-nano.json"
+    run 512 $bench $small --batch-size 1,16,64 --input-len 512 --output-len 512 --repeat 2 --output "$out/throughput-512.json"
+    run 1024 $bench $small --batch-size 64,256 --input-len 1024 --output-len 1024 --repeat 1 --output "$out/throughput-1024.json"
+    run 8b-1 $bench $large --batch-size 1 --input-len 512 --output-len 256 --repeat 2 --output "$out/throughput-8b-1.json"
+    run 8b-64 $bench $large --batch-size 64 --input-len 1024 --output-len 512 --repeat 1 --output "$out/throughput-8b-64.json"
+    run 8b-first $bench $large --batch-size 1 --input-len 8190 --output-len 2 --repeat 5 --output "$out/throughput-8b-first.json"
+}
+
+crossover() {
+    for geometry in 16/8/128 32/8/128; do
+        file="$out/crossover-$(echo $geometry | tr / -)"
+        run nhd bench crossover --geometry $geometry --layouts nhd --output "$file-nhd.json"
+        run vllm_5d bench crossover --geometry $geometry --layouts vllm_5d --block-sizes 16 --output "$file-vllm.json"
+        run merge table merge "$file-nhd.json" "$file-vllm.json" -o "$file.json" && rm -f "$file-nhd.json" "$file-vllm.json"
+        run regret table regret "$file.json" --points 40 --output "$out/regret-$(echo $geometry | tr / -).json"
+    done
+    whole="bench crossover --level engine --model qwen3-0.6b --load-format dummy --dtype bfloat16 --cell-limit 20s"
+    table="--crossover-table $out/crossover-16-8-128.json"
+    run grid $whole $table --output "$out/crossover-engine.json"
+    run mixed $whole $table --mixed 64q128s384_4q8ks8256 --output "$out/crossover-engine-mixed.json"
+}
+
+kernels() {
+    both="--geometry 32/8/128 --geometry 16/8/128"
+    bench="bench kernel"
+    run decode $bench --phase decode --backends triton --only-peers flash_attn,flashinfer.fa2,flashinfer.cuda_cores $both \
+        --layouts nhd --block-sizes 16,256 --output "$out/decode.json"
+    run paged $bench --phase decode --backends triton,vllm_paged --no-peers --layouts vllm_5d --block-sizes 16 $both \
+        --output "$out/vllm-paged-decode.json"
+    run prefill $bench --phase prefill --backends triton --only-peers flash_attn,flashinfer.fa2,flashinfer.fa3 --layouts nhd \
+        --block-sizes 256 --output "$out/prefill.json"
+    run write $bench --phase write --layouts nhd,hnd,vllm_5d --output "$out/write.json"
+}
+
+tests() {
+    $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/headway tests/models tests/core tests/bench tests/backends ||
+        failed="$failed tests"
+}
+
+for part in "$@"; do
+    case $part in
+        tests | engine | crossover | kernels) $part ;;
+        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover or kernels, got $part" >&2; exit 2 ;;
+    esac
+done
+[ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
