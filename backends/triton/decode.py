@@ -186,7 +186,7 @@ class Decode:
         constants = self._constants.get(key)
         if constants is None:
             constants = self._constants[key] = self._compile_time(plan, cache, addressing)
-        self._launch(key, plan.grid, arguments, constants, self._num_warps(plan))
+        self._launch(key, plan.grid, arguments, constants, num_warps=self._num_warps(plan))
 
     def _num_warps(self, plan: DecodePlan) -> int:
         """The configuration's, or more where its warps could not hold the query tile and the sums in registers."""

@@ -25,18 +25,20 @@ class Launcher:
         self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(
-        self, key: Hashable, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any], num_warps: int
+        self, key: Hashable, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any], **options: int
     ) -> None:
         """Run the kernel. arguments: in the kernel's order; constants: its compile-time constants by name, all of them.
 
-        A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself for those before it.
+        options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
+        for those before it.
         """
         known = self._compiled.get(key)
         if known is not None:
             known[0][grid](*arguments, *known[1])
             return
-        options = {"launch_pdl": True} if constants.get("PDL") else {}
-        compiled = self._kernel[grid](*arguments, **constants, num_warps=num_warps, **options)
+        if constants.get("PDL"):
+            options["launch_pdl"] = True
+        compiled = self._kernel[grid](*arguments, **constants, **options)
         if not INTERPRETED:
             names = self._kernel.arg_names[len(arguments) :]
             self._compiled[key] = (compiled, tuple(constants[name] for name in names))

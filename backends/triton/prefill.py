@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headway.backends.triton.configs import ANY_PROMPT, Architecture, PrefillConfig, prefill_config
+from headway.backends.triton.launch import Launcher, aligned
 from headway.backends.triton.layer import Addressing, Layer
 from headway.backends.triton.prefill_kernel import varlen_attention
 from headway.core.layout import LayerCache
@@ -45,6 +48,10 @@ class Prefill:
         self._layer = layer
         self._block_size = block_size
         self._arch = arch
+        self._scalars = tuple(layer.scalars.values())
+        self._launch = Launcher(varlen_attention)
+        self._variants: dict[Hashable, _Variant] = {}
+        self._descriptors: dict[Hashable, tuple[TensorDescriptor, TensorDescriptor]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan:
         """List the query tiles of all sequences."""
@@ -81,25 +88,19 @@ class Prefill:
         """q, out: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], read where no context is."""
         if plan.tiles.shape[0] == 0:
             return
-        config, dense = plan.config, plan.dense
-        if dense:
-            strides = tuple(s for t in (k, v) for s in (0, t.stride(0), t.stride(1), 1, 1))
-            k_x = v_x = 1
-            # One block that holds every token: [1, head, token, dim].
-            views = [t.transpose(0, 1).unsqueeze(0) for t in (k, v)]
-        else:
-            addressing = Addressing.of(cache)
-            strides, k_x, v_x = addressing.strides, addressing.k_x, addressing.v_x
-            views = [t.squeeze(4).transpose(1, 2) for t in (cache.logical_key, cache.logical_value)] if k_x == v_x == 1 else []
-        tma = config.tma and all(map(_describable, views)) and bool(views) and (dense or self._block_size % config.block_n == 0)
-        key, value = (k, v) if dense else (cache.key, cache.value)
-        if tma:
-            box = [1, 1, config.block_n, self._layer.block_d]
-            key, value = (TensorDescriptor(t, list(t.shape), list(t.stride()), box) for t in views)
-        varlen_attention[(self._spec.num_kv_heads, plan.tiles.shape[0])](
+        config = plan.config
+        keys, values = (k, v) if plan.dense else (cache.key, cache.value)
+        pointers = aligned(q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr())
+        key = (plan.dense, config, keys.stride(), values.stride(), q.stride(), out.stride(), pointers)
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = self._variants[key] = self._variant(keys, values, None if plan.dense else cache, config)
+        read: tuple[Any, Any] = (keys, values)
+        if variant.tma:
+            read = self._describe(_one_block(keys, values), config) if plan.dense else self._paged_descriptors(cache, config)
+        arguments = (
             q,
-            key,
-            value,
+            *read,
             out,
             plan.tiles,
             plan.block_table,
@@ -107,26 +108,74 @@ class Prefill:
             plan.query_start_loc,
             self._layer.slopes,
             self._layer.sinks,
-            *self._layer.scalars.values(),
+            *self._scalars,
             q.stride(0),
             q.stride(1),
             out.stride(0),
             out.stride(1),
             plan.block_table.stride(0),
-            *strides,
-            **self._layer.constants,
-            BLOCK_SIZE=self._block_size,
-            K_X=k_x,
-            V_X=v_x,
-            V_SLOTS_INNER=not dense and cache.logical_value.stride(1) == 1,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            PAGED=not dense,
-            TMA=tma,
-            STAGES=config.num_stages,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            *variant.strides,
         )
+        grid = (self._spec.num_kv_heads, plan.tiles.shape[0], 1)
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        self._launch(key, grid, arguments, variant.constants, **options)
+
+    def _variant(self, keys: Tensor, values: Tensor, cache: LayerCache | None, config: PrefillConfig) -> _Variant:
+        """Strides, and all that is compiled in, for one way to read keys; cache: None where they are this step's own."""
+        if cache is None:
+            strides = tuple(s for t in (keys, values) for s in (0, t.stride(0), t.stride(1), 1, 1))
+            k_x = v_x = 1
+            views = _one_block(keys, values)
+        else:
+            addressing = Addressing.of(cache)
+            strides, k_x, v_x = addressing.strides, addressing.k_x, addressing.v_x
+            views = _blocks(cache) if k_x == v_x == 1 else []
+        whole = cache is None or self._block_size % config.block_n == 0
+        tma = config.tma and whole and bool(views) and all(map(_describable, views))
+        constants = {
+            **self._layer.constants,
+            "BLOCK_SIZE": self._block_size,
+            "K_X": k_x,
+            "V_X": v_x,
+            "V_SLOTS_INNER": cache is not None and cache.logical_value.stride(1) == 1,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "PAGED": cache is not None,
+            "TMA": tma,
+            "STAGES": config.num_stages,
+        }
+        return _Variant(tma, strides, constants)
+
+    def _paged_descriptors(self, cache: LayerCache, config: PrefillConfig) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Those of a cache, made once: it lies where it lies."""
+        key = (cache.key.data_ptr(), cache.value.data_ptr(), config.block_n)
+        if key not in self._descriptors:
+            self._descriptors[key] = self._describe(_blocks(cache), config)
+        return self._descriptors[key]
+
+    def _describe(self, views: list[Tensor], config: PrefillConfig) -> tuple[TensorDescriptor, TensorDescriptor]:
+        box = [1, 1, config.block_n, self._layer.block_d]
+        key, value = (TensorDescriptor(t, list(t.shape), list(t.stride()), box) for t in views)
+        return key, value
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """One compiled way to read keys."""
+
+    tma: bool
+    strides: tuple[int, ...]
+    constants: Mapping[str, Any]
+
+
+def _one_block(k: Tensor, v: Tensor) -> list[Tensor]:
+    """Views [1, head, token, dim]: one block that holds every token."""
+    return [t.transpose(0, 1).unsqueeze(0) for t in (k, v)]
+
+
+def _blocks(cache: LayerCache) -> list[Tensor]:
+    """Views [block, head, slot, dim] of a cache whose head_dim is not split."""
+    return [t.squeeze(4).transpose(1, 2) for t in (cache.logical_key, cache.logical_value)]
 
 
 def _describable(view: Tensor) -> bool:

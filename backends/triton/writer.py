@@ -55,7 +55,7 @@ class Writer:
         scales = (cache.k_scale, cache.v_scale)
         rows = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         arguments = (k, v, cache.key, cache.value, slot_mapping, num_tokens, *scales, *rows, *strides)
-        self._launch(key, (num_kv_heads, triton.cdiv(num_tokens, block_t), 1), arguments, constants, num_warps)
+        self._launch(key, (num_kv_heads, triton.cdiv(num_tokens, block_t), 1), arguments, constants, num_warps=num_warps)
 
 
 def tile_of(num_tokens: int) -> tuple[int, int]:
