@@ -20,7 +20,7 @@ from headway.core.graphs import capture_sizes
 from headway.core.memory import cache_memory
 from headway.core.model import Model
 from headway.core.runner import Launched, Runner
-from headway.core.sampler import NOT_A_TOKEN, Draw, draw
+from headway.core.sampler import NOT_A_TOKEN, TORCH_SAMPLING, SamplingOps
 from headway.core.sampling_params import SamplingParams
 from headway.core.scheduler import Scheduled, Scheduler
 from headway.core.selector import BackendSource, Selector
@@ -45,10 +45,10 @@ class Engine:
         source: BackendSource,
         config: EngineConfig | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-        draw: Draw = draw,
+        sampling: SamplingOps = TORCH_SAMPLING,
         costs: Mapping[AttentionSpec, CostTable] | None = None,
     ) -> None:
-        """draw: draws tokens from logits, where something does it faster than torch.
+        """sampling: how tokens are chosen, where something does it faster than torch.
 
         costs: measured times of each distinct layer, which `auto` obeys; None: the order that plugins propose.
 
@@ -82,7 +82,7 @@ class Engine:
         self.blocks = BlockManager(self.pool.num_blocks, block_size, config.enable_prefix_caching)
         scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler
         self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
-        self._runner = Runner(model, attention, selector, draw, block_size, config.max_num_seqs, self.max_model_len)
+        self._runner = Runner(model, attention, selector, sampling, block_size, config.max_num_seqs, self.max_model_len)
         self._launched: Launched | None = None
         self._seeds = torch.Generator().manual_seed(config.seed)
         self.stats = EngineStats()

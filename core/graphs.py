@@ -17,7 +17,6 @@ from headway.core.backend import GraphLevel
 from headway.core.errors import BackendError, HeadwayError
 from headway.core.metadata import AttentionMetadata
 from headway.core.model import Model
-from headway.core.sampler import greedy
 from headway.core.scheduler import Scheduled
 from headway.core.support import Reason
 
@@ -45,10 +44,19 @@ class DecodeGraphs:
     fixes its grid, and the lengths it reads on the device decide what is computed.
     """
 
-    def __init__(self, model: Model, attention: PagedAttention, newest: Tensor, block_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: PagedAttention,
+        greedy: Callable[[Tensor], Tensor],
+        newest: Tensor,
+        block_size: int,
+        max_model_len: int,
+    ) -> None:
         """newest: int64 [max_num_seqs + 1], the last sampled token of each row; the last place belongs to padding."""
         self._model = model
         self._attention = attention
+        self._greedy = greedy
         self._newest = newest
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -254,7 +262,7 @@ class DecodeGraph:
         ids = newest.index_select(0, self.rows).clamp_min(0)  # the row of a sequence that ends with a NaN runs once more
         hidden = owner._model(ids, self._positions, owner._attention)
         logits = owner._model.compute_logits(hidden)
-        tokens = greedy(logits)
+        tokens = owner._greedy(logits)
         newest.index_copy_(0, self.rows, tokens)
         return logits, tokens
 

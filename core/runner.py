@@ -12,7 +12,7 @@ from headway.core.attention import Backends, PagedAttention
 from headway.core.graphs import DecodeGraph, DecodeGraphs
 from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.model import Model
-from headway.core.sampler import Draw, greedy, sample
+from headway.core.sampler import SamplingOps, sample
 from headway.core.scheduler import Scheduled
 from headway.core.selector import Selector
 from headway.core.transfer import upload
@@ -55,7 +55,7 @@ class Runner:
         model: Model,
         attention: PagedAttention,
         selector: Selector,
-        draw: Draw,
+        sampling: SamplingOps,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -63,7 +63,7 @@ class Runner:
         self._model = model
         self._attention = attention
         self._selector = selector
-        self._draw = draw
+        self._sampling = sampling
         self._block_size = block_size
         self._device = attention.specs[0].device
         self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
@@ -72,7 +72,8 @@ class Runner:
 
     def capture(self, batch_sizes: Sequence[int]) -> None:
         """Capture decode steps of these many sequences as CUDA graphs; see DecodeGraphs for what may be refused."""
-        graphs = DecodeGraphs(self._model, self._attention, self._newest, self._block_size, self._max_model_len)
+        sizes = self._block_size, self._max_model_len
+        graphs = DecodeGraphs(self._model, self._attention, self._sampling.greedy, self._newest, *sizes)
         selector = self._selector
         graphs.capture(batch_sizes, lambda size: [selector.instances_of(name) for name in selector.decode_candidates(size)])
         self._graphs = graphs
@@ -92,7 +93,7 @@ class Runner:
                 self._newest.index_copy_(0, graph.rows[: len(step)], tokens)
         else:
             logits = self._run(step)
-            tokens = self._sample(logits, greedy(logits), sampled)
+            tokens = self._sample(logits, self._sampling.greedy(logits), sampled)
             rows = torch.tensor([share.seq.row for share in sampled], dtype=torch.int64)
             self._newest.index_copy_(0, upload(rows, self._device), tokens)
         for share in sampled:
@@ -164,4 +165,4 @@ class Runner:
     def _sample(self, logits: Tensor, best: Tensor, sampled: list[Scheduled]) -> Tensor:
         seqs = [share.seq for share in sampled]
         positions = [share.context_len + share.num_new_tokens for share in sampled]
-        return sample(logits, best, [seq.params for seq in seqs], [seq.seed for seq in seqs], positions, self._draw)
+        return sample(logits, best, [seq.params for seq in seqs], [seq.seed for seq in seqs], positions, self._sampling.draw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -30,6 +31,18 @@ def draw(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
     # The largest of logit - log(e), e drawn from Exp(1), is a draw from the softmax (Gumbel-max), and needs no sum over rows.
     noise = _exponential(keys, logits.shape[-1])
     return (logits.float() / temperatures[:, None] - noise.log_()).argmax(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """The two ways to choose a token; others may stand for torch's where they are faster and choose the same."""
+
+    greedy: Callable[[Tensor], Tensor] = greedy
+    draw: Draw = draw
+
+
+TORCH_SAMPLING = SamplingOps()
+"""torch's operations, on any device."""
 
 
 def sample(

@@ -7,21 +7,22 @@ import logging
 import torch
 
 from headway.core.errors import ConfigError
-from headway.core.sampler import Draw, draw
+from headway.core.sampler import TORCH_SAMPLING, SamplingOps
 
 log = logging.getLogger("headway")
 
 
-def fastest_draw(device: torch.device) -> Draw:
-    """What draws tokens fastest."""
+def fastest_sampling(device: torch.device) -> SamplingOps:
+    """What chooses tokens fastest."""
     if device.type == "cuda":
         try:
-            from headway.models.fused.draw import draw_fused
+            from headway.models.fused.draw import FusedSampling
         except ImportError as error:
-            log.warning("tokens are drawn by torch's operations: %s (pip install 'headway[triton]')", error)
+            log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
         else:
-            return draw_fused
-    return draw
+            fused = FusedSampling(device)
+            return SamplingOps(fused.greedy, fused.draw)
+    return TORCH_SAMPLING
 
 
 def resolve_device(name: str) -> torch.device:

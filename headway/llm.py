@@ -18,11 +18,11 @@ from headway.core.config import EngineConfig
 from headway.core.detokenizer import Detokenizer, NoTokenizer
 from headway.core.engine import Engine
 from headway.core.errors import ConfigError, PromptError
-from headway.core.sampler import draw
+from headway.core.sampler import TORCH_SAMPLING
 from headway.core.sampling_params import SamplingParams
 from headway.core.selector import check_names
 from headway.core.sequence import Sequence as EngineSequence
-from headway.devices import fastest_draw, resolve_device
+from headway.devices import fastest_sampling, resolve_device
 from headway.models.loader import load_model
 from headway.models.locate import DEFAULT_MODEL
 from headway.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -141,8 +141,8 @@ class LLM:
             wish = TableWish(None if crossover_table is None else Path(crossover_table), autotune_budget)
             costs = costs_for(specs, self.registry, attn_backend, wish)
         # The kernel divides by the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
-        drawn_by = draw if deterministic else fastest_draw(self.device)
-        self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, drawn_by, costs)
+        sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
+        self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, sampling, costs)
         self.tokenizer = self.model.tokenizer
         self._request_ids = count()
         self._requests: dict[EngineSequence, _Request] = {}

@@ -1,4 +1,4 @@
-"""Drawing a token a row in one pass over the logits: about a tenth of the time that torch's operations take on a GPU."""
+"""Choosing a token a row in one pass over the logits, where torch's operations take several."""
 
 from __future__ import annotations
 
@@ -6,20 +6,43 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.models.fused.draw_kernels import draw_rows
+from headway.models.fused.draw_kernels import best_of_chunks, best_of_rows
+from headway.models.fused.launch import Launcher
 
 _BLOCK = 4096
 """Logits a program: enough bytes in flight, and enough programs for one row."""
 
 
-def draw_fused(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
-    """What `core.sampler.draw` computes, with the same noise.
+class FusedSampling:
+    """`greedy` and `draw` of core.sampler, with the same noise, in two launches that a CUDA graph can capture."""
 
-    logits: [rows, vocab_size], rows may be strided; temperatures: float32 [rows]; keys: int64 [rows]. Returns int64 [rows].
-    """
-    rows, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size, _BLOCK)
-    scores = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
-    tokens = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
-    draw_rows[(rows, chunks)](logits, temperatures, keys, scores, tokens, logits.stride(0), vocab_size, BLOCK=_BLOCK)
-    return tokens.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._plain, self._noisy = (Launcher(best_of_chunks, 4, device, BLOCK=_BLOCK, NOISE=noise) for noise in (False, True))
+        self._last: dict[int, Launcher] = {}
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """Most likely token of each row of logits [rows, vocab_size]: int64 [rows], -1 where a logit is NaN."""
+        return self._choose(logits, None, None)
+
+    def draw(self, logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+        """A token a row: int64 [rows], -1 where a logit is NaN. temperatures: float32 [rows]; keys: int64 [rows]."""
+        return self._choose(logits, temperatures, keys)
+
+    def _choose(self, logits: Tensor, temperatures: Tensor | None, keys: Tensor | None) -> Tensor:
+        """logits: rows may be strided, their elements may not."""
+        rows, vocab_size = logits.shape
+        chosen = torch.empty(rows, dtype=torch.int64, device=self._device)
+        if rows == 0:
+            return chosen
+        chunks = triton.cdiv(vocab_size, _BLOCK)
+        scores = torch.empty((rows, chunks), dtype=torch.float32, device=self._device)
+        tokens = torch.empty((rows, chunks), dtype=torch.int64, device=self._device)
+        first = self._plain if temperatures is None else self._noisy
+        noise = (scores if temperatures is None else temperatures, tokens if keys is None else keys)
+        first((rows, chunks, 1), logits, *noise, scores, tokens, logits.stride(0), vocab_size)
+        block = triton.next_power_of_2(chunks)
+        if block not in self._last:
+            self._last[block] = Launcher(best_of_rows, 1, self._device, BLOCK=block)
+        self._last[block]((rows, 1, 1), scores, tokens, chosen, chunks)
+        return chosen

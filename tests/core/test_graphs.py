@@ -24,6 +24,7 @@ from headway.core.engine import Engine
 from headway.core.graphs import DecodeGraph, DecodeGraphs, _Inputs, capture_sizes
 from headway.core.layout import LayerCache
 from headway.core.metadata import AttentionMetadata, Phase
+from headway.core.sampler import greedy
 from headway.core.sampling_params import SamplingParams
 from headway.core.scheduler import Scheduled, Scheduler
 from headway.core.sequence import Sequence
@@ -45,7 +46,7 @@ def test_batch_sizes(max_num_seqs: int, sizes: list[int]) -> None:
 
 def graphs() -> DecodeGraphs:
     attention = PagedAttention([], [], lambda *_: None)
-    return DecodeGraphs(TinyModel(), attention, torch.zeros(ROWS + 1, dtype=torch.int64), BLOCK_SIZE, MAX_MODEL_LEN)
+    return DecodeGraphs(TinyModel(), attention, greedy, torch.zeros(ROWS + 1, dtype=torch.int64), BLOCK_SIZE, MAX_MODEL_LEN)
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,7 +158,7 @@ def engine(**options: object) -> Engine:
 def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Give a CPU's engine graphs that run their step instead of replaying it. Returns where their sizes are noted."""
     runner, sizes = engine._runner, []
-    graphs = DecodeGraphs(TinyModel(), runner._attention, runner._newest, 8, 64)
+    graphs = DecodeGraphs(TinyModel(), runner._attention, greedy, runner._newest, 8, 64)
     inputs = _Inputs(6, graphs._width, torch.device("cpu"))
     backends = runner._selector.backends_for(Phase.DECODE)
 
@@ -248,7 +249,7 @@ def test_a_backend_that_cannot_be_captured_is_named_with_the_cost(
     spec = made._runner._attention.specs[0]
     backends = {spec: Uncapturable(spec, made.selection.layout, 8)}
     runner = made._runner
-    captured = DecodeGraphs(TinyModel(), runner._attention, runner._newest, 8, 64)
+    captured = DecodeGraphs(TinyModel(), runner._attention, greedy, runner._newest, 8, 64)
     with caplog.at_level("INFO", "headway"):
         captured.capture([1, 2, 4], lambda size: [backends])
     (record,) = caplog.records

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.core.sampler import draw
+from headway.core.sampler import draw, greedy
 
 triton = pytest.importorskip("triton")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -24,25 +24,48 @@ DEVICES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "vocab_size"), [(1, 50), (5, 4096), (3, 9001), (8, 20000)])
 def test_same_tokens_as_torch(device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:
-    from headway.models.fused.draw import draw_fused
+    from headway.models.fused.draw import FusedSampling
 
+    fused = FusedSampling(torch.device(device))
     generator = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, vocab_size + 3, generator=generator).to(device, dtype)[:, :vocab_size]
     temperatures = torch.rand(rows, generator=generator).to(device) + 0.3
     for _ in range(3):
         keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator).to(device)
-        expected, got = draw(logits, temperatures, keys), draw_fused(logits, temperatures, keys)
+        expected, got = draw(logits, temperatures, keys), fused.draw(logits, temperatures, keys)
         assert torch.equal(got, expected)
+    if dtype == torch.float32:  # no ties
+        assert torch.equal(fused.greedy(logits), greedy(logits))
+    chosen = logits.gather(1, fused.greedy(logits)[:, None])
+    assert torch.equal(chosen, logits.amax(1, keepdim=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_left_out_never_comes(device: str) -> None:
-    from headway.models.fused.draw import draw_fused
+    from headway.models.fused.draw import FusedSampling
 
     logits = torch.full((64, 5000), -torch.inf, device=device)
     logits[:, 4321] = 0.0
-    tokens = draw_fused(logits, torch.ones(64, device=device), torch.arange(64, device=device))
+    fused = FusedSampling(torch.device(device))
+    tokens = fused.draw(logits, torch.ones(64, device=device), torch.arange(64, device=device))
     assert tokens.unique().tolist() == [4321]
+    assert fused.greedy(logits).unique().tolist() == [4321]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", [0, 4095, 4096, 4999])
+def test_a_row_with_a_nan_has_no_token(device: str, place: int) -> None:
+    from headway.models.fused.draw import FusedSampling
+
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[0, 17] = torch.inf
+    logits[1, place] = torch.nan
+    logits[1, 17] = torch.inf
+    fused = FusedSampling(torch.device(device))
+    for tokens in (fused.greedy(logits), fused.draw(logits, torch.ones(3, device=device), torch.arange(3, device=device))):
+        assert int(tokens[0]) == 17
+        assert int(tokens[1]) == -1
+        assert int(tokens[2]) >= 0
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the process it would start")
@@ -56,4 +79,4 @@ def test_in_the_interpreter() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert "9 passed" in done.stdout
+    assert "13 passed" in done.stdout
