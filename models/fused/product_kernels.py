@@ -242,7 +242,7 @@ def _head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constex
                 HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
     """The two halves [1, BLOCK_HALF] of the norm weight of this program's head."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    head = tl.program_id(0) * BLOCK_N // HEAD_DIM
+    head = tl.program_id(0) * BLOCK_N // HEAD_DIM + tl.arange(0, 1)[:, None]  # a block, as what it is compared beside
     h = tl.arange(0, BLOCK_HALF)[None, :]
     mask = (h < HALF) & (head < HEADS + KV_HEADS)
     return either(q_norm_ptr, k_norm_ptr, h, head < HEADS, mask), either(q_norm_ptr, k_norm_ptr, h + HALF, head < HEADS, mask)
