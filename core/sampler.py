@@ -149,5 +149,6 @@ def _keys(seeds: Sequence[int], positions: Sequence[int]) -> numpy.ndarray:
         mixed: numpy.ndarray = x ^ (x >> 31)
         return mixed
 
-    seed, position = (numpy.array(values, dtype=numpy.int64).view(numpy.uint64) for values in (seeds, positions))
+    # Seeds are whole numbers of any sign, and the largest one plus an index is more than an int64 holds.
+    seed, position = (numpy.array([each % 2**64 for each in values], dtype=numpy.uint64) for values in (seeds, positions))
     return mix(mix(seed * _GOLDEN) + position * _GOLDEN)

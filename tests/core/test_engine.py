@@ -78,7 +78,7 @@ def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Reg
 
 def test_n_gives_n_completions(registry: Registry) -> None:
     engine = Engine(TinyModel(), registry, SMALL)
-    seqs = engine.add_request("r", [1, 2, 3], SamplingParams(n=3, seed=1, temperature=2.0, max_tokens=12))
+    seqs = engine.add_request("r", [1, 2, 3], SamplingParams(n=3, seed=2**63 - 1, temperature=2.0, max_tokens=12))
     while engine.has_unfinished:
         engine.step()
     assert [seq.index for seq in seqs] == [0, 1, 2]

@@ -136,3 +136,9 @@ def test_a_neighbours_top_k_cuts_nothing_from_a_row_without_limits() -> None:
     assert float((likely.cumsum(-1) - likely)[-1]) >= 1
     kept = _keep_top(logits, wishes, torch.ones(2, 1)).isfinite().sum(-1)
     assert kept.tolist() == [50000, 5]
+
+
+def test_any_seed_that_is_accepted_makes_a_key() -> None:
+    keys = _keys([-(2**63), -1, 0, 2**63 - 1], [3] * 4)
+    assert len(set(keys.tolist())) == 4
+    assert _keys([2**63], [3]) == keys[0], "a seed beyond the last goes round to the first"
