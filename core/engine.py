@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -83,7 +84,8 @@ class Engine:
         scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler
         self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
         self._runner = Runner(model, attention, selector, sampling, block_size, config.max_num_seqs, self.max_model_len)
-        self._launched: Launched | None = None
+        self._flying: deque[Launched] = deque()
+        """Steps that have been launched and not read yet."""
         self._seeds = torch.Generator().manual_seed(config.seed)
         self.stats = EngineStats()
         log.info("attention: %s", self.selection)
@@ -141,29 +143,35 @@ class Engine:
         step with finish_reason "error" and the reason in `error`; the others go on.
         """
         started, waited = time.perf_counter(), self.stats.wait_seconds
-        before, self._launched = self._launched, None
+        changed = self._read_until(1)  # more are left only by an interrupt
         scheduled = self.scheduler.schedule()
-        assert scheduled or before, "nothing to schedule although something is unfinished"
+        assert scheduled or self._flying, "nothing to schedule although something is unfinished"
         failure: Exception | None = None
         if scheduled:
             try:
-                self._launched = self._runner.launch(scheduled)
+                self._flying.append(self._runner.launch(scheduled))
             except Exception as error:  # whatever a backend raises
                 failure = error
             else:
                 self.scheduler.launched(scheduled)
-                self.stats.count(scheduled, self._launched.backends, self._launched.graph)
-        changed = self._read(before) if before is not None else []
-        if self._launched is not None and not self.config.async_scheduling:
-            changed += self._read(self._launched)
-            self._launched = None
+                self.stats.count(scheduled, self._flying[-1].backends, self._flying[-1].graph)
+        ahead = 1 if self.config.async_scheduling and scheduled and failure is None else 0
+        changed += self._read_until(ahead)
         if failure is not None:
             changed += self._recover(scheduled, failure)
-        if any(seq.finished for seq in changed):
-            self.scheduler.remove_finished()
         self.stats.num_preemptions = self.scheduler.num_preemptions
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.wait_seconds - waited)
         return list(dict.fromkeys(changed))
+
+    def _read_until(self, left: int) -> list[Sequence]:
+        """Read the oldest steps until so many are left; an interrupt while the host waits loses none of them."""
+        changed = []
+        while len(self._flying) > left:
+            changed += self._read(self._flying[0])
+            self._flying.popleft()
+        if any(seq.finished for seq in changed):
+            self.scheduler.remove_finished()
+        return changed
 
     def _read(self, launched: Launched) -> list[Sequence]:
         """Wait for a step's tokens and append them."""
@@ -213,6 +221,7 @@ class Engine:
         failed = [share.seq for share in step if not share.seq.finished]
         for seq in failed:
             seq.fail(str(error))
+        self.scheduler.remove_finished()
         return failed
 
     def finish(self, seq: Sequence, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import replace
@@ -15,6 +16,7 @@ from headway.core.config import EngineConfig
 from headway.core.engine import Engine
 from headway.core.errors import ConfigError, PromptError
 from headway.core.model import Attention
+from headway.core.runner import Launched
 from headway.core.sampling_params import SamplingParams
 from headway.core.sequence import Sequence
 from headway.registry import Registry, create_registry, hookimpl
@@ -174,6 +176,26 @@ def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: 
     drain(engine)
     assert good.finish_reason == "length"
     assert good.num_cached_tokens == 0
+
+
+def test_an_interrupt_while_the_host_waits_loses_no_token(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = run(Engine(TinyModel(), registry, SMALL), GREEDY, [[1, 2, 3]])
+    engine = Engine(TinyModel(), registry, replace(SMALL, async_scheduling=True))
+    (seq,) = engine.add_request("r", [1, 2, 3], GREEDY)
+    wait, calls = Launched.wait, []
+
+    def interrupted(launched: Launched) -> list[int]:
+        calls.append(launched)
+        if len(calls) in (3, 4, 9):
+            raise KeyboardInterrupt
+        return wait(launched)
+
+    monkeypatch.setattr(Launched, "wait", interrupted)
+    while engine.has_unfinished:
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.step()
+    assert len(calls) > 9
+    assert seq.output_token_ids == expected
 
 
 class Greedy(TinyModel):
