@@ -25,39 +25,16 @@ from headway.core.selector import Selector
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
+from headway.models.loader import read_config
+from headway.models.locate import locate, shape_names
 from headway.registry import create_registry
 
 BLOCK_SIZE = 256
-_THETA = 1e6
 
 
-def _config(hidden: int, inner: int, layers: int, heads: int, vocab: int, qwen3: bool) -> DecoderConfig:
-    return DecoderConfig(
-        model_type="qwen3" if qwen3 else "llama",
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=40960,
-        inv_freq=1.0 / _THETA ** (torch.arange(0, 128, 2) / 128),
-        rope_factor=1.0,
-        sliding_windows=(None,) * layers,
-        qk_norm=qwen3,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        tie_word_embeddings=qwen3,
-    )
-
-
-MODELS = {
-    "qwen3-0.6b": _config(1024, 3072, 28, 16, 151936, qwen3=True),
-    "llama-3-8b": _config(4096, 14336, 32, 32, 128256, qwen3=False),
-}
+def shapes(model: str) -> DecoderConfig:
+    """The configuration of one of the models whose shapes ship with Headway."""
+    return DecoderConfig.from_transformers(read_config(locate(model, weights=False)))
 
 
 class CapturedStep:
@@ -112,7 +89,7 @@ def step_bytes(model: Decoder, batch_size: int, context: int) -> int:
 
 
 def main(
-    model: Annotated[str, typer.Option(help=", ".join(MODELS))] = "qwen3-0.6b",
+    model: Annotated[str, typer.Option(help=", ".join(shape_names()))] = "qwen3-0.6b",
     batch_size: Annotated[str, typer.Option(help="Sequences, several with commas.")] = "1,16,64",
     context: Annotated[int, typer.Option(min=1, help="Cached tokens of each.")] = 512,
     attn_backend: Annotated[str, typer.Option(help="auto, NAME, or none: a step without attention and cache.")] = "auto",
@@ -120,8 +97,8 @@ def main(
     read_gbps: Annotated[float, typer.Option(help="What the memory reads, GB/s.")] = 4192.0,
 ) -> None:
     """Print a table."""
-    if model not in MODELS:
-        raise typer.BadParameter(f"--model: needs {' or '.join(MODELS)}, got {model!r}")
+    if model not in shape_names():
+        raise typer.BadParameter(f"--model: needs {' or '.join(shape_names())}, got {model!r}")
     sizes = batch_size.split(",")
     if not all(size.isdigit() and int(size) for size in sizes):
         raise typer.BadParameter(f"--batch-size: needs positive numbers with commas, got {batch_size!r}")
@@ -129,7 +106,7 @@ def main(
     if device.type != "cuda":
         raise typer.BadParameter("needs a CUDA GPU, got none")
     with torch.inference_mode():
-        decoder = Decoder(MODELS[model], DummyWeights(torch.bfloat16, device), deterministic)
+        decoder = Decoder(shapes(model), DummyWeights(torch.bfloat16, device), deterministic)
         rows = [_measure(decoder, attn_backend, int(size), context, read_gbps) for size in sizes]
     who = identify_device(device)
     mode = ", deterministic" if deterministic else ""

@@ -22,7 +22,7 @@ def cache_memory(
 ) -> int:
     """Bytes of a CUDA device that the cache may take, so that all of the process stays below `utilization` of its memory.
 
-    The largest step is run once on random tokens, with attention left out, and the most it held is set aside; so are the
+    The largest step is run once, with attention left out, and the most it held is set aside; so are the
     backends' workspaces.
 
     :raises ConfigError: the model alone takes more than the share.

@@ -57,7 +57,7 @@ def load_model(
         raise ConfigError("load_format", " or ".join(LOAD_FORMATS), repr(load_format))
     dummy = load_format == "dummy"
     folder, device = locate(name, weights=not dummy), torch.device(device)
-    config = _read_config(folder)
+    config = read_config(folder)
     decoder_config = DecoderConfig.from_transformers(config)
     chosen = _dtype(dtype, config, device)
     weights: WeightSource = DummyWeights(chosen, device) if dummy else Weights(folder, chosen, device)
@@ -68,7 +68,11 @@ def load_model(
     return LoadedModel(name, folder, decoder, tokenizer, _eos(folder, config))
 
 
-def _read_config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
+    """transformers' configuration of a model folder.
+
+    :raises ModelError: none there, or one that cannot be read.
+    """
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():

@@ -10,7 +10,7 @@ from headway.core.stats import EngineStats
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
-from headway.models.loader import _read_config
+from headway.models.loader import read_config
 from headway.models.locate import SHAPES
 from tiny_bench import CPU, QUICK
 
@@ -32,7 +32,7 @@ class MetaWeights(DummyWeights):
 @pytest.fixture(params=["qwen3-0.6b", "llama-3-8b"])
 def model(request: pytest.FixtureRequest) -> tuple[Decoder, int]:
     weights = MetaWeights()
-    config = DecoderConfig.from_transformers(_read_config(SHAPES / request.param))
+    config = DecoderConfig.from_transformers(read_config(SHAPES / request.param))
     return Decoder(config, weights), weights.count
 
 
@@ -48,7 +48,7 @@ def test_the_shapes_that_ship_are_of_the_published_sizes() -> None:
     sizes = {}
     for folder in SHAPES.iterdir():
         weights = MetaWeights()
-        decoder = Decoder(DecoderConfig.from_transformers(_read_config(folder)), weights)
+        decoder = Decoder(DecoderConfig.from_transformers(read_config(folder)), weights)
         sizes[folder.name] = (weights.count, Roofline(decoder.config, decoder.attention_specs).kv_bytes)
     assert sizes == {"qwen3-0.6b": (596_049_920, 114_688), "llama-3-8b": (8_030_261_248, 131_072)}
 
