@@ -1,4 +1,4 @@
-"""A decoder's operations on a GPU: few launches, and products of few rows by a kernel of ours."""
+"""A decoder's operations on a GPU: few launches, and products of up to 128 rows by kernels of ours."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from headway.models.fused.launch import Launcher
 from headway.models.fused.products import FewRows
 from headway.models.fused.step_kernels import embed_tokens, norm_and_rotate, rms_norm, silu_and_mul
+from headway.models.fused.tiles import Tiles
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Rope
 
@@ -27,7 +28,7 @@ class Fused:
         self._inv_freq, self._rope_factor = inv_freq, rope_factor
         self._device = inv_freq.device
         self._launchers: dict[Hashable, Launcher] = {}
-        self._few_rows = FewRows(self._device)
+        self._few_rows, self._tiles = FewRows(self._device), Tiles(self._device)
 
     def _launcher(self, key: Hashable, make: Callable[[], Launcher]) -> Launcher:
         launcher = self._launchers.get(key)
@@ -66,14 +67,16 @@ class Fused:
 
     def product(self, x: Tensor, linear: Linear) -> Tensor:
         """One launch."""
-        return self._few_rows(x, linear) if self._few_rows.takes(x, linear) else linear(x)
+        if self._few_rows.takes(x, linear):
+            return self._few_rows(x, linear)
+        return self._tiles(x, linear) if self._tiles.takes(x, linear) else linear(x)
 
     def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """One launch for few rows, else three; q, k and v are views of the product."""
         if self._few_rows.takes(x, linear, heads):
             qkv = self._few_rows(x, linear, norm, rotated=(heads, rope))
         else:
-            qkv = linear(self.norm(x, norm))
+            qkv = self.product(self.norm(x, norm), linear)
             self._rotate(qkv, heads, rope)
         qkv = qkv.view(x.shape[0], heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
         rotated = heads.num_heads + heads.num_kv_heads
@@ -98,10 +101,13 @@ class Fused:
             launch((num_tokens, triton.cdiv(rotated, block_h), 1), qkv, *rope, *weights)
 
     def norm_gated_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """One launch for few rows, else three."""
+        """One launch for few rows, two for tiles, else three."""
         if self._few_rows.takes(x, linear):
             return self._few_rows(x, linear, norm, gated=True)
-        both = linear(self.norm(x, norm))
+        normed = self.norm(x, norm)
+        if self._tiles.takes(normed, linear, gated=True):
+            return self._tiles(normed, linear, gated=True)
+        both = linear(normed)
         rows, size = both.shape[0], both.shape[1] // 2
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
         if rows:
@@ -116,6 +122,8 @@ class Fused:
         """In place, the sum part of the product."""
         if self._few_rows.takes(x, linear):
             return self._few_rows(x, linear, add_to=residual)
+        if self._tiles.takes(x, linear):
+            return self._tiles(x, linear, add_to=residual)
         return linear.add_to(residual, x)
 
 

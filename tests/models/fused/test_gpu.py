@@ -43,7 +43,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 64, 65, 128, 300])
 @pytest.mark.parametrize("name", STEPS)
 def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.models.fused.operations import Fused
@@ -112,13 +112,15 @@ def test_a_graph_gives_the_same_bits(tmp_path: Path, num_tokens: int) -> None:
             assert torch.equal(captured, eager)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 8, 9, 13])
-def test_a_padded_batch_gives_the_same_bits(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "padded"), [(2, 8), (5, 8), (8, 8), (9, 16), (13, 16), (17, 64), (40, 64), (70, 128), (127, 128)]
+)
+def test_a_padded_batch_gives_the_same_bits(rows: int, padded: int) -> None:
     """A graph pads its batch: as long as both take the same kernel, a row must not know how many others there are."""
     from headway.models.fused.operations import Fused
 
-    ops = Fused(torch.ones(32, device="cuda"), 1.0)
-    inputs = Inputs(dataclasses.replace(STEPS["llama"], rows=8 if rows <= 8 else 16), torch.bfloat16)
+    ops = Fused(torch.ones(64, device="cuda"), 1.0)
+    inputs = Inputs(dataclasses.replace(STEPS["qwen3"], rows=padded), torch.bfloat16)
     whole = dict(inputs.results(ops, torch.bfloat16, "cuda"))
     for step, part in inputs.first(rows).results(ops, torch.bfloat16, "cuda"):
         assert torch.equal(part, whole[step][:rows]), step

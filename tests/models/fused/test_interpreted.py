@@ -10,7 +10,7 @@ from operations import Inputs, Sizes
 
 pytest.importorskip("triton")
 try:
-    from headway.models.fused.launch import INTERPRETED
+    from headway.models.fused.launch import INTERPRETED, Launcher
     from headway.models.fused.operations import Fused
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
@@ -23,12 +23,17 @@ MODELS = {
     "llama, head_dim 16": {"head_dim": 16},
     "qwen2": {"bias": True, "num_heads": 14, "num_kv_heads": 2, "head_dim": 64},
     "qwen3": {"qk_norm": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden": 64},
+    "tiles": {"hidden": 128, "inner": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "qk_norm": True},
+    "tiles, split": {"hidden": 64, "inner": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "bias": True},
+    "tiles, gated and split": {"hidden": 128, "inner": 64, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "bias": True},
     "wide": {"hidden": 2100, "inner": 1030, "num_heads": 9, "num_kv_heads": 3, "head_dim": 80, "qk_norm": True},
 }
 INV_FREQ = {dim: 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim) for dim in (12, 16, 64, 80)}
 
 
 CASES = [(name, rows, dtype) for name in ("llama", "qwen2", "qwen3") for rows in (1, 2, 9, 17) for dtype in TOLERANCE]
+TILED = ("tiles", "tiles, split", "tiles, gated and split")
+CASES += [(name, rows, dtype) for name in TILED for rows in (17, 64, 70) for dtype in (torch.float16, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,31 @@ def test_every_step_equals_the_plain_one(name: str, rows: int, dtype: torch.dtyp
     for step, expected in plain.items():
         error = (fused[step] - expected).norm() / expected.norm()
         assert error < TOLERANCE[dtype], (step, float(error))
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = []
+    launch = Launcher.__call__
+
+    def seen(self: Launcher, grid: tuple[int, int, int], *arguments: object) -> None:
+        if self.kernel_name == "tiled_product":
+            grids.append(grid)
+        launch(self, grid, *arguments)
+
+    monkeypatch.setattr(Launcher, "__call__", seen)
+    list(Inputs(Sizes(17, **MODELS[name]), torch.bfloat16).results(Fused(INV_FREQ[16], 1.0), torch.bfloat16, "cpu"))
+    assert grids
+    assert max(splits for _, splits, _ in grids) == (2 if "split" in name else 1)
+
+
+def test_a_row_does_not_know_the_others() -> None:
+    """Of two numbers of rows that are cut alike, in every bit."""
+    inputs = Inputs(Sizes(70, **MODELS["tiles"]), torch.bfloat16)
+    ops = Fused(INV_FREQ[16], 1.0)
+    whole = dict(inputs.results(ops, torch.bfloat16, "cpu"))
+    for step, part in inputs.first(66).results(ops, torch.bfloat16, "cpu"):
+        assert torch.equal(part, whole[step][:66]), step
 
 
 def test_no_rows_give_no_rows() -> None:

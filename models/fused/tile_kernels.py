@@ -1,0 +1,111 @@
+"""Products of 17 to 128 rows: tiles on the matrix units, with what comes after them in the same launch.
+
+At these sizes a product is a chain of latencies more than a stream of weights. So a program asks for its part of the weight to be
+brought to the L2 cache before it waits for x (PDL, see step_kernels.py), and where the tiles are too few for the GPU, several
+programs share the sum over K (split-K): each leaves its part, and the last to arrive adds them, in one order.
+"""
+
+# Triton reads annotations when it compiles: no deferred ones here.
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize=["rows"])
+def tiled_product(
+    x_ptr,  # [rows, K]
+    weight_ptr,  # [N, K]; GATED: [2 N, K], gate over up
+    bias_ptr,  # [N] or [2 N] (BIAS)
+    y_ptr,  # [rows, N], written; added to (ADD)
+    partial_ptr,  # float32 [tiles, SPLITS, BLOCK_M, BLOCK_N, twice that if GATED] (SPLITS > 1)
+    arrivals_ptr,  # int32 [tiles], zero between launches (SPLITS > 1)
+    rows,
+    N: tl.constexpr,  # a multiple of BLOCK_N
+    K: tl.constexpr,  # a multiple of SPLITS * BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    DOT: tl.constexpr,  # what the matrix units multiply
+    PREFETCH: tl.constexpr,  # the instruction that brings a thread's piece of the weight to the L2 cache; "": none
+    PIECES: tl.constexpr,  # of one program's weight; a power of two, and a multiple of BLOCK_N
+    PDL: tl.constexpr,
+):
+    """y = W x + bias, then silu(gate) * up, or added to y. Grid (N / BLOCK_N, SPLITS, cdiv(rows, BLOCK_M)). Sums in float32."""
+    CHUNKS: tl.constexpr = K // SPLITS // BLOCK_K
+    first_n = tl.program_id(0) * BLOCK_N
+    split = tl.program_id(1)
+    first_k = split * (K // SPLITS)
+    if PREFETCH != "":
+        _prefetch(weight_ptr + first_n.to(tl.int64) * K + first_k, K, BLOCK_N, K // SPLITS, PREFETCH, PIECES)
+        if GATED:
+            _prefetch(weight_ptr + (N + first_n).to(tl.int64) * K + first_k, K, BLOCK_N, K // SPLITS, PREFETCH, PIECES)
+    n = first_n + tl.arange(0, BLOCK_N)
+    r = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = first_k + tl.arange(0, BLOCK_K)
+    live = (r < rows)[:, None]
+    x_at = x_ptr + r.to(tl.int64)[:, None] * K + k[None, :]
+    gate_at = weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
+    y_at = y_ptr + r.to(tl.int64)[:, None] * N + n[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for c in tl.range(0, CHUNKS, num_stages=STAGES):
+        x = tl.load(x_at + c * BLOCK_K, mask=live, other=0.0).to(DOT)
+        gate = tl.dot(x, tl.trans(tl.load(gate_at + c * BLOCK_K)).to(DOT), gate)
+        if GATED:
+            up = tl.dot(x, tl.trans(tl.load(gate_at + (N * K + c * BLOCK_K))).to(DOT), up)
+    if SPLITS == 1:
+        _finish(gate, up, bias_ptr, y_at, n, live, N, GATED, ADD, BIAS)
+    else:
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+        at = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
+        parts = partial_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_M * WIDTH) + at
+        own = parts + split * (BLOCK_M * WIDTH)
+        tl.store(own, gate, mask=live)
+        if GATED:
+            tl.store(own + BLOCK_N, up, mask=live)
+        tl.debug_barrier()  # the atomic below releases what all threads of this program stored
+        arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for other in tl.static_range(SPLITS):
+                # .cg: not from this multiprocessor's own cache, which need not have what the others stored
+                part = parts + other * (BLOCK_M * WIDTH)
+                gate += tl.load(part, mask=live, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(part + BLOCK_N, mask=live, other=0.0, cache_modifier=".cg")
+            _finish(gate, up, bias_ptr, y_at, n, live, N, GATED, ADD, BIAS)
+            tl.store(arrivals_ptr + tile, 0)
+
+
+@triton.jit
+def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr):
+    """From whole sums [BLOCK_M, BLOCK_N] to y."""
+    if BIAS:
+        gate += tl.load(bias_ptr + n).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            up += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]
+        gate = gate * tl.sigmoid(gate) * up
+    if ADD:
+        gate += tl.load(y_at, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_at, gate.to(y_at.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _prefetch(ptr, K: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr, PIECES: tl.constexpr):
+    """Bring BLOCK_N rows of WIDTH elements to the L2 cache, each thread its piece."""
+    piece = tl.arange(0, PIECES)
+    A_ROW: tl.constexpr = PIECES // BLOCK_N
+    at = ptr + (piece // A_ROW) * K + (piece % A_ROW) * (WIDTH // A_ROW)
+    tl.inline_asm_elementwise(ASM, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)

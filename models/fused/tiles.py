@@ -1,0 +1,149 @@
+"""Which products the tiled kernel computes, and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from headway.models.fused.launch import INTERPRETED, Launcher
+from headway.models.fused.tile_kernels import tiled_product
+from headway.models.linear import Linear
+
+MAX_ROWS = 128
+"""Rows up to which ours are used. This and the constants below were measured on an H200 beside cuBLAS (docs/kernels.md)."""
+MAX_WEIGHT = 2**23
+"""Elements of the weight up to which ours serve; cuBLAS reads a larger one as fast."""
+BUSY = 0.7
+"""Programs a multiprocessor that keep the GPU busy: tiles become smaller, and sums are split, until there are so many."""
+_BLOCK_M = 64
+_WARPS = 4
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How one product is cut."""
+
+    block_n: int
+    splits: int
+    """Programs that share a sum over K."""
+    block_k: int
+    stages: int
+    prefetch: bool
+    """Whether a program asks for its weight before it waits for x."""
+
+
+def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> Tiling | None:
+    """The cut of a product [rows, in_features] x [in_features, out_features]; None where the kernel does not serve it."""
+    tiles_m = -(-rows // _BLOCK_M)
+    wanted = BUSY * multiprocessors
+    block_n = 64 if out_features % 64 == 0 and out_features // 64 * tiles_m >= wanted else 32
+    if out_features % block_n:
+        return None
+    programs = out_features // block_n * tiles_m
+    if programs >= wanted:
+        few = tiles_m == 1  # with two tiles of rows both would ask for the same weight, and deeper pipelines lose as well
+        return Tiling(block_n, 1, 128, 5 if few else 3, few) if in_features % 128 == 0 else None
+    cuts = [splits for splits in (2, 3, 4) if in_features % (splits * 64) == 0]
+    enough = [splits for splits in cuts if programs * splits >= wanted] or cuts[-1:]
+    return Tiling(block_n, enough[0], 64, 5, True) if enough else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """All that a kernel is compiled for."""
+
+    dtype: torch.dtype
+    tiles_m: int
+    in_features: int
+    out_features: int
+    gated: bool
+    add: bool
+    bias: bool
+
+
+class Tiles:
+    """Products of up to MAX_ROWS rows in half precision, with what comes after them, a launch each.
+
+    The cut follows from the shape and from whether there are more than 64 rows, and a row's result does not depend on the others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        cuda = device.type == "cuda"
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+        self._launchers: dict[_Variant, tuple[Launcher, tuple[int, int, int]]] = {}
+        self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
+        """Sums and counters (zero between launches) by size; never freed, since captured graphs keep their addresses."""
+
+    def takes(self, x: Tensor, linear: Linear, gated: bool = False) -> bool:
+        """Whether the kernel serves the product of x [rows, in_features]."""
+        rows, in_features = x.shape
+        if not 0 < rows <= MAX_ROWS or x.dtype not in _TYPES or linear.out_features * in_features > MAX_WEIGHT:
+            return False
+        out_features = linear.out_features // 2 if gated else linear.out_features
+        return tiling(rows, out_features, in_features, self._multiprocessors) is not None
+
+    def __call__(self, x: Tensor, linear: Linear, gated: bool = False, add_to: Tensor | None = None) -> Tensor:
+        """Product of x [rows, in_features]: [rows, out_features], half of it where gated.
+
+        gated: SiLU of the first half times the second. add_to: what the product is added to, in place.
+        """
+        rows, in_features = x.shape
+        out_features = linear.out_features // 2 if gated else linear.out_features
+        y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device) if add_to is None else add_to
+        switches = gated, add_to is not None, linear.bias is not None
+        variant = _Variant(x.dtype, -(-rows // _BLOCK_M), in_features, out_features, *switches)
+        known = self._launchers.get(variant)
+        if known is None:
+            known = self._launchers[variant] = self._launcher(variant)
+        launch, grid = known
+        sums, arrivals = self._workspace(grid, 2 if gated else 1)
+        launch(grid, x, linear.weight, x if linear.bias is None else linear.bias, y, sums, arrivals, rows)
+        return y
+
+    def _workspace(self, grid: tuple[int, int, int], parts: int) -> tuple[Tensor, Tensor]:
+        """Room for the sums of the programs of a grid, and counters for its tiles; little, as only few tiles are split."""
+        tiles, splits, tiles_m = grid
+        count = tiles * tiles_m * splits * parts if splits > 1 else 0
+        known = self._workspaces.get(count)
+        if known is None:
+            sums = torch.empty(count * _BLOCK_M * 64, device=self._device)
+            known = self._workspaces[count] = sums, torch.zeros(count, dtype=torch.int32, device=self._device)
+        return known
+
+    def _launcher(self, variant: _Variant) -> tuple[Launcher, tuple[int, int, int]]:
+        """The kernel for a variant, and its grid."""
+        cut = tiling(variant.tiles_m * _BLOCK_M, variant.out_features, variant.in_features, self._multiprocessors)
+        assert cut is not None
+        width = variant.in_features // cut.splits
+        pieces = max(32 * _WARPS, cut.block_n)
+        num_bytes = cut.block_n * width * 2 // pieces
+        # A piece lies in one row, and is whole units of 16 bytes.
+        asked = cut.prefetch and num_bytes % 16 == 0 and width % (pieces // cut.block_n) == 0 and _can_prefetch(self._device)
+        launcher = Launcher(
+            tiled_product,
+            _WARPS,
+            self._device,
+            N=variant.out_features,
+            K=variant.in_features,
+            BLOCK_M=_BLOCK_M,
+            BLOCK_N=cut.block_n,
+            BLOCK_K=cut.block_k,
+            SPLITS=cut.splits,
+            STAGES=cut.stages,
+            GATED=variant.gated,
+            ADD=variant.add,
+            BIAS=variant.bias,
+            DOT=tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
+            PREFETCH=f"cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.b32 $0, 0;" if asked else "",
+            PIECES=pieces,
+        )
+        return launcher, (variant.out_features // cut.block_n, cut.splits, variant.tiles_m)
+
+
+def _can_prefetch(device: torch.device) -> bool:
+    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

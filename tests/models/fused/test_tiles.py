@@ -1,0 +1,41 @@
+"""How products are cut into tiles: numbers only, no kernel."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+try:
+    from headway.models.fused.tiles import Tiling, tiling
+except RuntimeError as error:  # pragma: no cover - an old GPU driver
+    pytest.skip(str(error), allow_module_level=True)
+
+H200 = 132
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "cut"),
+    [
+        (17, (4096, 1024), Tiling(32, 1, 128, 5, prefetch=True)),
+        (64, (3072, 1024), Tiling(32, 1, 128, 5, prefetch=True)),
+        (64, (1024, 2048), Tiling(32, 4, 64, 5, prefetch=True)),
+        (64, (1024, 3072), Tiling(32, 3, 64, 5, prefetch=True)),
+        (128, (4096, 1024), Tiling(64, 1, 128, 3, prefetch=False)),
+        (128, (1024, 3072), Tiling(32, 2, 64, 5, prefetch=True)),
+        (64, (4000, 1024), Tiling(32, 1, 128, 5, prefetch=True)),
+        (64, (4010, 1024), None),
+        (64, (4096, 1000), None),
+    ],
+)
+def test_the_cuts_that_were_measured(rows: int, shape: tuple[int, int], cut: Tiling | None) -> None:
+    assert tiling(rows, *shape, H200) == cut
+
+
+@given(st.integers(1, 128), st.integers(1, 200), st.integers(1, 100), st.integers(1, 200))
+def test_tiles_cover_the_product_exactly(rows: int, n: int, k: int, multiprocessors: int) -> None:
+    cut = tiling(rows, 16 * n, 32 * k, multiprocessors)
+    if cut is not None:
+        assert 16 * n % cut.block_n == 0
+        assert 32 * k % (cut.splits * cut.block_k) == 0
