@@ -1,17 +1,9 @@
-"""Shipped kernel configurations by architecture, so that nobody waits for an autotuner, and the rule that picks a split count."""
+"""Shipped kernel configurations by architecture, so that nobody waits for an autotuner."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-
-MAX_SPLITS = 128
-"""Most splits of one sequence: the last arriver merges them one chunk after another."""
-
-MAX_ROUNDS = 40
-"""Splits stop where every multiprocessor has this many programs: the partial results would cost more than the balance brings."""
 
 INVARIANT_SPLITS = 16
 """Splits of every sequence where the answer must be batch invariant: enough that one sequence with 8 kv heads fills 132
@@ -29,11 +21,15 @@ class DecodeConfig:
     """Keys a tile."""
     num_warps: int
     num_stages: int
+    residents: int = 8
+    """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
     tile_us: float = 1.0
     """Time of one tile of a program that has its multiprocessor for itself: latency, not bandwidth."""
-    partial_us: float = 1.6
-    """What leaving a partial result costs a program, and ..."""
-    merge_us: float = 0.2
+    wave_us: float = 1.0
+    """What a program costs beside its tiles."""
+    split_us: float = 1.0
+    """What leaving a partial result costs, and ..."""
+    merge_us: float = 0.1
     """... what merging one more costs the last to arrive."""
     bytes_per_us: float = 2.0e6
     """Memory bandwidth."""
@@ -58,8 +54,8 @@ class Architecture:
 
     name: str
     decode: Mapping[str, DecodeConfig]
-    """"few" and "many" by the number of programs, "many small" for rows in pieces (vllm_5d) and for blocks that a tile of "many"
-    does not divide, "fp8" for an fp8 cache. What is missing falls back to "few"."""
+    """"few" for any number of programs, "fp8" for an fp8 cache; "many" instead of "few" for many programs, where a tile lies in
+    one block and a row in one piece (not in vllm_5d)."""
     prefill: PrefillConfig
     prefill_short: PrefillConfig
     """Prompts of up to SHORT_PROMPT tokens, where the masked tiles weigh more."""
@@ -77,10 +73,9 @@ _TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
 SM_90 = Architecture(
     "sm_90",
     decode={
-        "few": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.8, bytes_per_us=4.2e6),
-        "many": DecodeConfig(block_n=64, num_warps=4, num_stages=5, bytes_per_us=4.2e6),
-        "many small": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.8, bytes_per_us=4.2e6),
-        "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.8, bytes_per_us=4.2e6),
+        "few": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.73, bytes_per_us=4.4e6),
+        "many": DecodeConfig(block_n=64, num_warps=4, num_stages=2, residents=4, tile_us=2.3, bytes_per_us=4.4e6),
+        "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.8, bytes_per_us=4.4e6),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
@@ -101,8 +96,6 @@ INTERPRETER = Architecture(
     "interpreter", {"few": DecodeConfig(block_n=16, num_warps=4, num_stages=1)}, _TINY, _TINY, _TINY, _TINY
 )
 """Small tiles, so that small tests meet several of them."""
-MANY_PROGRAMS = 12
-"""Programs a multiprocessor from which "many" applies: enough that uneven last waves no longer matter."""
 
 
 def architecture(capability: tuple[int, int] | None) -> Architecture:
@@ -114,20 +107,18 @@ def architecture(capability: tuple[int, int] | None) -> Architecture:
     return SM_80 if capability == (8, 0) else DEFAULT
 
 
-def decode_config(
-    arch: Architecture, block_d: int, itemsize: int, block_size: int, split_rows: bool, many: bool = False
-) -> DecodeConfig:
-    """The tuned configuration, with smaller tiles where a row is longer than the 256 bytes it was tuned for."""
+def decode_configs(
+    arch: Architecture, block_d: int, itemsize: int, block_size: int, split_rows: bool
+) -> tuple[DecodeConfig, ...]:
+    """What serves a cache, the one for few programs first, with smaller tiles where a row is longer than the tuned 256 bytes."""
     table = arch.decode
-    if itemsize == 1:
-        name = "fp8"
-    elif many:
-        fits = "many" in table and block_size % table["many"].block_n == 0 and not split_rows
-        name = "many" if fits else "many small"
-    else:
-        name = "few"
-    config = table.get(name, table["few"])
-    row_bytes = block_d * itemsize
+    few = table.get("fp8", table["few"]) if itemsize == 1 else table["few"]
+    many = table.get("many")
+    fits = many is not None and itemsize > 1 and not split_rows and block_size % many.block_n == 0
+    return tuple(_shrunk(config, block_d * itemsize) for config in ((few, many) if many is not None and fits else (few,)))
+
+
+def _shrunk(config: DecodeConfig, row_bytes: int) -> DecodeConfig:
     while row_bytes > 256 and config.block_n > 16:
         row_bytes //= 2
         config = replace(config, block_n=config.block_n // 2)
@@ -149,25 +140,3 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
     while rows <= config.block_m // 2 and config.block_m > 64:
         config = replace(config, block_m=config.block_m // 2, num_warps=4)
     return config
-
-
-@lru_cache(maxsize=4096)
-def choose_splits(items: int, total_tiles: int, longest: int, tile_bytes: int, multiprocessors: int, config: DecodeConfig) -> int:
-    """The number of splits that the model below expects to finish first.
-
-    items: programs without a split, sequences times kv heads times query tiles; total_tiles: tiles of all items together;
-    longest: tiles of the longest. The sizes are rounded by the caller, so that the answers are few and cached.
-    """
-    if longest <= 1 or items == 0:
-        return 1
-    busy = max(1.0, total_tiles / longest)  # items of full length that would be as much work
-    shared_tile_us = multiprocessors * tile_bytes / config.bytes_per_us  # a tile where all multiprocessors compete for memory
-
-    def time_of(splits: int) -> float:
-        each = math.ceil(longest / splits)
-        rounds = math.ceil(busy * math.ceil(longest / each) / multiprocessors)
-        merge = config.partial_us * rounds + config.merge_us * splits if splits > 1 else 0.0
-        return each * max(config.tile_us, rounds * shared_tile_us) + merge
-
-    most = max(1, min(MAX_SPLITS, longest, MAX_ROUNDS * multiprocessors // items))
-    return min(range(1, most + 1), key=time_of)

@@ -10,18 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.backends.triton.configs import (
-    INVARIANT_SPLITS,
-    MANY_PROGRAMS,
-    MAX_ROUNDS,
-    Architecture,
-    DecodeConfig,
-    choose_splits,
-    decode_config,
-)
+from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.launch import Launcher, aligned, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
+from headway.backends.triton.splits import MAX_ROUNDS, choose_cut
 from headway.core.layout import CacheLayout, LayerCache
 from headway.core.metadata import AttentionMetadata
 from headway.core.spec import AttentionSpec
@@ -94,8 +87,7 @@ class Decode:
         # A sequence's splits are cut from its own length, so only their number must not hang on the batch.
         self._num_splits = INVARIANT_SPLITS if spec.batch_invariant and num_splits is None else num_splits
         row = (layer.block_d, spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
-        self.configs = (decode_config(arch, *row), decode_config(arch, *row, many=True))
-        """For few programs and for many."""
+        self.configs = decode_configs(arch, *row)
         self._workspace = Workspace(spec.device)
         self._scalars = tuple(layer.scalars.values())
         self._addressing: dict[Hashable, Addressing] = {}
@@ -108,32 +100,27 @@ class Decode:
         block_m = min(max(16, triton.next_power_of_2(rows)), 64)
         return block_m, min(triton.next_power_of_2(rows), block_m), -(-rows // block_m)
 
-    def splits(self, kv_lens: list[int], tiles_m: int, config: DecodeConfig) -> int:
-        """Splits a sequence, from the host's lengths: those captured, when a graph is."""
+    def cut(self, kv_lens: list[int], tiles_m: int) -> tuple[DecodeConfig, int]:
+        """Configuration and splits a sequence, from the host's lengths: those captured, when a graph is."""
         if self._num_splits is not None:
-            return self._num_splits
-        block_n = config.block_n
+            return self.configs[0], self._num_splits
         longest = max(kv_lens)
         if self._spec.sliding_window is not None:
-            longest = min(longest, self._spec.sliding_window + block_n)
-        total = sum(min(kv_len, longest) for kv_len in kv_lens)
+            longest = min(longest, self._spec.sliding_window + self.configs[0].block_n)
         heads = self._spec.num_kv_heads * tiles_m
-        tile_bytes = 2 * block_n * self._spec.head_dim * self._spec.cache_dtype.itemsize
-        longest_tiles = -(-longest // block_n)
-        total_tiles = max(-(-total // block_n) * heads, longest_tiles)
-        items = len(kv_lens) * heads
-        if longest_tiles > 64:  # round to keep the cached answers few; a 32nd more work changes none of them much
-            step = longest_tiles // 32
-            longest_tiles, total_tiles = -(-longest_tiles // step) * step, -(-total_tiles // step) * step
-        return choose_splits(items, total_tiles, longest_tiles, tile_bytes, self._multiprocessors, config)
+        total = max(sum(min(kv_len, longest) for kv_len in kv_lens) * heads, longest)
+        # Rounded to keep the cached answers few; a 32nd more work changes none of them much.
+        longest, total = (
+            -(-keys // step) * step for keys, step in ((longest, max(16, longest // 32)), (total, max(16, total // 64)))
+        )
+        key_bytes = 2 * self._spec.head_dim * self._spec.cache_dtype.itemsize
+        return choose_cut(len(kv_lens) * heads, total, longest, key_bytes, self._multiprocessors, self.configs)
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
         """Fix grid, split count and buffers for a view of decoding sequences."""
         block_m, rows, tiles_m = self.tile(metadata.max_query_len)
         items = metadata.num_seqs * self._spec.num_kv_heads * tiles_m
-        many = items >= MANY_PROGRAMS * self._multiprocessors and not self._spec.batch_invariant
-        config = self.configs[many]
-        num_splits = self.splits(metadata.kv_lens, tiles_m, config)
+        config, num_splits = self.cut(metadata.kv_lens, tiles_m)
         results = items * num_splits * rows if num_splits > 1 else 0
         floats = self._workspace.floats(results * (self._layer.block_d + 1))
         return DecodePlan(
