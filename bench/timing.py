@@ -6,6 +6,7 @@ CPU it is the process's clock.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from headway.core.errors import ConfigError
 QUANTILES = (0.5, 0.2, 0.8)
 _MIN_RUNS = 5
 _MAX_RUNS = 1000
+_MOST_FLUSHES = 8
+"""Of the L2 cache before one run."""
 _HOST_RUNS = 20
 _HOST_SECONDS = 0.5
 
@@ -89,37 +92,59 @@ class Turns:
     """Of each call in each round, however short it is: on a GPU the cache's flush before each takes longer than a short call."""
 
     def time(self, calls: Sequence[Callable[[], object]], device: torch.device) -> list[Timing]:
-        """Median, 20th and 80th percentile of each call. On a GPU by events, the L2 cache flushed before every run."""
+        """Median, 20th and 80th percentile of each call. On a GPU its work alone, the L2 cache flushed before every run."""
         run = _EventClock(device).times if device.type == "cuda" else _cpu_times
         samples: list[list[float]] = [[] for _ in calls]
         for _ in range(self.rounds):
             for call, found in zip(calls, samples, strict=True):
-                estimate = run(call, 1)[0]
-                runs = int(1e3 * self.round_ms / max(estimate, 1e-3))
-                found += run(call, min(max(runs, self.min_runs), self.max_runs))
+                found += run(call, self._runs(run(call, 1)[0]))
         return [Timing(*(_quantile(sorted(found), share) for share in QUANTILES)) for found in samples]
 
+    def _runs(self, us: float) -> int:
+        """Of a call that takes so many microseconds, in each round."""
+        return min(max(int(1e3 * self.round_ms / max(us, 1e-3)), self.min_runs), self.max_runs)
+
+    def needed_ms(self, us: float) -> float:
+        """How long it takes to time a call of so many microseconds; flushes, which take all calls alike, are not counted."""
+        return 1e-3 * self.rounds * (1 + self._runs(us)) * us
+
     def estimate(self, call: Callable[[], object], device: torch.device) -> float:
-        """The better of two runs, in microseconds: enough to know a clear loser."""
+        """The better of two runs, in microseconds: enough to know a clear loser among calls that take long."""
         return min((_EventClock(device).times if device.type == "cuda" else _cpu_times)(call, 2))
 
 
 class _EventClock:
-    """Times runs on a GPU by events."""
+    """Times runs on a GPU by events, each after a flush of the L2 cache.
+
+    A call whose launches take the host longer than the flush takes the device would be timed as the host's work: the device
+    would wait between the events. Before such a call the cache is flushed several times, so that the device is still busy when
+    the last launch arrives, and only its own work lies between the events. What the host takes is measured apart (`host_us`).
+    """
 
     def __init__(self, device: torch.device) -> None:
         size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
         self._flushed = torch.empty(max(size, 2**20), dtype=torch.int8, device=device)
+        self._flush_us = 0.0  # unknown: one flush each
+        self._flush_us = min(self.times(self._flushed.zero_, 3))
 
     def times(self, call: Callable[[], object], runs: int) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]  # type: ignore[no-untyped-call]
+        host = 0.0  # known after the first run, which alone may be timed too long
         for start, end in events:
-            self._flushed.zero_()
+            for _ in range(_flushes(host, self._flush_us)):
+                self._flushed.zero_()
             start.record()
+            began = time.perf_counter()
             call()
+            host = 1e6 * (time.perf_counter() - began)
             end.record()
         events[-1][1].synchronize()
         return [1e3 * start.elapsed_time(end) for start, end in events]
+
+
+def _flushes(host_us: float, flush_us: float) -> int:
+    """Flushes that keep the device busy for half as long again as the host takes, since not every launch takes it as long."""
+    return min(max(math.ceil(1.5 * host_us / flush_us), 1), _MOST_FLUSHES) if flush_us > 0 else 1
 
 
 def _cpu_times(call: Callable[[], object], runs: int) -> list[float]:

@@ -35,9 +35,11 @@ class Sample:
     """None: no cache is read, so the time holds for every layout and block size (a dense prefill)."""
     block_size: int | None
     layer_us: float | None
-    """None: it failed here, or was given up as a clear loser."""
+    """On the device. None: it failed here, or was not tried."""
     plan_us: float = 0.0
     """Host time a step, shared by its layers."""
+    host_us: float = 0.0
+    """Host time of the call where it is launched each time: the longer of the two counts. 0: a graph, or not known."""
 
 
 _AXES: dict[Phase, Callable[[Shape], tuple[int, ...]]] = {
@@ -52,6 +54,9 @@ _Key = tuple[Phase, str, str | None, int | None]
 
 class CostTable:
     """Times of one kind of layer: log-linear between measured points, and beyond them those of the nearest edge.
+
+    Device and host are looked up apart, and the longer counts: at small sizes the host's time, which hardly grows, hides the
+    device's, and a line between the longer of each would lie far above both.
 
     Where a point was measured without a backend, or it failed there, its time is infinite, and so between there and its next
     points: nothing is chosen on a guess.
@@ -70,11 +75,13 @@ class CostTable:
             phase: list(dict.fromkeys(sample.shape for sample in kept if sample.shape.phase is phase)) for phase in Phase
         }
         """The measured points of each phase."""
-        times: dict[_Key, dict[Shape, tuple[float, float]]] = {}
+        times: dict[_Key, dict[Shape, _Leaf]] = {}
         for sample in kept:
             if sample.layer_us is not None:
                 key = (sample.shape.phase, sample.backend, sample.layout, sample.block_size)
-                times.setdefault(key, {})[sample.shape] = math.log(sample.layer_us), math.log(max(sample.plan_us, 1e-3))
+                # a graph or a rough time has no host time: the device's stands in, for a line towards a point that has one
+                leaf = sample.layer_us, max(sample.plan_us, 1e-3), sample.host_us or sample.layer_us
+                times.setdefault(key, {})[sample.shape] = tuple(map(math.log, leaf))
         self._surfaces = {key: _surface(key[0], self.shapes[key[0]], found) for key, found in times.items()}
 
     def at(self, shape: Shape, backend: str, layout: str, block_size: int) -> tuple[float, float]:
@@ -83,8 +90,8 @@ class CostTable:
         surface = surface or self._surfaces.get((shape.phase, backend, None, None))
         if surface is None:
             return math.inf, math.inf
-        layer, plan = _interpolate(surface, [math.log(max(value, 1)) for value in _AXES[shape.phase](shape)])
-        return math.exp(layer), math.exp(plan)
+        device, plan, host = _interpolate(surface, [math.log(max(value, 1)) for value in _AXES[shape.phase](shape)])
+        return math.exp(max(device, host)), math.exp(plan)
 
     def covers(self, shape: Shape) -> bool:
         """Whether a shape lies within the measured range of every axis."""
@@ -133,13 +140,14 @@ class StepCosts:
         return all(table.covers(shape) for table, _ in self.parts)
 
 
-_Leaf = tuple[float, float]
+_Leaf = tuple[float, ...]
+"""Logarithms of a layer's device time, of the plan's, and of a layer's host time."""
 _Node = tuple[list[float], list["_Node | _Leaf"]]
 
 
 def _surface(phase: Phase, points: Sequence[Shape], times: Mapping[Shape, _Leaf]) -> _Node:
     """Nested axes of a phase's points, each with logarithms of the times there."""
-    rows = [(_AXES[phase](point), times.get(point, (math.inf, math.inf))) for point in points]
+    rows = [(_AXES[phase](point), times.get(point, (math.inf,) * 3)) for point in points]
     return _nest(rows)
 
 
@@ -166,4 +174,4 @@ def _interpolate(node: _Node | _Leaf, at: Sequence[float]) -> _Leaf:
     if share < 1e-9:  # exactly on a point: its neighbour may have no time
         return low
     high = _interpolate(children[right], at[1:])
-    return (1 - share) * low[0] + share * high[0], (1 - share) * low[1] + share * high[1]
+    return tuple((1 - share) * a + share * b for a, b in zip(low, high, strict=True))

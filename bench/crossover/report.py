@@ -86,7 +86,7 @@ def notes(table: CrossoverTable) -> list[str]:
         lines.append(f"{reason} [{', '.join(named[:3])}{more}]")
     if not table.complete:
         lines.append("not complete: interrupted, or the budget ended; --resume goes on")
-    lines.append(f"measured {table.date}; times that differ by less than {table.noise:.1%} are alike; ~: a clear loser, two runs")
+    lines.append(f"measured {table.date}; times that differ by less than {table.noise:.1%} are alike; ~: a clear loser, few runs")
     return lines
 
 

@@ -17,9 +17,14 @@ def decode(batch: int, kv_len: int, query_len: int = 1) -> Shape:
 
 
 def sample(
-    shape: Shape, us: float | None, backend: str = "a", place: tuple[str | None, int | None] = HERE, plan: float = 0
+    shape: Shape,
+    us: float | None,
+    backend: str = "a",
+    place: tuple[str | None, int | None] = HERE,
+    plan: float = 0,
+    host: float = 0,
 ) -> Sample:
-    return Sample(shape, backend, *place, us, plan)
+    return Sample(shape, backend, *place, us, plan, host)
 
 
 def layer_us(table: CostTable, shape: Shape, backend: str = "a") -> float:
@@ -41,6 +46,22 @@ def test_between_points_logarithms_are_linear() -> None:
     table = CostTable([sample(s, law(s)) for s in (decode(b, n) for b in (1, 4, 64) for n in (32, 1024, 4096))], 0.02)
     for shape in (decode(2, 100), decode(17, 2000), decode(64, 33)):
         assert layer_us(table, shape) == pytest.approx(law(shape))
+
+
+def test_device_and_host_are_looked_up_apart_and_the_longer_counts() -> None:
+    # the host takes 60 us whatever the size; the device 16, then 256: between them the host's share does not make it 124 us
+    table = CostTable([sample(decode(1, n), us, host=60.0) for n, us in ((64, 16.0), (1024, 256.0))], 0.02)
+    assert layer_us(table, decode(1, 64)) == pytest.approx(60)
+    assert layer_us(table, decode(1, 128)) == pytest.approx(60)
+    assert layer_us(table, decode(1, 256)) == pytest.approx(64)
+    assert layer_us(table, decode(1, 1024)) == pytest.approx(256)
+
+
+def test_without_a_host_time_the_devices_stands_in() -> None:
+    table = CostTable([sample(decode(1, 64), 10.0), sample(decode(1, 64, 4), 20.0, host=90.0)], 0.02)
+    assert layer_us(table, decode(1, 64)) == pytest.approx(10)
+    assert layer_us(table, decode(1, 64, 2)) == pytest.approx(30)
+    assert layer_us(table, decode(1, 64, 4)) == pytest.approx(90)
 
 
 def test_beyond_the_range_the_nearest_edge_holds() -> None:

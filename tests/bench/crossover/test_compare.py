@@ -9,7 +9,7 @@ import pytest
 from headway.bench.crossover.cells import mark_ties, noise_of
 from headway.bench.crossover.compare import diff, differences, merge, partly_measured, remarks
 from headway.bench.crossover.convert import to_costs
-from headway.bench.crossover.schema import BackendRecord, SpecRecord
+from headway.bench.crossover.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
 from headway.core.costs import Shape
 from headway.core.errors import UnsupportedError
 from headway.core.metadata import Phase
@@ -81,6 +81,23 @@ def test_merging_takes_the_later_of_equal_cells_and_marks_ties_again() -> None:
         assert {record.name for record in merged.backends} == {"a", "b"}
 
 
+def test_parts_that_measured_a_dense_prefill_twice_keep_the_faster() -> None:
+    dense = {"phase": "prefill", "case": "1q64", "query_len": 64, "layout": None, "block_size": None}
+    rough = {"status": "dropped", "reason": "5.0 times the fastest"}
+    backends = [BackendRecord(name=name, owner="built-in", available=True) for name in "abcd"]
+
+    def part(date: str, layout: str, *cells: Cell) -> CrossoverTable:
+        return a_table(a_cell(10.0, backend="d", layout=layout), *cells, backends=backends, date=date)
+
+    first = (a_cell(20.0, **dense), a_cell(60.0, backend="b", **dense, host_us=90.0), a_cell(25.0, backend="c", **dense, **rough))
+    second = (a_cell(30.0, **dense), a_cell(61.0, backend="b", **dense, host_us=70.0), a_cell(30.0, backend="c", **dense))
+    parts = [part("2026-01-01T00:00:00+00:00", "nhd", *first), part("2026-01-02T00:00:00+00:00", "vllm_5d", *second)]
+    found = {cell.backend: cell.median_us for cell in merge(parts).cells if cell.layout is None}
+    assert found == {"a": 20.0, "b": 61.0, "c": 30.0}
+    again = [parts[0], part("2026-01-02T00:00:00+00:00", "nhd", *second)]  # measured anew: the later counts
+    assert {cell.backend: cell.median_us for cell in merge(again).cells if cell.layout is None}["a"] == 30.0
+
+
 def test_tables_of_different_machines_are_not_merged() -> None:
     with pytest.raises(UnsupportedError, match="driver: needs"):
         merge([a_table(), a_table(device=a_device(driver="x"))])
@@ -143,3 +160,20 @@ def test_a_table_becomes_costs() -> None:
     assert costs.at(shape, "b", "nhd", 16)[0] == float("inf")
     assert costs.excluded == {"b": "self-test: wrong"}
     assert "2026-11-21" in costs.source
+
+
+def test_a_rough_time_counts_and_holds_where_the_loser_was_not_tried() -> None:
+    given_up = {"status": "dropped", "reason": "9 times the fastest on nhd 16: not tried here", "backend": "b"}
+    lost = {"status": "dropped", "reason": "9.0 times the fastest in its first runs: not timed further", "backend": "b"}
+    longer = {"case": "1q1s256", "kv_len": 256}
+    table = a_table(
+        *(a_cell(us, block_size=size, **at) for size in (16, 64) for us, at in ((10.0, {}), (100.0, longer))),
+        *(a_cell(50.0, backend="b", block_size=size, **longer) for size in (16, 64)),
+        a_cell(90.0, **lost),
+        a_cell(None, block_size=64, **given_up),
+    )
+    costs = to_costs(table)
+    for size in (16, 64):
+        near, far = (costs.at(Shape(Phase.DECODE, 1, 1, kv_len), "b", "nhd", size)[0] for kv_len in (64, 250))
+        assert near == pytest.approx(90)
+        assert far < costs.at(Shape(Phase.DECODE, 1, 1, 250), "a", "nhd", size)[0]
