@@ -74,7 +74,7 @@ SM_90 = Architecture(
     "sm_90",
     decode={
         "few": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.73, bytes_per_us=4.4e6),
-        "many": DecodeConfig(block_n=64, num_warps=4, num_stages=2, residents=4, tile_us=2.3, bytes_per_us=4.4e6),
+        "many": DecodeConfig(block_n=64, num_warps=4, num_stages=2, residents=4, tile_us=2.3, wave_us=0.3, bytes_per_us=4.4e6),
         "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.8, bytes_per_us=4.4e6),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),

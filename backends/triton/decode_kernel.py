@@ -73,10 +73,12 @@ def split_kv_decode(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
+    EARLY: tl.constexpr,  # the kernel after this one may start meanwhile
 ):
     """Grid (kv heads * query tiles, splits, num_seqs). Row r of a sequence's query is token r // GROUP, head r % GROUP."""
-    if PDL:  # the kernel after this one fetches its weights meanwhile
-        gdc_launch_dependents()
+    if PDL:
+        if EARLY:
+            gdc_launch_dependents()
         gdc_wait()
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     first_row = (tl.program_id(0) // NUM_KV_HEADS) * BLOCK_M

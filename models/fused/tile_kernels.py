@@ -1,8 +1,8 @@
 """Products of 17 to 128 rows: tiles on the matrix units, with what comes after them in the same launch.
 
-At these sizes a product is a chain of latencies more than a stream of weights. So a program asks for its part of the weight to be
-brought to the L2 cache before it waits for x (PDL, see step_kernels.py), and where the tiles are too few for the GPU, several
-programs share the sum over K (split-K): each leaves its part, and the last to arrive adds them, in one order.
+At these sizes a product is a chain of latencies more than a stream of weights. So its programs start while the kernel before it
+still runs (PDL, see step_kernels.py), and where the tiles are too few for the GPU, several programs share the sum over K
+(split-K): each leaves its part, and the last to arrive adds them, in one order.
 """
 
 # Triton reads annotations when it compiles: no deferred ones here.
@@ -32,22 +32,14 @@ def tiled_product(
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     DOT: tl.constexpr,  # what the matrix units multiply
-    PREFETCH: tl.constexpr,  # the instruction that brings a thread's piece of the weight to the L2 cache; "": none
-    PIECES: tl.constexpr,  # of one program's weight; a power of two, and a multiple of BLOCK_N
     PDL: tl.constexpr,
 ):
     """y = W x + bias, then silu(gate) * up, or added to y. Grid (N / BLOCK_N, SPLITS, cdiv(rows, BLOCK_M)). Sums in float32."""
     CHUNKS: tl.constexpr = K // SPLITS // BLOCK_K
-    first_n = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
-    first_k = split * (K // SPLITS)
-    if PREFETCH != "":
-        _prefetch(weight_ptr + first_n.to(tl.int64) * K + first_k, K, BLOCK_N, K // SPLITS, PREFETCH, PIECES)
-        if GATED:
-            _prefetch(weight_ptr + (N + first_n).to(tl.int64) * K + first_k, K, BLOCK_N, K // SPLITS, PREFETCH, PIECES)
-    n = first_n + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = first_k + tl.arange(0, BLOCK_K)
+    k = split * (K // SPLITS) + tl.arange(0, BLOCK_K)
     live = (r < rows)[:, None]
     x_at = x_ptr + r.to(tl.int64)[:, None] * K + k[None, :]
     gate_at = weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -100,12 +92,3 @@ def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.conste
     if ADD:
         gate += tl.load(y_at, mask=live, other=0.0).to(tl.float32)
     tl.store(y_at, gate.to(y_at.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def _prefetch(ptr, K: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr, PIECES: tl.constexpr):
-    """Bring BLOCK_N rows of WIDTH elements to the L2 cache, each thread its piece."""
-    piece = tl.arange(0, PIECES)
-    A_ROW: tl.constexpr = PIECES // BLOCK_N
-    at = ptr + (piece // A_ROW) * K + (piece % A_ROW) * (WIDTH // A_ROW)
-    tl.inline_asm_elementwise(ASM, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)

@@ -32,8 +32,6 @@ class Tiling:
     """Programs that share a sum over K."""
     block_k: int
     stages: int
-    prefetch: bool
-    """Whether a program asks for its weight before it waits for x."""
 
 
 def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> Tiling | None:
@@ -45,11 +43,10 @@ def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int)
         return None
     programs = out_features // block_n * tiles_m
     if programs >= wanted:
-        few = tiles_m == 1  # with two tiles of rows both would ask for the same weight, and deeper pipelines lose as well
-        return Tiling(block_n, 1, 128, 5 if few else 3, few) if in_features % 128 == 0 else None
+        return Tiling(block_n, 1, 128, 5 if tiles_m == 1 else 3) if in_features % 128 == 0 else None
     cuts = [splits for splits in (2, 3, 4) if in_features % (splits * 64) == 0]
     enough = [splits for splits in cuts if programs * splits >= wanted] or cuts[-1:]
-    return Tiling(block_n, enough[0], 64, 5, True) if enough else None
+    return Tiling(block_n, enough[0], 64, 5) if enough else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +116,6 @@ class Tiles:
         """The kernel for a variant, and its grid."""
         cut = tiling(variant.tiles_m * _BLOCK_M, variant.out_features, variant.in_features, self._multiprocessors)
         assert cut is not None
-        width = variant.in_features // cut.splits
-        pieces = max(32 * _WARPS, cut.block_n)
-        num_bytes = cut.block_n * width * 2 // pieces
-        # A piece lies in one row, and is whole units of 16 bytes.
-        asked = cut.prefetch and num_bytes % 16 == 0 and width % (pieces // cut.block_n) == 0 and _can_prefetch(self._device)
         launcher = Launcher(
             tiled_product,
             _WARPS,
@@ -139,11 +131,5 @@ class Tiles:
             ADD=variant.add,
             BIAS=variant.bias,
             DOT=tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
-            PREFETCH=f"cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.b32 $0, 0;" if asked else "",
-            PIECES=pieces,
         )
         return launcher, (variant.out_features // cut.block_n, cut.splits, variant.tiles_m)
-
-
-def _can_prefetch(device: torch.device) -> bool:
-    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
