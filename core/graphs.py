@@ -63,7 +63,7 @@ class DecodeGraphs:
         self._max_num_seqs = len(newest) - 1
         self._width = _aligned(-(-max_model_len // block_size))
         self._tables = numpy.zeros((self._max_num_seqs, self._width), dtype=numpy.int32)
-        self._logits: Tensor | None = None  # [largest batch, vocab_size]; one for all graphs, whose pool need not keep theirs
+        self._logits: Tensor | None = None  # [largest batch, vocab_size]; every graph computes its own into its first rows
         self._graphs: dict[tuple[int, str], DecodeGraph] = {}
         self._size_of: list[int] = []
         """The captured batch size for each number of sequences."""
@@ -206,15 +206,14 @@ class DecodeGraph:
         self._plans = owner._attention.begin_graph(self._metadata, backends)
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         logits, self._tokens = self.run()
-        if owner._logits is None:
-            owner._logits = torch.empty_like(logits)
+        if owner._logits is None or len(owner._logits) < size:
+            owner._logits = logits
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """Record the step; its memory comes from a pool that all graphs share.
 
         :raises BackendError: something in it cannot be captured.
         """
-        assert self._owner._logits is not None
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
@@ -222,8 +221,7 @@ class DecodeGraph:
             with torch.cuda.stream(stream):
                 self._graph.capture_begin(pool=pool)
                 try:
-                    logits, self._tokens = self.run()
-                    self._owner._logits[: self.size].copy_(logits)
+                    _, self._tokens = self.run()
                 finally:
                     self._graph.capture_end()
         except (HeadwayError, torch.OutOfMemoryError):
@@ -257,11 +255,14 @@ class DecodeGraph:
 
     @torch.inference_mode()
     def run(self) -> tuple[Tensor, Tensor]:
-        """Launch the step over the static inputs; logits [size, vocab_size] and greedy tokens [size]."""
+        """Launch the step over the static inputs; logits [size, vocab_size], in the buffer of all, and greedy tokens [size]."""
         owner, newest = self._owner, self._owner._newest
+        # The first and largest makes the buffer. A copy of logits that the model had put elsewhere would write them twice.
+        out = None if owner._logits is None or len(owner._logits) < self.size else owner._logits[: self.size]
         ids = newest.index_select(0, self.rows).clamp_min(0)  # the row of a sequence that ends with a NaN runs once more
         hidden = owner._model(ids, self._positions, owner._attention)
-        logits = owner._model.compute_logits(hidden)
+        logits = owner._model.compute_logits(hidden, out)
+        assert out is None or logits.data_ptr() == out.data_ptr()
         tokens = owner._greedy(logits)
         newest.index_copy_(0, self.rows, tokens)
         return logits, tokens

@@ -35,5 +35,5 @@ class Model(Protocol):
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """input_ids, positions: int64 [num_tokens]. Returns hidden states [num_tokens, hidden_size]."""
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden_size]. Returns [rows, vocab_size] in the model's dtype."""
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [rows, hidden_size]. Returns [rows, vocab_size] in the model's dtype: `out`, where it is given."""

@@ -23,14 +23,14 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(logits [rows, vocab_size], temperatures float32 [rows], keys int64 [rows]) -> one token a row, int64, like `draw`."""
+"""(logits [rows, vocab_size], scales float32 [rows], keys int64 [rows]) -> one token a row, int64, like `draw`."""
 
 
-def draw(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
-    """Draw from each row's softmax(logits / temperature); equal keys draw equally."""
+def draw(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+    """Draw from each row's softmax(logits * scale), the scale being 1 / temperature; equal keys draw equally."""
     # The largest of logit - log(e), e drawn from Exp(1), is a draw from the softmax (Gumbel-max), and needs no sum over rows.
     noise = _exponential(keys, logits.shape[-1])
-    return (logits.float() / temperatures[:, None] - noise.log_()).argmax(dim=-1)
+    return (logits.float() * scales[:, None] - noise.log_()).argmax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,21 @@ def sample(
     packed = numpy.empty((3, len(rows)), dtype=numpy.int64)
     packed[0] = rows
     packed[1] = _keys([seeds[row] for row in rows], [positions[row] for row in rows]).view(numpy.int64)
-    packed[2] = numpy.array([wish.temperature for wish in wishes]).view(numpy.int64)
+    packed[2] = numpy.array([_scale(wish.temperature) for wish in wishes]).view(numpy.int64)
     at, keys, bits = upload(torch.from_numpy(packed), logits.device)
-    temperatures = bits.view(torch.float64).float()
+    scales = bits.view(torch.float64).float()
     some = len(rows) < len(params)
     chosen = logits.index_select(0, at) if some else logits
     if any(wish.top_k > 0 or wish.top_p < 1 or wish.min_p > 0 for wish in wishes):
-        chosen, temperatures = _keep_likely(chosen.float() / temperatures[:, None], wishes), torch.ones_like(temperatures)
-    drawn = draw(chosen, temperatures, keys)
+        chosen, scales = _keep_likely(chosen.float() * scales[:, None], wishes), torch.ones_like(scales)
+    drawn = draw(chosen, scales, keys)
     drawn = torch.where((best.index_select(0, at) if some else best) == NOT_A_TOKEN, NOT_A_TOKEN, drawn)
     return best.index_copy(0, at, drawn) if some else drawn
+
+
+def _scale(temperature: float) -> float:
+    """1 / temperature, kept where it is neither 0 nor infinite as a float32: times a logit of -inf or of 0 those are NaN."""
+    return max(1 / max(temperature, 2.0**-100), 2.0**-100)
 
 
 def _keep_likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -106,49 +111,56 @@ def _keep_top(logits: Tensor, params: Sequence[SamplingParams], top_p: Tensor) -
     return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
 
 
+LANES = 128
+"""Columns from one number of a counter to its next: neighbouring counters are neighbouring columns, as a kernel reads them."""
+
+
 def _exponential(keys: Tensor, vocab_size: int) -> Tensor:
     """Exp(1) numbers, float32 [rows, vocab_size], from counters instead of a generator's state (Salmon et al. 2011).
 
-    Each is the SplitMix64 hash (Steele et al. 2014) of key and column, so that a draw can be repeated, dropped, or made beside
-    others without changing any other.
+    Each hangs on its row's key and its column alone, so that a draw can be repeated, dropped, or made beside others without
+    changing any other.
     """
-    columns = torch.arange(vocab_size, device=keys.device) * _signed(_GOLDEN)
-    bits = _shifted(_mix(keys[:, None] + columns), 32)
-    uniform = (bits + 0.5) * 2.0**-32
-    # -log(1 - u) keeps its digits for small u, which decide the race; the bounds keep its logarithm finite.
-    return -torch.log1p(-uniform.clamp_max(1 - 2.0**-24))
+    groups = -(-vocab_size // (4 * LANES))
+    zero = torch.zeros((), dtype=torch.int64, device=keys.device)
+    counter = torch.arange(groups * LANES, device=keys.device), zero, zero, zero
+    words = _philox(counter, (keys[:, None] & _WORD, (keys[:, None] >> 32) & _WORD))
+    bits = torch.stack([word.view(-1, groups, LANES) for word in words], dim=2).flatten(1)[:, :vocab_size]
+    # All 32 bits, though a float32 near 1 holds only 24: small numbers keep their digits, and they decide the race. The step is
+    # a little under 2^-32, or the largest would round to 1, and the half step keeps 0 out: both have no finite logarithm.
+    uniform = bits.float() * (2.0**-32 - 2.0**-56) + 2.0**-33
+    return -torch.log1p(-uniform)  # which has the digits of a small number, where log(1 - u) has lost them
 
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = 0xFFFFFFFF
+_Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer over int64, whose products wrap around."""
-    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
-    return x ^ _shifted(x, 31)
+def _philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
+    """Philox4x32-7 (Salmon et al. 2011): 7 rounds are the fewest that its authors found to pass every test of BigCrush.
 
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of the unsigned number."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    """The int64 with the bits of a uint64."""
-    return x - (1 << 64) if x >> 63 else x
+    A counter gives four numbers with two products of 32 bits a round, which a GPU multiplies at once. Words are int64 from 0 to
+    2^32 - 1, for torch has no arithmetic of uint32; a product wraps around, but the bits that are read of it are right.
+    """
+    (a, b, c, d), (left, right) = counter, key
+    for _ in range(7):
+        first, third = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b = ((third >> 32) & _WORD) ^ b ^ left, third & _WORD
+        c, d = ((first >> 32) & _WORD) ^ d ^ right, first & _WORD
+        left, right = (left + 0x9E3779B9) & _WORD, (right + 0xBB67AE85) & _WORD
+    return a, b, c, d
 
 
 def _keys(seeds: Sequence[int], positions: Sequence[int]) -> numpy.ndarray:
-    """SplitMix64 of seed and position: uint64 [rows]."""
+    """SplitMix64 (Steele et al. 2014) of seed and position: uint64 [rows]."""
 
     def mix(x: numpy.ndarray) -> numpy.ndarray:
-        x = (x ^ (x >> 30)) * _FIRST
-        x = (x ^ (x >> 27)) * _SECOND
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
         mixed: numpy.ndarray = x ^ (x >> 31)
         return mixed
 
     # Seeds are whole numbers of any sign, and the largest one plus an index is more than an int64 holds.
     seed, position = (numpy.array([each % 2**64 for each in values], dtype=numpy.uint64) for values in (seeds, positions))
-    return mix(mix(seed * _GOLDEN) + position * _GOLDEN)
+    golden = 0x9E3779B97F4A7C15
+    return mix(mix(seed * golden) + position * golden)

@@ -140,7 +140,7 @@ class LLM:
         if not deterministic:  # which pins one backend, whatever is fastest
             wish = TableWish(None if crossover_table is None else Path(crossover_table), autotune_budget)
             costs = costs_for(specs, self.registry, attn_backend, wish)
-        # The kernel divides by the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
+        # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
         self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, sampling, costs)
         self.tokenizer = self.model.tokenizer

@@ -65,9 +65,9 @@ class Decoder:
             x = layer(x, rope, self.operations, attention)
         return self.operations.norm(x, self.norm)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden_size], only the rows that will be sampled. Returns [rows, vocab_size] in the model's dtype."""
-        return self.operations.product(hidden, self.lm_head)
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [rows, hidden_size], only the rows that will be sampled. Returns [rows, vocab_size], see core.model.Model."""
+        return self.operations.product(hidden, self.lm_head, out)
 
 
 class DecoderLayer:

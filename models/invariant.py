@@ -31,9 +31,10 @@ class InTiles:
         self._gate = gate
         self.embed, self.norm = inner.embed, inner.norm
 
-    def product(self, x: Tensor, linear: Linear) -> Tensor:
+    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """See Operations."""
-        return torch.cat([linear(tile) for tile in self._tiles(x)])[: x.shape[0]]
+        whole = torch.cat([linear(tile) for tile in self._tiles(x)])[: x.shape[0]]
+        return whole if out is None else out.copy_(whole)  # whose last tile may be longer than what is left of `out`
 
     def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations."""

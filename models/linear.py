@@ -24,12 +24,17 @@ class Linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
         self.weight, self.bias = weight, bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, in_features] to [rows, out_features]."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x: [rows, in_features] to [rows, out_features]: `out`, where it is given."""
         if self._packed:
             packed: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return packed
-        return linear(x, self.weight, self.bias)
+            return packed if out is None else out.copy_(packed)
+        if out is None:
+            return linear(x, self.weight, self.bias)
+        # What F.linear comes down to on a GPU; it takes no `out` itself.
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + y in one product where there is no bias; residual: [rows, out_features], overwritten or not."""

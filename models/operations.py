@@ -49,8 +49,8 @@ class Operations(Protocol):
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """RMSNorm over the rows of x [rows, size]."""
 
-    def product(self, x: Tensor, linear: Linear) -> Tensor:
-        """The product of x [rows, in_features]: [rows, out_features]."""
+    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """The product of x [rows, in_features]: [rows, out_features]; `out`, contiguous, where it is given."""
 
     def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """RMSNorm, the merged product, then norm and rotation of q and k's heads.
@@ -84,9 +84,9 @@ class Plain:
         """See Operations."""
         return rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
-    def product(self, x: Tensor, linear: Linear) -> Tensor:
+    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """See Operations."""
-        return linear(x)
+        return linear(x, out)
 
     def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """RoPE (Su et al. 2021) in transformers' half-split order."""

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from headway.core.sampler import LANES
 from headway.models.fused.draw_kernels import best_of_chunks, best_of_rows
 from headway.models.fused.launch import Launcher
 
@@ -18,18 +19,19 @@ class FusedSampling:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._plain, self._noisy = (Launcher(best_of_chunks, 4, device, BLOCK=_BLOCK, NOISE=noise) for noise in (False, True))
+        sizes = {"BLOCK": _BLOCK, "LANES": LANES}
+        self._plain, self._noisy = (Launcher(best_of_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True))
         self._last: dict[int, Launcher] = {}
 
     def greedy(self, logits: Tensor) -> Tensor:
         """Most likely token of each row of logits [rows, vocab_size]: int64 [rows], -1 where a logit is NaN."""
         return self._choose(logits, None, None)
 
-    def draw(self, logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
-        """A token a row: int64 [rows], -1 where a logit is NaN. temperatures: float32 [rows]; keys: int64 [rows]."""
-        return self._choose(logits, temperatures, keys)
+    def draw(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+        """A token a row: int64 [rows], -1 where a logit is NaN. scales: float32 [rows]; keys: int64 [rows]."""
+        return self._choose(logits, scales, keys)
 
-    def _choose(self, logits: Tensor, temperatures: Tensor | None, keys: Tensor | None) -> Tensor:
+    def _choose(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None) -> Tensor:
         """logits: rows may be strided, their elements may not."""
         rows, vocab_size = logits.shape
         chosen = torch.empty(rows, dtype=torch.int64, device=self._device)
@@ -38,8 +40,8 @@ class FusedSampling:
         chunks = triton.cdiv(vocab_size, _BLOCK)
         scores = torch.empty((rows, chunks), dtype=torch.float32, device=self._device)
         tokens = torch.empty((rows, chunks), dtype=torch.int64, device=self._device)
-        first = self._plain if temperatures is None else self._noisy
-        noise = (scores if temperatures is None else temperatures, tokens if keys is None else keys)
+        first = self._plain if scales is None else self._noisy
+        noise = (scores if scales is None else scales, tokens if keys is None else keys)
         first((rows, chunks, 1), logits, *noise, scores, tokens, logits.stride(0), vocab_size)
         block = triton.next_power_of_2(chunks)
         if block not in self._last:

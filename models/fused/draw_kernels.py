@@ -4,52 +4,89 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headway.models.fused.launch import INTERPRETED
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _mix(x):
-    """SplitMix64's finalizer. x: uint64."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
+def _philox(counter, key):
+    """Philox4x32-7 (see core.sampler). counter: int32; key: uint64, one. Four tiles of uint32 in the counter's shape."""
+    left, right = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    a = counter.to(tl.uint32)
+    b, c, d = tl.zeros_like(a), tl.zeros_like(a), tl.zeros_like(a)
+    for _ in tl.static_range(7):
+        first, third = a.to(tl.uint64) * 0xD2511F53, c.to(tl.uint64) * 0xCD9E8D57  # one instruction each, high half and low
+        a, b = (third >> 32).to(tl.uint32) ^ b ^ left, third.to(tl.uint32)
+        c, d = (first >> 32).to(tl.uint32) ^ d ^ right, first.to(tl.uint32)
+        left, right = left + 0x9E3779B9, right + 0xBB67AE85
+    return a, b, c, d
+
+
+@triton.jit
+def _log2(x):
+    """The GPU's own instruction, whose error near 1 is 2^-22; tl.log2 takes 20 instructions to be more exact than is needed."""
+    if _INTERPRETED:  # which knows no libdevice
+        y = tl.log2(x)
+    else:
+        y = libdevice.fast_log2f(x)
+    return y
+
+
+@triton.jit
+def _log2_exponential(bits):
+    """log2 of an Exp(1) number over log(2), of 32 random bits; see core.sampler for the bounds of the uniform number."""
+    uniform = bits.to(tl.float32) * 2.3283062977608182e-10 + 1.1641532182693481e-10
+    # log(1 - u) of a small u has lost its digits in 1 - u, and the instruction's absolute error counts: a series, which at the
+    # border is as exact as the logarithm beyond, about 3e-6. Times log2(e), as all else.
+    series = uniform * (-1.442695041 - uniform * (0.72134752 + uniform * (0.480898347 + uniform * 0.36067376)))
+    return _log2(-tl.where(uniform < 0.0625, series, _log2(1 - uniform)))
 
 
 @triton.jit(do_not_specialize=["stride", "vocab_size"])
 def best_of_chunks(
     logits,  # [rows, vocab_size]
-    temperatures,  # float32 [rows] (NOISE, as the next one)
+    scales,  # float32 [rows] (NOISE, as the next one)
     keys,  # int64 [rows]
     scores,  # float32 [rows, chunks], written: the largest of each chunk
-    tokens,  # int64 [rows, chunks], written: where it is; -1 where the chunk holds a NaN
+    tokens,  # int64 [rows, chunks], written: where it is first; -1 where the chunk holds a NaN
     stride,
     vocab_size,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,  # see core.sampler; BLOCK is a multiple of 4 LANES
     NOISE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The largest logit, or logit / temperature - log(e), e ~ Exp(1) (see core.sampler.draw). Grid (rows, chunks)."""
+    """The largest logit, or logit * scale - log(e), e ~ Exp(1) (see core.sampler.draw), over log(2). Grid (rows, chunks)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = chunk * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < vocab_size
+    counter = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    first = counter // LANES * (4 * LANES) + counter % LANES
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    sick = tl.max((x != x).to(tl.int32), axis=0)
-    score = x
     if NOISE:
-        key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-        bits = _mix(key + columns.to(tl.uint64) * 0x9E3779B97F4A7C15) >> 32
-        uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 5.9604644775390625e-8)
-        # -log(1 - u) of a small u has lost its digits in 1 - u: the series is exact there.
-        noise = tl.where(uniform < 1e-3, uniform * (1 + uniform * (0.5 + uniform * 0.33333334)), -tl.log(1 - uniform))
-        score = x / tl.load(temperatures + row) - tl.log(noise)
-        score = tl.where(inside, score, float("-inf"))
-    best, at = tl.max(score, axis=0, return_indices=True)
+        scale = tl.load(scales + row) * 1.4426950408889634
+        bits = _philox(counter, tl.load(keys + row).to(tl.uint64, bitcast=True))
+    # The four numbers of a counter race first, for which a comparison suffices: their columns are in order.
+    for number in tl.static_range(4):
+        column = first + number * LANES
+        x = tl.load(logits + row * stride + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
+        score = x
+        if NOISE:
+            score = x * scale - _log2_exponential(bits[number])
+        if number == 0:
+            best, at, sick = score, column, x != x
+        else:
+            better = score > best
+            best, at, sick = tl.where(better, score, best), tl.where(better, column, at), sick | (x != x)
+    most = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == most, at, 0x7FFFFFFF), axis=0)
     out = row * tl.num_programs(1) + chunk
-    tl.store(scores + out, best)
-    tl.store(tokens + out, tl.where(sick > 0, -1, (chunk * BLOCK + at).to(tl.int64)))
+    tl.store(scores + out, most)
+    tl.store(tokens + out, tl.where(tl.max(sick.to(tl.int32), axis=0) > 0, -1, token.to(tl.int64)))
 
 
 @triton.jit(do_not_specialize=["chunks"])

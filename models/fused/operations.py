@@ -65,11 +65,11 @@ class Fused:
             self._launcher(("norm", size), make)((rows, 1, 1), x, norm.weight, y, norm.eps)
         return y
 
-    def product(self, x: Tensor, linear: Linear) -> Tensor:
+    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """One launch."""
         if self._few_rows.takes(x, linear):
-            return self._few_rows(x, linear)
-        return self._tiles(x, linear) if self._tiles.takes(x, linear) else linear(x)
+            return self._few_rows(x, linear, out=out)
+        return self._tiles(x, linear, out=out) if self._tiles.takes(x, linear) else linear(x, out)
 
     def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """One launch for few rows, else three; q, k and v are views of the product."""

@@ -67,15 +67,18 @@ class FewRows:
         gated: bool = False,
         add_to: Tensor | None = None,
         rotated: tuple[Heads, Rope] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Product of x [rows, in_features]: [rows, out_features], half of it where gated.
 
         norm: of x, before. gated: SiLU of the first half times the second. add_to: what the product is added to, in place.
-        rotated: its q and k heads are normed and rotated.
+        rotated: its q and k heads are normed and rotated. out: where it goes, contiguous, unless it is added to something.
         """
         rows, in_features = x.shape
         out_features = linear.out_features // 2 if gated else linear.out_features
-        y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device) if add_to is None else add_to
+        y = add_to if add_to is not None else out
+        if y is None:
+            y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
         block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
         shape = None if rotated is None else _shape(rotated[0])
         switches = norm is not None, gated, add_to is not None, linear.bias is not None

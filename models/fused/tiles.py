@@ -84,14 +84,19 @@ class Tiles:
         out_features = linear.out_features // 2 if gated else linear.out_features
         return tiling(rows, out_features, in_features, self._multiprocessors) is not None
 
-    def __call__(self, x: Tensor, linear: Linear, gated: bool = False, add_to: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, linear: Linear, gated: bool = False, add_to: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Product of x [rows, in_features]: [rows, out_features], half of it where gated.
 
-        gated: SiLU of the first half times the second. add_to: what the product is added to, in place.
+        gated: SiLU of the first half times the second. add_to: what the product is added to, in place. out: where it goes,
+        contiguous, unless it is added to something.
         """
         rows, in_features = x.shape
         out_features = linear.out_features // 2 if gated else linear.out_features
-        y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device) if add_to is None else add_to
+        y = add_to if add_to is not None else out
+        if y is None:
+            y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
         switches = gated, add_to is not None, linear.bias is not None
         variant = _Variant(x.dtype, -(-rows // _BLOCK_M), in_features, out_features, *switches)
         known = self._launchers.get(variant)

@@ -113,4 +113,7 @@ def test_tiles_leave_a_product_as_it_is(count: int) -> None:
     linear, x, residual = Linear(torch.randn(24, 40)), torch.randn(count, 40), torch.randn(count, 24)
     ops = invariant_operations(*ROPE, [linear])
     torch.testing.assert_close(ops.product(x, linear), linear(x))
+    out = torch.empty(count, 24)
+    assert ops.product(x, linear, out) is out
+    assert torch.equal(out, ops.product(x, linear))
     torch.testing.assert_close(ops.add_product(residual.clone(), x, linear), residual + linear(x))

@@ -74,6 +74,10 @@ class Inputs:
         results["norm_gated_product"] = ops.norm_gated_product(put(self.x), norm, linear("gate_up"))
         results["add_product"] = ops.add_product(put(self.residual), put(self.attended), linear("out"))
         results["product"] = ops.product(put(self.x), linear("qkv"))
+        out = torch.empty_like(results["product"])
+        results["product into a place"] = ops.product(put(self.x), linear("qkv"), out)
+        assert results["product into a place"].data_ptr() == out.data_ptr()
+        assert torch.equal(out, results["product"])
         for name, result in results.items():
             assert name == "embed" or result.dtype == dtype, name
             yield name, result.double().cpu()

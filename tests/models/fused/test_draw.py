@@ -29,10 +29,10 @@ def test_same_tokens_as_torch(device: str, dtype: torch.dtype, rows: int, vocab_
     fused = FusedSampling(torch.device(device))
     generator = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, vocab_size + 3, generator=generator).to(device, dtype)[:, :vocab_size]
-    temperatures = torch.rand(rows, generator=generator).to(device) + 0.3
+    scales = 1 / (torch.rand(rows, generator=generator).to(device) + 0.3)
     for _ in range(3):
         keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator).to(device)
-        expected, got = draw(logits, temperatures, keys), fused.draw(logits, temperatures, keys)
+        expected, got = draw(logits, scales, keys), fused.draw(logits, scales, keys)
         assert torch.equal(got, expected)
     if dtype == torch.float32:  # no ties
         assert torch.equal(fused.greedy(logits), greedy(logits))
