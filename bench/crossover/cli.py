@@ -53,6 +53,7 @@ def crossover(
     repeat: Annotated[int, typer.Option(min=1, help="Level engine: timed passes of a generation.")] = 1,
     cell_limit: Annotated[str, typer.Option(help="Level engine: give a generation up after this long.")] = "120s",
     crossover_table: Annotated[Path | None, typer.Option(help="Level engine: the table that auto obeys.")] = None,
+    workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",
     backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
     geometry: Annotated[str | None, typer.Option(help="num_heads/num_kv_heads/head_dim of the layer.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
@@ -82,7 +83,7 @@ def crossover(
     command = shlex.join(["headway", *sys.argv[1:]])
     if level is Level.engine:
         usual = SIZES.get(place.type, SIZES["cuda"])
-        llm = {"model": model, "load_format": load_format, "dtype": dtype, "device": device or "auto"}
+        llm = {"model": model, "load_format": load_format, "dtype": dtype, "device": device or "auto", "workload": workload}
         llm |= {"crossover_table": str(crossover_table)} if crossover_table else {}
         whole = EngineOptions(
             device=place,
