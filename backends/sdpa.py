@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,9 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headway.backends.masks import alibi, visible
 from headway.core.backend import ALL_PHASES, FEATURES, AttentionBackend, Capabilities
-from headway.core.layout import LayerCache
+from headway.core.errors import ConfigError
+from headway.core.layout import CacheLayout, LayerCache
 from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.spec import AttentionSpec
+
+_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +40,26 @@ class Group:
 
 
 class SDPA(AttentionBackend):
-    """torch chooses the kernel: its flash kernel on a CPU; cuDNN, flash or memory-efficient on a GPU."""
+    """torch chooses the kernel: its flash kernel on a CPU, flash or memory-efficient on a GPU.
+
+    cuDNN only if asked for: torch builds it a plan for every new shape, tens of milliseconds (pytorch/pytorch#155958), and in
+    serving nearly every step is a new shape. A benchmark that repeats one shape does not see that.
+    """
 
     name = "sdpa"
+    options: ClassVar[Mapping[str, str]] = {"cudnn": "1: let torch take cuDNN on a GPU, for shapes that come again"}
     # Asked to be batch invariant, it makes one call a sequence: a kernel's shape is then the sequence's own.
     capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"), features=FEATURES, batch_invariant=True)
+
+    def __init__(
+        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(spec, layout, block_size, options)
+        self._gpu = spec.device.type == "cuda"
+        cudnn = (options or {}).get("cudnn", "0")
+        if cudnn not in ("0", "1"):
+            raise ConfigError(f"--attn-opt {self.name}.cudnn", "0 or 1", repr(cudnn))
+        self._shape_bound = cudnn == "1"
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
@@ -123,6 +143,9 @@ class SDPA(AttentionBackend):
             result = _explicit_attention(queries, keys, values, bias, self.spec)
         else:
             gqa = not folded and self.spec.group_size > 1
+            if gqa and bias is not None and self._gpu:  # flash takes no bias, and what does take one knows no groups there
+                keys, values = (t.repeat_interleave(self.spec.group_size, 1) for t in (keys, values))
+                gqa = False
             result = scaled_dot_product_attention(
                 queries, keys, values, attn_mask=bias, is_causal=group.causal, scale=self.spec.scale, enable_gqa=gqa
             )
@@ -131,13 +154,14 @@ class SDPA(AttentionBackend):
         out[group.tokens] = result.transpose(1, 2).flatten(0, 1)
 
     def _kernels(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return nullcontext() if self._shape_bound or not self._gpu else sdpa_kernel(_ANY_SHAPE)
 
 
 class SDPAMath(SDPA):
     """The baseline: torch's MATH kernel, every score in memory. Slow, plain, right."""
 
     name = "sdpa.math"
+    options: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:

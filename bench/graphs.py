@@ -12,6 +12,7 @@ from torch import Tensor
 from headway.bench.cases import Case
 from headway.bench.measure import Attempt
 from headway.core.backend import AttentionBackend, GraphLevel
+from headway.core.layout import CacheWriter
 from headway.core.metadata import AttentionMetadata, Phase
 
 _WARM_UPS = 2
@@ -26,23 +27,34 @@ def captures(backend: AttentionBackend, case: Case) -> bool:
     return backend.graph_level >= needed
 
 
-def graph_attempt(backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], graph_len: int) -> Attempt:
-    """Capture one layer's decode for sequences of up to `graph_len` tokens; a call is a replay at the case's own lengths."""
+def graph_attempt(
+    backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], graph_len: int, writer: CacheWriter | None = None
+) -> Attempt:
+    """Capture one layer's decode for sequences of up to `graph_len` tokens; a call is a replay at the case's own lengths.
+
+    writer: puts the new tokens into the cache first (where they are already), as a layer of the engine does.
+    """
     step = case.metadata
     static = _captured(step, max(graph_len, step.max_seq_len))
     out = torch.empty_like(case.q)
     plan = backend.plan_for_capture(static)
+
+    def layer() -> None:
+        if writer is not None:
+            writer(case.k, case.v, case.cache, step.slot_mapping)
+        backend.decode(case.q, case.cache, plan, out)
+
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UPS):
-            backend.decode(case.q, case.cache, plan, out)
+            layer()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage first, for longer than the capture takes
         graph.capture_begin()
         try:
-            backend.decode(case.q, case.cache, plan, out)
+            layer()
         finally:
             graph.capture_end()
     backend.plan_for_replay(plan, step)

@@ -87,8 +87,13 @@ def failed(error: Exception) -> Measurement:
     return Measurement("error", reason=f"{type(error).__name__}: {shown}")
 
 
-def backend_attempt(backend: AttentionBackend, case: Case, error: Callable[[Tensor], float]) -> Attempt:
-    """A Headway backend, called as the engine calls it, into an output that is its own."""
+def backend_attempt(
+    backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], writer: CacheWriter | None = None
+) -> Attempt:
+    """A Headway backend, called as the engine calls it, into an output that is its own.
+
+    writer: puts the new tokens into the cache first (where they are already), as a layer of the engine does.
+    """
     view = case.metadata.decode if case.metadata.num_decodes else case.metadata.prefill
     assert view is case.metadata, "a cell has one phase"
     out = torch.empty_like(case.q)
@@ -97,11 +102,15 @@ def backend_attempt(backend: AttentionBackend, case: Case, error: Callable[[Tens
     if view.phase is Phase.DECODE:
 
         def run(current: object) -> Tensor:
+            if writer is not None:
+                writer(case.k, case.v, case.cache, view.slot_mapping)
             backend.decode(case.q, case.cache, current, out)
             return out
     else:
 
         def run(current: object) -> Tensor:
+            if writer is not None:
+                writer(case.k, case.v, case.cache, view.slot_mapping)
             backend.prefill(case.q, case.k, case.v, case.cache, current, out)
             return out
 

@@ -13,8 +13,8 @@ from headway.core.metadata import Phase
 from headway.core.workload import Workload
 
 _INDIFFERENT = 1.03
-"""A layout and block size whose cost is within this factor of the least is as good: the first in order is taken, and blocks are
-tried from small to large, since small ones waste less memory and share more prefixes."""
+"""A block size whose cost is within this factor of the least over the same layout is as good: the smallest is taken, since small
+blocks waste less memory and share more prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Measured:
                 rated.append((cost, costs, layout, names))
         if not rated:
             return None
-        least = min(cost for cost, *_ in rated)
-        _, costs, layout, names = next(row for row in rated if row[0] <= least * _INDIFFERENT)
+        least, _, best, _ = min(rated, key=lambda row: row[0])
+        _, costs, layout, names = next(row for row in rated if row[2] == best and row[0] <= least * _INDIFFERENT)
         winners = {phase: costs.winners(phase, names[phase]) if phase in self.free else names[phase][:1] for phase in Phase}
         usual = {phase: self._usual(costs, phase, winners[phase]) for phase in Phase}
         others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in Phase}

@@ -13,6 +13,9 @@ from typing import Any
 
 from headway.bench.crossover.worker import MARK
 
+_COMPILING = 60.0
+"""Seconds."""
+
 
 class Worker:
     """The process of one backend, its events, and what it said last."""
@@ -52,18 +55,21 @@ class Worker:
         self._lines.put(None)
 
     def events(self, cell_limit: float) -> Iterator[dict[str, Any]]:
-        """What the process says, until it ends; "late" when a case took longer than `cell_limit` seconds."""
-        running = False
+        """What the process says, until it ends; "late" when a generation took longer than `cell_limit` seconds.
+
+        The short pass before the timed ones may take _COMPILING longer: some libraries compile for each new shape then.
+        """
+        limit: float | None = None
         while True:
             try:
-                line = self._lines.get(timeout=cell_limit if running else None)
+                line = self._lines.get(timeout=limit)
             except queue.Empty:
                 yield {"event": "late"}
                 return
             if line is None:
                 return
             event: dict[str, Any] = json.loads(line)
-            running = event["event"] == "begin"
+            limit = {"begin": cell_limit + _COMPILING, "pass": cell_limit}.get(event["event"])
             yield event
 
     @property

@@ -25,7 +25,7 @@ _WARM_UP_TOKENS = 4
 
 
 def main() -> None:
-    """Answer the request: ready, then begin and done or failed for each case; or fatal."""
+    """Answer the request: ready, then begin, pass before each generation, and done or failed for each case; or fatal."""
     request = json.load(sys.stdin)
     try:
         llm = LLM(**request["llm"])
@@ -62,7 +62,11 @@ def _measure(llm: LLM, requests: Sequence[tuple[int, int]], repeat: int, seed: i
     prompts = [[draw.randrange(vocabulary) for _ in range(query_len)] for query_len, _ in requests]
     wanted = [total - query_len for query_len, total in requests]
     _generate(llm, prompts, [min(count, _WARM_UP_TOKENS) for count in wanted])
-    return [_generate(llm, prompts, wanted) for _ in range(repeat)]
+    times = []
+    for _ in range(repeat):
+        _say("pass")
+        times.append(_generate(llm, prompts, wanted))
+    return times
 
 
 def _generate(llm: LLM, prompts: Sequence[list[int]], wanted: Sequence[int]) -> float:

@@ -288,6 +288,15 @@ def test_a_layout_that_costs_the_same_is_the_first_in_order() -> None:
     assert (selector.selection.layout, selector.selection.block_size) == (NHD, 16)
 
 
+def test_small_blocks_are_worth_three_percent_but_no_other_layout_is() -> None:
+    times = {("nhd", 16): 1.02, ("nhd", 256): 1.02, ("hnd", 16): 1.02, ("hnd", 256): 1.0}
+    selector = measured(Source(backend("a")), table(lambda name, shape, *place: times[place], "a"))
+    assert (selector.selection.layout, selector.selection.block_size) == (HND, 16)
+    times["hnd", 16] = 1.04
+    selector = measured(Source(backend("a")), table(lambda name, shape, *place: times[place], "a"))
+    assert (selector.selection.layout, selector.selection.block_size) == (HND, 256)
+
+
 def test_the_workload_decides_between_layouts() -> None:
     def us(name: str, shape: Shape, layout: str, size: int) -> float:
         favoured = layout == ("nhd" if shape.phase is Phase.DECODE else "hnd")

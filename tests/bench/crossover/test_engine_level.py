@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from headway.bench.crossover import engine_level
+from headway.bench.crossover import engine_level, process
 from headway.bench.crossover.engine_level import EngineOptions, cases, run_engine_level
 from headway.bench.crossover.files import read_table
 from headway.bench.crossover.process import Worker
@@ -105,12 +107,32 @@ def test_a_process_that_dies_costs_its_cell_and_the_next_one_goes_on(model: Path
     assert table.complete
 
 
-def test_a_generation_that_takes_too_long_is_given_up_with_all_larger_ones(model: Path, faulty: Registry) -> None:
+def test_a_generation_that_takes_too_long_is_given_up_with_all_larger_ones(
+    model: Path, faulty: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_COMPILING", 0.0)
     chosen = options(model, cases=cases([1, 2], [4, 5]), backends=["hangs"], cell_limit=8.0)
     found = {cell.case: cell for cell in run_engine_level(chosen, faulty).cells}
     assert [found[case].status for case in ("1q4s8", "1q5s10")] == ["ok", "ok"]
     assert [found[case].status for case in ("2q4s8", "2q5s10")] == ["dropped", "dropped"]
     assert "2q4s8 took longer than 8 s" in found["2q5s10"].reason
+
+
+def test_the_limit_is_that_of_one_generation_and_the_first_pass_has_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float | None] = []
+
+    class Lines:
+        said: ClassVar = ["begin", "pass", "pass", "done", None]
+
+        def get(self, timeout: float | None) -> str | None:
+            waits.append(timeout)
+            event = self.said[len(waits) - 1]
+            return event and json.dumps({"event": event})
+
+    worker = process.Worker({})
+    worker._lines = Lines()
+    assert [event["event"] for event in worker.events(5.0)] == ["begin", "pass", "pass", "done"]
+    assert waits == [None, 5.0 + process._COMPILING, 5.0, 5.0, None]
 
 
 def test_a_backend_that_cannot_start_says_why_in_its_cells(model: Path, registry: Registry) -> None:

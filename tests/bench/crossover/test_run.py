@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +55,31 @@ def test_a_dense_prefill_is_timed_once_for_all_layouts() -> None:
     ]
     assert ("dense", None, None) in prefills
     assert len([row for row in prefills if row[0] == "dense"]) == 1
+
+
+def test_all_but_a_prefill_pay_for_the_write_into_the_cache(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    layout = Registry.layout
+
+    def counting(self: Registry, name: str) -> object:
+        info = layout(self, name)
+        write = info.load_writer(torch.device("cpu"))
+
+        def counted(k: torch.Tensor, *rest: object) -> None:
+            written.append(len(k))
+            write(k, *rest)
+
+        return SimpleNamespace(layout=info.layout, load_writer=lambda device: counted)
+
+    monkeypatch.setattr(Registry, "layout", counting)
+    prefills = [point for point in POINTS if point.phase == "prefill"]
+    run_kernel_level(quick(backends=["sdpa"], grid=prefills), registry)
+    untimed = Counter(written)  # of the self-test, once each
+    table = run_kernel_level(quick(backends=["sdpa"]), registry)
+    assert {cell.status for cell in table.cells} <= {"ok", "tie"}  # what is written is what was there: the answers stay right
+    timed = Counter(written) - untimed - untimed
+    assert set(timed) == {point.batch * point.query_len for point in POINTS if point not in prefills}
+    assert min(timed.values()) > 5
 
 
 def wrong_at_five(self, q, cache, plan, out):
