@@ -1,8 +1,8 @@
 #!/bin/sh
 # Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
 #
-# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels; about 3, 4, 6 and 4 minutes
-# on an H200. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"), PYTHON that of the tests.
+# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels; about 10, 6, 20 and 4 minutes
+# on an H200; parts may run side by side, each on a GPU of its own (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"), PYTHON that of the tests.
 # A part that fails is reported and does not stop the others.
 set -u
 [ $# -ge 2 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2; }
@@ -18,15 +18,20 @@ run() {  # a name, then arguments of headway
     $HEADWAY "$@" || failed="$failed $name"
 }
 
-engine() {  # AUTO's choices come from the crossover table, if that part has run
+engine() {  # a static backend and, if its table is there, auto
     table="$out/crossover-16-8-128.json"
-    [ -f "$table" ] && choice="--crossover-table $table" || choice="--attn-backend triton"
-    small="--model qwen3-0.6b --load-format dummy --dtype bfloat16 --max-model-len 4096 $choice"
+    small="--model qwen3-0.6b --load-format dummy --dtype bfloat16 --max-model-len 4096"
     large="--model llama-3-8b --load-format dummy --dtype bfloat16 --attn-backend triton"
     bench="bench throughput"
-    run nano $bench $small --workload nano --repeat 2 --output "$out/throughput-nano.json"
-    run 512 $bench $small --batch-size 1,16,64 --input-len 512 --output-len 512 --repeat 2 --output "$out/throughput-512.json"
-    run 1024 $bench $small --batch-size 64,256 --input-len 1024 --output-len 1024 --repeat 1 --output "$out/throughput-1024.json"
+    for who in triton auto; do
+        choice="--attn-backend triton --block-size 256"
+        [ $who = triton ] || choice="--crossover-table $table"
+        [ $who = triton ] || [ -f "$table" ] || break
+        at="$out/throughput-$who"
+        run nano $bench $small $choice --workload nano --repeat 2 --output "$at-nano.json"
+        run 512 $bench $small $choice --batch-size 1,16,64 --input-len 512 --output-len 512 --repeat 2 --output "$at-512.json"
+        run 1024 $bench $small $choice --batch-size 64,256 --input-len 1024 --output-len 1024 --repeat 1 --output "$at-1024.json"
+    done
     run 8b-1 $bench $large --batch-size 1 --input-len 512 --output-len 256 --repeat 2 --output "$out/throughput-8b-1.json"
     run 8b-64 $bench $large --batch-size 64 --input-len 1024 --output-len 512 --repeat 1 --output "$out/throughput-8b-64.json"
     run 8b-first $bench $large --batch-size 1 --input-len 8190 --output-len 2 --repeat 5 --output "$out/throughput-8b-first.json"
@@ -38,12 +43,14 @@ crossover() {
         run nhd bench crossover --geometry $geometry --layouts nhd --output "$file-nhd.json"
         run vllm_5d bench crossover --geometry $geometry --layouts vllm_5d --block-sizes 16 --output "$file-vllm.json"
         run merge table merge "$file-nhd.json" "$file-vllm.json" -o "$file.json" && rm -f "$file-nhd.json" "$file-vllm.json"
-        run regret table regret "$file.json" --points 40 --output "$out/regret-$(echo $geometry | tr / -).json"
+        run regret table regret "$file.json" --points 48 --output "$out/regret-$(echo $geometry | tr / -).json"
     done
     whole="bench crossover --level engine --model qwen3-0.6b --load-format dummy --dtype bfloat16 --cell-limit 20s"
     table="--crossover-table $out/crossover-16-8-128.json"
     run grid $whole $table --output "$out/crossover-engine.json"
-    run mixed $whole $table --mixed 64q128s384_4q8ks8256 --output "$out/crossover-engine-mixed.json"
+    # 64 short prompts (128 in, 64 out) beside 4 documents (32,768 in, 64 out)
+    run mixed $whole $table --workload long --repeat 3 --mixed 64q128s192_4q32ks32832 \
+        --backends auto,triton,flash_attn,flash_attn_4,xformers --output "$out/crossover-engine-mixed.json"
 }
 
 kernels() {
