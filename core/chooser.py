@@ -31,7 +31,7 @@ class Chooser:
     def choose(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> str | None:
         """The backend for a part of a step, None where nothing was measured; it becomes the phase's current one.
 
-        query_len, kv_len: means over the part's sequences.
+        query_len, kv_len: of each of the part's sequences; of unlike ones see `Shape.of`.
         """
         key = (phase, batch, _rounded(query_len), _rounded(kv_len))
         try:

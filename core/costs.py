@@ -12,7 +12,7 @@ from headway.core.metadata import Phase
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One part of a step: sequences of one phase, described by their number and mean lengths."""
+    """One part of a step: sequences alike, of one phase."""
 
     phase: Phase
     batch: int
@@ -20,6 +20,20 @@ class Shape:
     """New tokens of a sequence: 1 in DECODE, 2 to 8 where guesses are verified."""
     kv_len: int
     """Cached and new tokens of a sequence."""
+
+    @classmethod
+    def of(cls, phase: Phase, query_lens: Sequence[int], kv_lens: Sequence[int]) -> Shape:
+        """Sequences alike that cost about what these do, at least one.
+
+        DECODE reads keys, so theirs are the means. Prompts pair queries with keys: their lengths are means over the tokens, not
+        over the sequences, so that one long prompt among many short ones, whose work is nearly all there is, counts as that.
+        """
+        count, tokens = len(query_lens), sum(query_lens)
+        if phase is Phase.DECODE:
+            return cls(phase, count, tokens // count, sum(kv_lens) // count)
+        query_len = sum(n * n for n in query_lens) / tokens
+        kv_len = sum(n * length for n, length in zip(query_lens, kv_lens, strict=True)) / tokens
+        return cls(phase, max(1, round(tokens / query_len)), round(query_len), round(kv_len))
 
     def __str__(self) -> str:
         return f"{self.phase.value} {self.batch}q{self.query_len}s{self.kv_len}"

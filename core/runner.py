@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.core.attention import Backends, PagedAttention
+from headway.core.costs import Shape
 from headway.core.graphs import DecodeGraph, DecodeGraphs
 from headway.core.metadata import AttentionMetadata, Phase
 from headway.core.model import Model
@@ -138,8 +139,8 @@ class Runner:
         """Those that serve a part of the step; `phase` is that of a part without sequences."""
         if part is None:
             return self._selector.backends_for(phase)
-        query_len, kv_len = part.num_tokens // part.num_seqs, sum(part.kv_lens) // part.num_seqs
-        return self._selector.backends_for(part.phase, part.num_seqs, query_len, kv_len)
+        shape = Shape.of(part.phase, part.query_lens, part.kv_lens)
+        return self._selector.backends_for(part.phase, shape.batch, shape.query_len, shape.kv_len)
 
     def _inputs(self, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
         """Token ids and positions [num_tokens] on the device; tokens the host has not seen come from `_newest`."""

@@ -84,13 +84,15 @@ SM_90 = Architecture(
 )
 SM_80 = Architecture(
     "sm_80",
-    {"few": DecodeConfig(block_n=64, num_warps=4, num_stages=5, bytes_per_us=1.5e6)},
+    {"few": DecodeConfig(block_n=64, num_warps=4, num_stages=5, residents=1, bytes_per_us=1.5e6)},
     _PLAIN,
     _PLAIN,
     _PLAIN,
     _PLAIN,
 )
-DEFAULT = Architecture("default", {"few": DecodeConfig(block_n=32, num_warps=4, num_stages=3)}, _SMALL, _SMALL, _SMALL, _SMALL)
+DEFAULT = Architecture(
+    "default", {"few": DecodeConfig(block_n=32, num_warps=4, num_stages=3, residents=3)}, _SMALL, _SMALL, _SMALL, _SMALL
+)
 """For architectures nobody has tuned: little shared memory, shallow pipelines."""
 INTERPRETER = Architecture(
     "interpreter", {"few": DecodeConfig(block_n=16, num_warps=4, num_stages=1)}, _TINY, _TINY, _TINY, _TINY

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.core.costs import CostTable, Sample, Shape, StepCosts
 from headway.core.metadata import Phase
@@ -130,3 +132,24 @@ def test_the_plan_can_decide() -> None:
     table = CostTable([sample(shape, 5.0, "a", plan=100.0), sample(shape, 6.0, "b", plan=1.0)], 0.02)
     assert StepCosts([(table, 1)], *HERE).ranking(shape, "ab")[0][0] == "b"
     assert StepCosts([(table, 1000)], *HERE).ranking(shape, "ab")[0][0] == "a"
+
+
+def test_unlike_sequences_count_as_alike_ones_of_their_cost() -> None:
+    assert Shape.of(Phase.DECODE, [1, 1, 1], [10, 20, 33]) == Shape(Phase.DECODE, 3, 1, 21)
+    assert Shape.of(Phase.PREFILL, [512] * 4, [512] * 4) == Shape(Phase.PREFILL, 4, 512, 512)
+    assert Shape.of(Phase.EXTEND, [16, 16], [2048, 2048]) == Shape(Phase.EXTEND, 2, 16, 2048)
+    lens = [128] * 64 + [8192]  # 98 % of the work is one prompt's
+    mixed = Shape.of(Phase.PREFILL, lens, lens)
+    assert mixed.kv_len == mixed.query_len > 4000
+    assert mixed.batch <= 4
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**5), st.integers(0, 10**5)), min_size=1, max_size=80))
+def test_alike_sequences_have_the_tokens_and_the_work_of_the_unlike_ones(lens: list[tuple[int, int]]) -> None:
+    query_lens, kv_lens = [n for n, _ in lens], [n + cached for n, cached in lens]
+    shape = Shape.of(Phase.EXTEND, query_lens, kv_lens)
+    tokens, work = sum(query_lens), sum(n * kv for n, kv in zip(query_lens, kv_lens, strict=True))
+    assert 1 <= shape.batch <= len(lens)
+    assert min(query_lens) <= shape.query_len <= max(query_lens)
+    assert shape.batch * shape.query_len == pytest.approx(tokens, rel=0.5)
+    assert shape.kv_len == pytest.approx(work / tokens, abs=0.5)
