@@ -28,9 +28,11 @@ class DecodeConfig:
     wave_us: float = 1.0
     """What a program costs beside its tiles."""
     split_us: float = 1.0
-    """What leaving a partial result costs, and ..."""
-    merge_us: float = 0.1
-    """... what merging one more costs the last to arrive."""
+    """What leaving a partial result costs, ..."""
+    merge_us: float = 0.08
+    """... what merging one more costs the last to arrive, ..."""
+    merge_row_us: float = 0.015
+    """... and for each row of the query tile."""
     bytes_per_us: float = 2.0e6
     """Memory bandwidth."""
 
@@ -54,8 +56,8 @@ class Architecture:
 
     name: str
     decode: Mapping[str, DecodeConfig]
-    """"few" for any number of programs, "fp8" for an fp8 cache; "many" instead of "few" for many programs, where a tile lies in
-    one block and a row in one piece (not in vllm_5d)."""
+    """"few" for any number of programs, "fp8" for an fp8 cache; "many" instead of "few" for many programs of one token each,
+    where a tile lies in one block and a row in one piece (not in vllm_5d)."""
     prefill: PrefillConfig
     prefill_short: PrefillConfig
     """Prompts of up to SHORT_PROMPT tokens, where the masked tiles weigh more."""

@@ -104,10 +104,11 @@ class Decode:
         block_m = min(max(16, triton.next_power_of_2(rows)), 64)
         return block_m, min(triton.next_power_of_2(rows), block_m), -(-rows // block_m)
 
-    def cut(self, kv_lens: list[int], tiles_m: int) -> tuple[DecodeConfig, int]:
+    def cut(self, kv_lens: list[int], max_query_len: int) -> tuple[DecodeConfig, int]:
         """Configuration and splits a sequence, from the host's lengths: those captured, when a graph is."""
         if self._num_splits is not None:
             return self.configs[0], self._num_splits
+        _, rows, tiles_m = self.tile(max_query_len)
         longest = max(kv_lens)
         if self._spec.sliding_window is not None:
             longest = min(longest, self._spec.sliding_window + self.configs[0].block_n)
@@ -118,13 +119,14 @@ class Decode:
             -(-keys // step) * step for keys, step in ((longest, max(16, longest // 32)), (total, max(16, total // 64)))
         )
         key_bytes = 2 * self._spec.head_dim * self._spec.cache_dtype.itemsize
-        return choose_cut(len(kv_lens) * heads, total, longest, key_bytes, self._multiprocessors, self.configs)
+        configs = self.configs if max_query_len == 1 else self.configs[:1]
+        return choose_cut(len(kv_lens) * heads, total, longest, key_bytes, rows, self._multiprocessors, configs)
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
         """Fix grid, split count and buffers for a view of decoding sequences."""
         block_m, rows, tiles_m = self.tile(metadata.max_query_len)
         items = metadata.num_seqs * self._spec.num_kv_heads * tiles_m
-        config, num_splits = self.cut(metadata.kv_lens, tiles_m)
+        config, num_splits = self.cut(metadata.kv_lens, metadata.max_query_len)
         results = items * num_splits * rows if num_splits > 1 else 0
         floats = self._workspace.floats(results * (self._layer.block_d + 1))
         return DecodePlan(

@@ -17,22 +17,24 @@ MAX_ROUNDS = 40
 
 @lru_cache(maxsize=4096)
 def choose_cut(
-    items: int, total: int, longest: int, key_bytes: int, multiprocessors: int, configs: Sequence[DecodeConfig]
+    items: int, total: int, longest: int, key_bytes: int, rows: int, multiprocessors: int, configs: Sequence[DecodeConfig]
 ) -> tuple[DecodeConfig, int]:
     """The configuration, and the number of splits, that the model below expects to finish first.
 
     items: programs without a split, sequences times kv heads times query tiles; total: keys of all items together; longest: keys
-    of the longest; key_bytes: K and V of one key. Lengths are rounded by the caller, so that the answers are few and cached.
-    configs: the first may split; the others serve many programs as they are.
+    of the longest; key_bytes: K and V of one key; rows: of a query tile. Lengths are rounded by the caller, so that answers are
+    few and cached. configs: the first may split; the others serve many programs as they are.
     """
     if longest == 0 or items == 0:
         return configs[0], 1
     most = max(1, min(-(-longest // configs[0].block_n), MAX_ROUNDS * multiprocessors // items))
     cuts = [(configs[0], splits) for splits in SPLITS if splits <= most] + [(config, 1) for config in configs[1:]]
-    return min(cuts, key=lambda cut: expected_us(cut[0], cut[1], total, longest, key_bytes, multiprocessors))
+    return min(cuts, key=lambda cut: expected_us(cut[0], cut[1], total, longest, key_bytes, rows, multiprocessors))
 
 
-def expected_us(config: DecodeConfig, splits: int, total: int, longest: int, key_bytes: int, multiprocessors: int) -> float:
+def expected_us(
+    config: DecodeConfig, splits: int, total: int, longest: int, key_bytes: int, rows: int, multiprocessors: int
+) -> float:
     """Microseconds of a launch, less what is the same for every cut.
 
     A multiprocessor runs `residents` programs at a time, each as long as a split of the longest item. They take their tiles at
@@ -47,4 +49,5 @@ def expected_us(config: DecodeConfig, splits: int, total: int, longest: int, key
     time = waves * (each * max(config.tile_us, config.residents * shared_us) + config.wave_us)
     if rest > 0:
         time += each * max(config.tile_us, rest * shared_us) + config.wave_us
-    return time + (config.split_us + config.merge_us * math.ceil(tiles / each) if splits > 1 else 0.0)
+    merge_us = config.merge_us + config.merge_row_us * rows
+    return time + (config.split_us + merge_us * math.ceil(tiles / each) if splits > 1 else 0.0)
