@@ -33,7 +33,7 @@ INV_FREQ = {dim: 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim) for dim in (12, 
 
 CASES = [(name, rows, dtype) for name in ("llama", "qwen2", "qwen3") for rows in (1, 2, 9, 17) for dtype in TOLERANCE]
 TILED = ("tiles", "tiles, split", "tiles, gated and split")
-CASES += [(name, rows, dtype) for name in TILED for rows in (17, 64, 70) for dtype in (torch.float16, torch.bfloat16)]
+CASES += [(name, rows, dtype) for name in TILED for rows in (17, 70) for dtype in (torch.float16, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(
