@@ -99,20 +99,14 @@ def backend_attempt(
     out = torch.empty_like(case.q)
     plan = backend.plan(view)
 
-    if view.phase is Phase.DECODE:
-
-        def run(current: object) -> Tensor:
-            if writer is not None:
-                writer(case.k, case.v, case.cache, view.slot_mapping)
+    def run(current: object) -> Tensor:
+        if writer is not None:
+            writer(case.k, case.v, case.cache, view.slot_mapping)
+        if view.phase is Phase.DECODE:
             backend.decode(case.q, case.cache, current, out)
-            return out
-    else:
-
-        def run(current: object) -> Tensor:
-            if writer is not None:
-                writer(case.k, case.v, case.cache, view.slot_mapping)
+        else:
             backend.prefill(case.q, case.k, case.v, case.cache, current, out)
-            return out
+        return out
 
     return Attempt(
         call=lambda: run(plan),

@@ -115,11 +115,12 @@ def decode_configs(
     arch: Architecture, block_d: int, itemsize: int, block_size: int, split_rows: bool
 ) -> tuple[DecodeConfig, ...]:
     """What serves a cache, the one for few programs first, with smaller tiles where a row is longer than the tuned 256 bytes."""
-    table = arch.decode
-    few = table.get("fp8", table["few"]) if itemsize == 1 else table["few"]
+    table, row_bytes = arch.decode, block_d * itemsize
+    few = _shrunk(table.get("fp8", table["few"]) if itemsize == 1 else table["few"], row_bytes)
     many = table.get("many")
-    fits = many is not None and itemsize > 1 and not split_rows and block_size % many.block_n == 0
-    return tuple(_shrunk(config, block_d * itemsize) for config in ((few, many) if many is not None and fits else (few,)))
+    if many is None or itemsize == 1 or split_rows or block_size % many.block_n:
+        return (few,)
+    return few, _shrunk(many, row_bytes)
 
 
 def _shrunk(config: DecodeConfig, row_bytes: int) -> DecodeConfig:

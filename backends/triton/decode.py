@@ -45,6 +45,11 @@ class DecodePlan:
     checked: AttentionMetadata | None = None
     """In debug mode: what the cache must be compared with before a launch."""
 
+    @property
+    def early(self) -> bool:
+        """Whether the kernel after it may start meanwhile."""
+        return self.grid[2] <= EARLY_SEQUENCES
+
 
 class Workspace:
     """Buffers for partial results. They grow, and outgrown ones are kept: a captured graph may still use them."""
@@ -152,8 +157,7 @@ class Decode:
         addressing = self._addressing.get(strides)
         if addressing is None:
             addressing = self._addressing[strides] = Addressing.of(cache)
-        early = plan.grid[2] <= EARLY_SEQUENCES
-        kind = (plan.block_m, plan.rows, plan.max_query_len == 1, plan.num_splits > 1, early, plan.config)
+        kind = (plan.block_m, plan.rows, plan.max_query_len == 1, plan.num_splits > 1, plan.early, plan.config)
         variant = (q.stride(), out.stride(), *kind)
         pointers = aligned(q.data_ptr(), out.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr())
         key = (strides, variant, pointers)
@@ -207,7 +211,7 @@ class Decode:
             "CHUNK": max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),
             "STAGES": plan.config.num_stages,
             "PDL": launches_early(self._spec.device),
-            "EARLY": plan.grid[2] <= EARLY_SEQUENCES,
+            "EARLY": plan.early,
         }
 
     def workspace_bytes(self, max_num_seqs: int) -> int:

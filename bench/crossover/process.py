@@ -14,7 +14,7 @@ from typing import Any
 from headway.bench.crossover.worker import MARK
 
 _COMPILING = 60.0
-"""Seconds."""
+"""Seconds beyond the limit for the short pass before the timed ones: some libraries compile for each new shape then."""
 
 
 class Worker:
@@ -55,10 +55,7 @@ class Worker:
         self._lines.put(None)
 
     def events(self, cell_limit: float) -> Iterator[dict[str, Any]]:
-        """What the process says, until it ends; "late" when a generation took longer than `cell_limit` seconds.
-
-        The short pass before the timed ones may take _COMPILING longer: some libraries compile for each new shape then.
-        """
+        """What the process says, until it ends; "late" when a generation took longer than `cell_limit` seconds."""
         limit: float | None = None
         while True:
             try:

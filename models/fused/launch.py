@@ -22,7 +22,6 @@ class Launcher:
 
     def __init__(self, kernel: Any, num_warps: int, device: torch.device, **constants: Any) -> None:
         self._kernel, self._num_warps, self._device = kernel, num_warps, device
-        self.kernel_name: str = kernel.__name__
         pdl = not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self._constants: Mapping[str, Any] = {**constants, "PDL": pdl}
         self._options: Mapping[str, Any] = {"launch_pdl": True} if pdl else {}
