@@ -102,7 +102,7 @@ def test_a_process_that_dies_costs_its_cell_and_the_next_one_goes_on(model: Path
     found = {(cell.backend, cell.batch): cell for cell in table.cells}
     assert found["dies", 2].status == "error"
     assert "ended with exit code 7" in found["dies", 2].reason
-    assert found["dies", 1].status == "ok"
+    assert found["dies", 1].status in ("ok", "tie")  # with sdpa, which does the same work
     assert found["sdpa", 2].status == "ok"
     assert table.complete
 
