@@ -49,7 +49,9 @@ class SDPA(AttentionBackend):
     name = "sdpa"
     options: ClassVar[Mapping[str, str]] = {"cudnn": "1: let torch take cuDNN on a GPU, for shapes that come again"}
     # Asked to be batch invariant, it makes one call a sequence: a kernel's shape is then the sequence's own.
-    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"), features=FEATURES, batch_invariant=True)
+    capabilities = Capabilities(
+        phases=ALL_PHASES, devices=("cpu", "cuda"), features=FEATURES, dense_prefill=True, batch_invariant=True
+    )
 
     def __init__(
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None

@@ -139,6 +139,7 @@ def regret(
     seed: Annotated[int, typer.Option(min=0, help="Of the points and their inputs.")] = 1,
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
     without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave each point of the table out.")] = False,
+    anywhere: Annotated[bool, typer.Option("--anywhere", help="Also against every other layout and block size.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
     """Measure how much auto, obeying this table, loses to the best backend at points that are not in it."""
@@ -155,7 +156,8 @@ def regret(
     else:
         device = resolve_device(None if known.device.type == "cuda" else known.device.type)
         expected, progress = Workload.parse(workload), Console(stderr=True)
-        report = measure_regret(known, create_registry(), device, points, seed, expected, console=progress)
+        here = (known, create_registry(), device, points, seed, expected)
+        report = measure_regret(*here, console=progress, anywhere=anywhere)
     shown = Table(title=report.selection, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("phase", "case", "auto", "best", "auto us", "best us", "regret"):
         shown.add_column(column, justify="right" if column in ("auto us", "best us", "regret") else "left")
@@ -170,6 +172,9 @@ def regret(
         f"regret over {len(report.trials)} held-out points: geometric mean {report.geometric_mean:.3f}, worst {report.worst:.3f}"
     )
     console.print(Text(summary, "bold"))
+    if report.geometric_mean_anywhere is not None:
+        mean, worst = report.geometric_mean_anywhere, report.worst_anywhere
+        console.print(Text(f"against the best of every layout and block size: geometric mean {mean:.3f}, worst {worst:.3f}"))
     if output is not None:
         write_json(report, output)
         console.print(Text(f"written to {output}"), soft_wrap=True)

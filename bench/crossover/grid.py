@@ -35,8 +35,8 @@ class Axes:
 
 GRIDS: dict[str, dict[PhaseName, Axes]] = {
     "cuda": {
-        "decode": Axes((1,), (1, 4, 16, 64, 256), (256, 1024, 4096, 16384, 65536), 256, 2**20),
-        "prefill": Axes((32, 128, 512, 1024, 2048, 4096, 8192, 32768), (1, 4, 16, 64), (), 2**15, 2**15),
+        "decode": Axes((1,), (1, 2, 4, 8, 16, 32, 64, 128, 256), (256, 1024, 4096, 16384, 65536), 256, 2**20),
+        "prefill": Axes((32, 128, 512, 1024, 2048, 4096, 8192, 32768), (1, 2, 4, 8, 16, 32, 64), (), 2**15, 2**15),
         "extend": Axes((16, 128, 1024, 8192), (1, 8), (2048, 8192, 32768), 2**13, 2**17),
         "verify": Axes((4,), (1, 8, 64), (512, 4096, 32768), 256, 2**18),
     },
@@ -47,8 +47,9 @@ GRIDS: dict[str, dict[PhaseName, Axes]] = {
         "verify": Axes((4,), (1, 8), (64, 512), 64, 2**12),
     },
 }
-"""By device type. Neighbours are a factor of about 4 apart: between them times are interpolated in their logarithms. Prefill is
-denser around 2,048 tokens, where a GPU's time goes over from launches to arithmetic and the winners change."""
+"""By device type. Neighbours are a factor of about 4 apart: between them times are interpolated in their logarithms. A GPU's
+batches are denser, because its times go in steps there (a kernel that does not split takes as long for 32 sequences as for 16
+where both fit the multiprocessors), and its prompts around 2,048 tokens, where time goes over from launches to arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)

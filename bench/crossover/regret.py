@@ -18,7 +18,7 @@ from headway.bench.crossover.grid import Point, held_out
 from headway.bench.crossover.point import Bench, measure_point
 from headway.bench.crossover.run import GRAPH_LEN
 from headway.bench.crossover.schema import Cell, CrossoverTable, SpecRecord
-from headway.bench.crossover.view import view
+from headway.bench.crossover.view import PairName, view
 from headway.bench.device import DeviceIdentity, identify_device
 from headway.bench.kernel import on_device, progress_bar
 from headway.bench.timing import Turns
@@ -45,11 +45,19 @@ class Trial(BaseModel):
     """A step: plan and all layers."""
     best_us: float
     times_us: dict[str, float]
+    """By backend, over the layout and block size that `auto` fixed."""
+    elsewhere_us: dict[str, float] = Field(default_factory=dict)
+    """By backend, layout and block size, over the others: what an engine cannot switch to from one step to the next."""
 
     @property
     def regret(self) -> float:
         """Time of the choice over the best."""
         return self.chosen_us / self.best_us
+
+    @property
+    def regret_anywhere(self) -> float:
+        """The same over the best of every layout and block size."""
+        return self.chosen_us / min([self.best_us, *self.elsewhere_us.values()])
 
 
 class RegretReport(BaseModel):
@@ -68,6 +76,9 @@ class RegretReport(BaseModel):
     seed: int
     geometric_mean: float
     worst: float
+    geometric_mean_anywhere: float | None = None
+    """Against the best over every layout and block size of the table; None: the others were not measured."""
+    worst_anywhere: float | None = None
     trials: list[Trial]
     untimed: list[str]
     """Points at which the choice, or every backend, had no time; with the reasons."""
@@ -82,10 +93,12 @@ def measure_regret(
     workload: Workload,
     layers: int = LAYERS,
     console: Console | None = None,
+    anywhere: bool = False,
 ) -> RegretReport:
     """Measure `count` random points within the grid's range that are not on it, in the order drawn, as steps of one engine.
 
     Every candidate is timed in turns with the others, over the layout and block size that `auto` fixes for the workload.
+    anywhere: over all others of the table as well.
 
     :raises ConfigError: the table has no times for any layout, so there is no choice to judge.
     """
@@ -98,16 +111,21 @@ def measure_regret(
     names = [name for name in registry.backends if name in usable and registry.availability(name)]
     points = held_out(device.type, count, seed, {cell.case for cell in table.cells})
     bench = Bench(registry, spec, Turns(rounds=5), table.graph_len or GRAPH_LEN, seed)
+    pairs = [(chosen.layout, chosen.block_size)]
+    if anywhere:
+        measured = dict.fromkeys((cell.layout, cell.block_size) for cell in table.cells if cell.layout and cell.block_size)
+        others = [(registry.layout(layout).layout, size) for layout, size in measured]
+        pairs += [pair for pair in others if pair != pairs[0]]
     trials: list[Trial] = []
     untimed: list[str] = []
     with torch.no_grad(), on_device(device), progress_bar(console) as progress:
         task = progress.add_task("regret", total=len(points))
         for point in points:
-            cells = measure_point(point, bench, names, [(chosen.layout, chosen.block_size)], {})
+            cells = measure_point(point, bench, names, pairs, {})
             shape = point.shape
             backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
             name = next(iter(backends.values())).name
-            trial = _trial(point.phase, point.case, name, cells, layers)
+            trial = _trial(name, cells, (chosen.layout.name, chosen.block_size), layers)
             if trial is None:
                 reasons = "; ".join(f"{cell.backend} {cell.status} {cell.reason}" for cell in cells if cell.median_us is None)
                 untimed.append(f"{point.phase} {point.case}, choice {name}: {reasons}")
@@ -132,7 +150,7 @@ def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
         rest = table.model_copy(update={"cells": [cell for cell in table.cells if cell.point != first.point]})
         costs = StepCosts([(to_costs(rest), layers)], layout, block_size)
         ranked = costs.ranking(point.shape, shown.backends) if costs.covers(point.shape) else []
-        trial = _trial(first.phase, first.case, ranked[0][0], list(row.cells.values()), layers) if ranked else None
+        trial = _trial(ranked[0][0], list(row.cells.values()), (layout, block_size), layers) if ranked else None
         if trial is not None:
             trials.append(trial)
     return _report(table, table.device, f"leave one out, {shown.where}", layers, 0, trials, [])
@@ -148,6 +166,7 @@ def _report(
     untimed: list[str],
 ) -> RegretReport:
     regrets = [trial.regret for trial in trials] or [1.0]
+    anywhere = [trial.regret_anywhere for trial in trials] if any(trial.elsewhere_us for trial in trials) else None
     return RegretReport(
         command=" ".join(["headway", *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -157,24 +176,39 @@ def _report(
         selection=selection,
         layers=layers,
         seed=seed,
-        geometric_mean=math.exp(fmean(map(math.log, regrets))),
+        geometric_mean=_geometric_mean(regrets),
         worst=max(regrets),
+        geometric_mean_anywhere=_geometric_mean(anywhere) if anywhere else None,
+        worst_anywhere=max(anywhere) if anywhere else None,
         trials=trials,
         untimed=untimed,
     )
 
 
-def _trial(phase: str, case: str, chosen: str, cells: Sequence[Cell], layers: int) -> Trial | None:
-    times = {cell.backend: (cell.plan_us or 0.0) + layers * cell.layer_us for cell in cells if cell.layer_us is not None}
+def _geometric_mean(numbers: Sequence[float]) -> float:
+    return math.exp(fmean(map(math.log, numbers)))
+
+
+def _trial(chosen: str, cells: Sequence[Cell], place: PairName, layers: int) -> Trial | None:
+    """Of one point's cells, with the choice made over `place`; None if the choice has no time there."""
+    times, elsewhere = {}, {}
+    for cell in cells:
+        if cell.layer_us is not None:
+            us = (cell.plan_us or 0.0) + layers * cell.layer_us
+            if (cell.layout, cell.block_size) in (place, (None, None)):
+                times[cell.backend] = us
+            else:
+                elsewhere[f"{cell.backend} {cell.layout} {cell.block_size}"] = us
     if chosen not in times:
         return None
     best = min(times, key=times.__getitem__)
     return Trial(
-        phase=phase,
-        case=case,
+        phase=cells[0].phase,
+        case=cells[0].case,
         chosen=chosen,
         best=best,
         chosen_us=times[chosen],
         best_us=times[best],
         times_us=times,
+        elsewhere_us=elsewhere,
     )

@@ -182,6 +182,21 @@ def test_regret_is_what_the_choice_loses_at_points_nobody_measured(monkeypatch: 
     assert report.worst >= report.geometric_mean >= 1.0
     bad = decode.model_copy(update={"chosen_us": 3 * decode.best_us})
     assert bad.regret == pytest.approx(3)
+    assert report.worst_anywhere is None
+
+
+def test_regret_is_also_judged_against_layouts_that_were_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = with_backend("slow", decode=slow)
+    table = run_kernel_level(quick(backends=["sdpa"], layouts=["nhd", "hnd"], block_sizes=[16]), registry)
+    monkeypatch.setattr("headway.bench.crossover.regret.held_out", lambda *_: [Point("decode", 3, 1, 30)])
+    report = measure_regret(table, registry, CPU, 1, 0, Workload(1, 16, 16), layers=4, anywhere=True)
+    (trial,) = report.trials
+    (other,) = trial.elsewhere_us
+    assert {other, f"sdpa {report.selection.split('kv_layout=')[1][:3]} 16"} == {"sdpa nhd 16", "sdpa hnd 16"}
+    half = trial.model_copy(update={"elsewhere_us": {other: trial.chosen_us / 2}})
+    assert half.regret_anywhere == pytest.approx(2)
+    assert half.regret == 1.0
+    assert report.worst_anywhere == trial.regret_anywhere
 
 
 def test_leaving_a_point_out_shows_what_the_lookup_would_have_lost() -> None:
