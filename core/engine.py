@@ -114,9 +114,9 @@ class Engine:
                 f"{len(prompt_token_ids)} tokens",
                 self._longer_prompts,
             )
-        wrong = next((token for token in prompt_token_ids if not 0 <= token < self._vocab_size), None)
-        if wrong is not None:
-            raise PromptError("prompt", f"token ids from 0 to {self._vocab_size - 1}", wrong)
+        for token in (min(prompt_token_ids), max(prompt_token_ids)):
+            if not 0 <= token < self._vocab_size:
+                raise PromptError("prompt", f"token ids from 0 to {self._vocab_size - 1}", token)
 
     def add_request(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams) -> list[Sequence]:
         """Queue a request; returns its n sequences, which `step` fills.

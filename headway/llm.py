@@ -272,6 +272,9 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _token_ids(prompt: object) -> list[int]:
     items: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [None]
-    if not all(isinstance(token, Integral) for token in items):
+    kinds = set(map(type, items))  # to ask the abstract class about each of a hundred thousand tokens takes 0.1 s
+    if kinds == {int}:
+        return items
+    if not all(issubclass(kind, Integral) for kind in kinds):
         raise PromptError("prompt", "a text or a list of token ids", repr(prompt))
     return [int(token) for token in items]

@@ -50,7 +50,7 @@ def crossover(
     mixed: Annotated[
         str | None, typer.Option(help="Level engine: instead of the grid, requests such as 48q128s256_2q8ks8448 (in, in + out).")
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Level engine: timed passes of a generation.")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="Level engine: timed passes at least; of short generations more.")] = 1,
     cell_limit: Annotated[str, typer.Option(help="Level engine: give a generation up after this long.")] = "120s",
     crossover_table: Annotated[Path | None, typer.Option(help="Level engine: the table that auto obeys.")] = None,
     workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",

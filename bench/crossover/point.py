@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -141,6 +142,8 @@ def _measure_pair(
             reason = f"{us / best_us:.1f} times the fastest in its first runs: not timed further"
             cells.append(_timed(point, runner, "dropped", Timing(us, us, us), reason))
     try:
+        for runner in kept:
+            _time_host(runner, bench.spec.device)
         times = bench.turns.time([runner.attempt.call for runner in kept], bench.spec.device)
     except Exception as error:  # one of calls that worked twice: the turn is lost for all, and says so
         return cells + [failure(point, runner.name, runner.place, error) for runner in kept], best_us
@@ -184,13 +187,19 @@ def _finish(point: Point, bench: Bench, runner: _Runner, timing: Timing) -> Cell
         if not found <= attempt.tolerance:
             return wrong_answer(point, runner.name, runner.place, found, attempt, " after repeated calls, right at the first")
         runner.error = max(runner.error, found)
-        if attempt.plan is not None:
-            runner.host["plan_us"] = host_us(attempt.plan, device, _HOST_SECONDS)
-        if device.type != "cpu" and not runner.graph:
-            runner.host["host_us"] = host_us(attempt.call, device, _HOST_SECONDS)
+        _time_host(runner, device)
     except Exception as error:
         return failure(point, runner.name, runner.place, error)
     return _timed(point, runner, "ok", timing)
+
+
+def _time_host(runner: _Runner, device: torch.device) -> None:
+    """What plan and launches take the host. Done before and after the device's turns, and the less of the two counts: a host
+    that is busy otherwise for a moment only ever adds, and a moment may outlast all runs of one call."""
+    calls = {"plan_us": runner.attempt.plan, "host_us": None if runner.graph or device.type == "cpu" else runner.attempt.call}
+    for what, call in calls.items():
+        if call is not None:
+            runner.host[what] = min(host_us(call, device, _HOST_SECONDS), runner.host.get(what, math.inf))
 
 
 def _timed(point: Point, runner: _Runner, status: str, timing: Timing, reason: str = "") -> Cell:
