@@ -14,13 +14,14 @@ pytest.importorskip("triton")
 AVAILABILITY = (
     "from headway.registry import create_registry; print(create_registry(load_entry_points=False).availability('triton'))"
 )
-INTERPRETED = Path(__file__).parent / "test_interpreted.py"
+FOLDER = Path(__file__).parent
+INTERPRETED = ("test_interpreted.py", "test_chunks.py")
 
 
-def run(test: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{INTERPRETED}{test}"]
+def run(**environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(FOLDER / name) for name in INTERPRETED)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, env=environment, cwd=INTERPRETED.parents[3], capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=environment, cwd=FOLDER.parents[2], capture_output=True, text=True, check=False)
 
 
 def test_kernels_are_right_in_the_interpreter() -> None:

@@ -1,0 +1,82 @@
+"""The cut of a decode step, made on the device at every step: which program folds which keys of which sequence."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK_FIELDS = 8
+"""int32 numbers a chunk: sequence (-1: no chunk), kv_len, first query token, query_len, first key, end of its keys, the sequence's
+first chunk, the sequence's chunks."""
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "max_chunks", "splits", "window"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_ptr"],
+)
+def cut_sequences(
+    seq_lens_ptr,  # int32 [num_seqs]; 0: a padding row, which gets no chunk
+    query_start_ptr,  # int32 [num_seqs + 1]
+    chunks_ptr,  # int32 [max_chunks, 8], see CHUNK_FIELDS
+    num_seqs,
+    max_chunks,  # at least num_seqs * splits + num_seqs // 2; num_seqs * splits where EVEN
+    splits,  # of a sequence as long as the mean; where EVEN of every sequence
+    window,
+    SEQS: tl.constexpr,  # num_seqs or more
+    CHUNKS: tl.constexpr,  # a program writes so many
+    BLOCK_N: tl.constexpr,  # keys a tile
+    HAS_WINDOW: tl.constexpr,
+    EVEN: tl.constexpr,  # a sequence's cut hangs on its own length alone
+):
+    """Grid (cdiv(max_chunks, CHUNKS),). Every program makes the whole cut and writes its part of it.
+
+    Chunks are as even as sequences allow: each gets one for every `share` tiles that it has, rounded to the nearest, where
+    share is all tiles over num_seqs * splits. One long sequence among short ones is cut often, equal ones `splits` times.
+    """
+    i = tl.arange(0, SEQS)
+    kv_lens = tl.load(seq_lens_ptr + i, mask=i < num_seqs, other=0)
+    live = kv_lens > 0
+    skipped = tl.zeros([SEQS], tl.int32)
+    if HAS_WINDOW:
+        starts = tl.load(query_start_ptr + i, mask=i < num_seqs, other=0)
+        query_lens = tl.load(query_start_ptr + i + 1, mask=i < num_seqs, other=0) - starts
+        skipped = tl.maximum(kv_lens - query_lens - window + 1, 0) // BLOCK_N
+    tiles = tl.where(live, tl.cdiv(kv_lens, BLOCK_N) - skipped, 0)
+    if EVEN:
+        each = tl.cdiv(tiles, splits)
+    else:
+        total = tl.sum(tiles).to(tl.float32)
+        share = tl.maximum(total / tl.maximum(tl.sum(live.to(tl.int32)) * splits, 1).to(tl.float32), 1.0)
+        wanted = tl.maximum((tiles.to(tl.float32) / share + 0.5).to(tl.int32), 1)
+        if tl.sum(tl.where(live, wanted, 0)) > max_chunks:  # many short ones beside few long: at most one and a half each now
+            wanted = tl.maximum((tiles.to(tl.float32) / (2 * share) + 0.5).to(tl.int32), 1)
+        each = tl.cdiv(tiles, wanted)
+    each = tl.maximum(each, 1)
+    counts = tl.cdiv(tiles, each)
+    ends = tl.cumsum(counts, 0)
+
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    before = ends[None, :] <= chunk[:, None]
+    seq = tl.sum(before.to(tl.int32), 1)
+    first = tl.max(tl.where(before, ends[None, :], 0), 1)
+    there = seq < SEQS
+    own = i[None, :] == seq[:, None]
+    kv_len = tl.sum(tl.where(own, kv_lens[None, :], 0), 1)
+    size = tl.sum(tl.where(own, each[None, :], 0), 1)
+    count = tl.sum(tl.where(own, counts[None, :], 0), 1)
+    start = (chunk - first) * size * BLOCK_N
+    if HAS_WINDOW:
+        start += tl.sum(tl.where(own, skipped[None, :], 0), 1) * BLOCK_N
+    token = tl.load(query_start_ptr + seq, mask=there, other=0)
+    query_len = tl.load(query_start_ptr + seq + 1, mask=there, other=0) - token
+
+    row = chunks_ptr + chunk * 8
+    kept = chunk < max_chunks
+    tl.store(row, tl.where(there, seq, -1), mask=kept)
+    tl.store(row + 1, kv_len, mask=kept)
+    tl.store(row + 2, token, mask=kept)
+    tl.store(row + 3, query_len, mask=kept)
+    tl.store(row + 4, start, mask=kept)
+    tl.store(row + 5, tl.minimum(start + size * BLOCK_N, kv_len), mask=kept)
+    tl.store(row + 6, first, mask=kept)
+    tl.store(row + 7, count, mask=kept)

@@ -1,0 +1,63 @@
+"""One step's cut into chunks: how many there may be, and the launch that makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+from torch import Tensor
+
+from headway.backends.triton.chunk_kernel import CHUNK_FIELDS
+from headway.backends.triton.launch import Launcher
+
+_WORK = 8192
+"""Chunks times sequences that a program compares at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Runs of keys, each for one program (of every kv head and query tile). What they are is decided on the device, from the
+    lengths found there: one captured launch serves any lengths, and one long sequence does not keep the others waiting."""
+
+    seq_lens: Tensor
+    """int32 [num_seqs]; 0: padding."""
+    query_start_loc: Tensor
+    """int32 [num_seqs + 1]."""
+    splits: int
+    """Of a sequence as long as the mean."""
+    block_n: int
+    """Keys a tile; a chunk is whole tiles."""
+    window: int | None
+    even: bool
+    """Every sequence is cut into `splits`, whatever the others are."""
+    table: Tensor = field(init=False)
+    """int32 [most, CHUNK_FIELDS]; see there."""
+
+    def __post_init__(self) -> None:
+        most = most_chunks(len(self.seq_lens), self.splits, self.even)
+        table = torch.empty(most, CHUNK_FIELDS, dtype=torch.int32, device=self.seq_lens.device)
+        object.__setattr__(self, "table", table)
+
+    def cut(self, launch: Launcher) -> None:
+        """Fill the table for the lengths that the device has now; one launch, nothing is waited for.
+
+        launch: of `cut_sequences`.
+        """
+        num_seqs, most = len(self.seq_lens), len(self.table)
+        seqs = max(16, triton.next_power_of_2(num_seqs))
+        width = max(16, min(64, _WORK // seqs))
+        constants = {
+            "SEQS": seqs,
+            "CHUNKS": width,
+            "BLOCK_N": self.block_n,
+            "HAS_WINDOW": self.window is not None,
+            "EVEN": self.even,
+        }
+        arguments = (self.seq_lens, self.query_start_loc, self.table, num_seqs, most, self.splits, self.window or 0)
+        launch(tuple(constants.values()), (triton.cdiv(most, width), 1, 1), arguments, constants, num_warps=4)
+
+
+def most_chunks(num_seqs: int, splits: int, even: bool) -> int:
+    """Chunks there can be: rounding to the nearest adds up to half a chunk a sequence."""
+    return num_seqs * splits + (0 if even else num_seqs // 2)
