@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.bench.cases import Case
-from headway.bench.measure import Attempt
+from headway.bench.measure import Attempt, run_layer
 from headway.core.backend import AttentionBackend, GraphLevel
 from headway.core.layout import CacheWriter
 from headway.core.metadata import AttentionMetadata, Phase
@@ -32,7 +32,7 @@ def graph_attempt(
 ) -> Attempt:
     """Capture one layer's decode for sequences of up to `graph_len` tokens; a call is a replay at the case's own lengths.
 
-    writer: puts the new tokens into the cache first (where they are already), as a layer of the engine does.
+    writer: as for `run_layer`.
     """
     step = case.metadata
     static = _captured(step, max(graph_len, step.max_seq_len))
@@ -40,9 +40,7 @@ def graph_attempt(
     plan = backend.plan_for_capture(static)
 
     def layer() -> None:
-        if writer is not None:
-            writer(case.k, case.v, case.cache, step.slot_mapping)
-        backend.decode(case.q, case.cache, plan, out)
+        run_layer(backend, case, plan, out, writer)
 
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())

@@ -13,7 +13,7 @@ from headway.bench.cases import Case
 from headway.bench.peer import TOLERANCE, Peer
 from headway.bench.results import Status
 from headway.bench.timing import Timer, Timing, host_us
-from headway.core.backend import AttentionBackend
+from headway.core.backend import AttentionBackend, Plan
 from headway.core.layout import CacheWriter
 from headway.core.metadata import Phase
 
@@ -87,12 +87,29 @@ def failed(error: Exception) -> Measurement:
     return Measurement("error", reason=f"{type(error).__name__}: {shown}")
 
 
+def run_layer(backend: AttentionBackend, case: Case, plan: Plan, out: Tensor, writer: CacheWriter | None = None) -> None:
+    """A case of one phase through one backend, as a layer of the engine calls it.
+
+    writer: of the layout; the new tokens are written (where they are already), by the backend if it does that in decode.
+    """
+    step = case.metadata
+    if writer is not None:
+        if step.phase is Phase.DECODE and step.max_query_len == 1 and backend.decode_writes:
+            backend.write_and_decode(case.q, case.k, case.v, case.cache, plan, out)
+            return
+        writer(case.k, case.v, case.cache, step.slot_mapping)
+    if step.phase is Phase.DECODE:
+        backend.decode(case.q, case.cache, plan, out)
+    else:
+        backend.prefill(case.q, case.k, case.v, case.cache, plan, out)
+
+
 def backend_attempt(
     backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], writer: CacheWriter | None = None
 ) -> Attempt:
     """A Headway backend, called as the engine calls it, into an output that is its own.
 
-    writer: puts the new tokens into the cache first (where they are already), as a layer of the engine does.
+    writer: as for `run_layer`.
     """
     view = case.metadata.decode if case.metadata.num_decodes else case.metadata.prefill
     assert view is case.metadata, "a cell has one phase"
@@ -100,12 +117,7 @@ def backend_attempt(
     plan = backend.plan(view)
 
     def run(current: object) -> Tensor:
-        if writer is not None:
-            writer(case.k, case.v, case.cache, view.slot_mapping)
-        if view.phase is Phase.DECODE:
-            backend.decode(case.q, case.cache, current, out)
-        else:
-            backend.prefill(case.q, case.k, case.v, case.cache, current, out)
+        run_layer(backend, case, current, out, writer)
         return out
 
     return Attempt(

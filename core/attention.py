@@ -36,6 +36,8 @@ class PagedAttention:
         self._write = writer
         self._metadata: AttentionMetadata | None = None
         self._parts: list[tuple[Phase, slice, Backends, Plans]] = []
+        self._decode_writes: frozenset[AttentionSpec] = frozenset()
+        """Specs whose backend writes k and v itself in the step set up last."""
         self.debug = os.environ.get("HEADWAY_DEBUG") == "1"
         self.first_nan: str | None = None
         """With HEADWAY_DEBUG=1: what made the first NaN of the last step."""
@@ -45,6 +47,7 @@ class PagedAttention:
     def begin(self, metadata: AttentionMetadata, prefill: Backends, decode: Backends) -> None:
         """Plan one step: `prefill` serves its first part (prefill and extend), `decode` the rest."""
         self._metadata = metadata
+        self._decode_writes = _writing(metadata, decode)
         self.first_nan = None
         self._parts = []
         start = 0
@@ -64,6 +67,7 @@ class PagedAttention:
         """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
         plans = {spec: decode[spec].plan_for_capture(metadata) for spec in dict.fromkeys(self.specs)}
         self._metadata = metadata
+        self._decode_writes = _writing(metadata, decode)
         self._parts = [(Phase.DECODE, slice(0, metadata.num_tokens), decode, plans)]
         return plans
 
@@ -84,12 +88,16 @@ class PagedAttention:
         cache, spec = self.caches[layer], self.specs[layer]
         if self.debug:
             self._look_for_nan(layer, "the model's operations before", q, k, v)
-        self._write(k, v, cache, self._metadata.slot_mapping)
+        decode_writes = spec in self._decode_writes
+        if not decode_writes:
+            self._write(k, v, cache, self._metadata.slot_mapping)
         mixed = len(self._parts) > 1
         for phase, tokens, backends, plans in self._parts:
             queries, result = (q[tokens], out[tokens]) if mixed else (q, out)
             try:
-                if phase is Phase.DECODE:
+                if decode_writes:
+                    backends[spec].write_and_decode(queries, k, v, cache, plans[spec], result)
+                elif phase is Phase.DECODE:
                     backends[spec].decode(queries, cache, plans[spec], result)
                 else:
                     backends[spec].prefill(queries, k[tokens], v[tokens], cache, plans[spec], result)
@@ -103,6 +111,13 @@ class PagedAttention:
         """Remember where a step's first NaN came from; waits for the device."""
         if self.first_nan is None and any(bool(tensor.isnan().any()) for tensor in tensors):
             self.first_nan = f"the first came from {where} attention layer {layer}"
+
+
+def _writing(metadata: AttentionMetadata, decode: Backends) -> frozenset[AttentionSpec]:
+    """The specs whose backend writes k and v itself: none in a step that is more than decode of one token a sequence."""
+    if metadata.num_prefills or metadata.max_query_len != 1:
+        return frozenset()
+    return frozenset(spec for spec, backend in decode.items() if backend.decode_writes)
 
 
 def _blame(error: Exception, backends: Backends, phase: Phase, work: str) -> HeadwayError:

@@ -134,7 +134,8 @@ class AttentionBackend(ABC):
 
     A subclass sets `name` and `capabilities` and writes `plan` and one or both of `prefill` and `decode`. The engine makes one
     instance for each distinct AttentionSpec, writes k and v into the cache itself, then calls `plan` once a step and `prefill`
-    or `decode` once a layer. Those two must neither synchronise with the host nor, if `graph_level` says so, allocate.
+    or `decode` once a layer. Those two must neither synchronise with the host nor, if `graph_level` says so, allocate. An
+    instance that sets `decode_writes` gets `write_and_decode` instead, where it can.
     """
 
     name: ClassVar[str]
@@ -144,6 +145,9 @@ class AttentionBackend(ABC):
     """Largest accepted ||out - reference|| / ||reference|| against float64, by dtype."""
     options: ClassVar[Mapping[str, str]] = {}
     """Options a user may set with --attn-opt NAME.key=value: key -> what it does. Others are refused."""
+    decode_writes: bool = False
+    """Whether this instance has `write_and_decode`, which saves a launch a layer; `__init__` may set it for its spec and layout.
+    (vLLM's flag for the like: forward_includes_kv_cache_update.)"""
 
     def __init__(
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
@@ -212,6 +216,15 @@ class AttentionBackend(ABC):
         Rows of padding sequences (length 0) must not disturb others; what is written to them is not read.
         """
         raise NotImplementedError(f"{self.name} declares no decode")
+
+    def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
+        """As `decode` of one token a sequence, whose k and v are not in the cache yet: puts them there as well.
+
+        q, out: [num_seqs, num_heads, head_dim]; k, v: [num_seqs, num_kv_heads, head_dim], for position seq_len - 1. The cache
+        must hold the bits that the layout's writer would leave; a padding sequence (length 0) writes nothing. Called where
+        `decode_writes` says so and the whole step is such a decode.
+        """
+        raise NotImplementedError(f"{self.name} does not write in decode")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class TritonAttention(AttentionBackend):
         cuda = spec.device.type == "cuda"
         arch = architecture(None if INTERPRETED else torch.cuda.get_device_capability(spec.device))
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
+        # fp8 is unpacked from the cache alone; and a mixed step, which takes the writer, must not give a sequence other bits.
+        self.decode_writes = spec.cache_dtype == spec.dtype and not spec.batch_invariant
         layer = Layer.of(spec)
         self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _num_splits(options))
         self._prefill = Prefill(spec, layer, block_size, arch)
@@ -103,15 +105,18 @@ class TritonAttention(AttentionBackend):
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor) -> None:
         """Attention of several new tokens a sequence."""
-        if plan.checked is not None:
-            _check_table(plan.checked, cache.geometry.num_blocks)
+        _check_plan(plan, cache)
         self._prefill.run(q, k, v, cache, plan, out)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
         """Attention of the newest tokens over the cache."""
-        if plan.checked is not None:
-            _check_table(plan.checked, cache.geometry.num_blocks)
+        _check_plan(plan, cache)
         self._decode.run(q, cache, plan, out)
+
+    def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
+        """Attention of one new token a sequence over the cache, which gets its k and v."""
+        _check_plan(plan, cache)
+        self._decode.run(q, cache, plan, out, (k, v))
 
 
 def _num_splits(options: Mapping[str, str] | None) -> int | None:
@@ -121,6 +126,12 @@ def _num_splits(options: Mapping[str, str] | None) -> int | None:
     if not text.isdigit() or int(text) < 1:
         raise ConfigError("--attn-opt triton.num_splits", "a number of at least 1", repr(text))
     return int(text)
+
+
+def _check_plan(plan: DecodePlan | PrefillPlan, cache: LayerCache) -> None:
+    """In debug mode, raise for a block number beyond the cache's last."""
+    if plan.checked is not None:
+        _check_table(plan.checked, cache.geometry.num_blocks)
 
 
 def _check_table(metadata: AttentionMetadata, num_blocks: int | None) -> None:

@@ -149,23 +149,30 @@ class Decode:
             arrivals=self._workspace.counters(items if num_splits > 1 else 0),
         )
 
-    def run(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
-        """q, out: [num_tokens, num_heads, head_dim]."""
+    def run(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, new: tuple[Tensor, Tensor] | None = None) -> None:
+        """q, out: [num_tokens, num_heads, head_dim].
+
+        new: k, v [num_seqs, num_kv_heads, head_dim] of one token a sequence; they are not in the cache yet, and written there.
+        """
         if plan.grid[2] == 0:
             return
+        assert new is None or plan.max_query_len == 1
+        k, v = new or (q, q)  # placeholders where there is nothing to write
         strides = (cache.key.stride(), cache.value.stride())
         addressing = self._addressing.get(strides)
         if addressing is None:
             addressing = self._addressing[strides] = Addressing.of(cache)
         kind = (plan.block_m, plan.rows, plan.max_query_len == 1, plan.num_splits > 1, plan.early, plan.config)
-        variant = (q.stride(), out.stride(), *kind)
-        pointers = aligned(q.data_ptr(), out.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr())
+        variant = (q.stride(), out.stride(), k.stride(), v.stride(), new is not None, *kind)
+        pointers = aligned(*(tensor.data_ptr() for tensor in (q, out, k, v, cache.key, cache.value)))
         key = (strides, variant, pointers)
         arguments = (
             q,
             cache.key,
             cache.value,
             out,
+            k,
+            v,
             plan.block_table,
             plan.seq_lens,
             plan.query_start_loc,
@@ -179,12 +186,16 @@ class Decode:
             q.stride(1),
             out.stride(0),
             out.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
             plan.block_table.stride(0),
             *addressing.strides,
         )
         constants = self._constants.get(key)
         if constants is None:
-            constants = self._constants[key] = self._compile_time(plan, cache, addressing)
+            constants = self._constants[key] = self._compile_time(plan, cache, addressing, new is not None)
         self._launch(key, plan.grid, arguments, constants, num_warps=self._num_warps(plan))
 
     def _num_warps(self, plan: DecodePlan) -> int:
@@ -194,11 +205,12 @@ class Decode:
             rows *= 4
         return max(plan.config.num_warps, min(rows * max(1, self._layer.block_d // 128), 8))
 
-    def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing) -> dict[str, Any]:
+    def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing, new: bool) -> dict[str, Any]:
         whole_rows = addressing.k_x == addressing.v_x == 1 and addressing.strides[3] == addressing.strides[8] == 1
         return {
             **self._layer.constants,
             "ONE_TOKEN": plan.max_query_len == 1,
+            "NEW": new,
             "BLOCK_SIZE": self._block_size,
             "K_X": addressing.k_x,
             "V_X": addressing.v_x,

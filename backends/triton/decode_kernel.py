@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.triton.tiles import block_numbers, cached_rows, head_offsets, softmax_step, split_rows, unpack_fp8
+from headway.backends.triton.fold_kernel import fold_cached, fold_new
+from headway.backends.triton.write_kernel import store_kv
 
 
 @triton.jit(
@@ -23,6 +24,8 @@ def split_kv_decode(
     key_ptr,  # a cache in any layout, addressed by the strides of its logical view [block, slot, head, dim / X, X]
     value_ptr,
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    new_k_ptr,  # NEW: [num_seqs, kv_heads, HEAD_DIM]
+    new_v_ptr,
     table_ptr,  # int32 [num_seqs, max_blocks]
     seq_lens_ptr,  # int32 [num_seqs]; 0: a padding row, skipped
     query_start_ptr,  # int32 [num_seqs + 1]
@@ -39,6 +42,10 @@ def split_kv_decode(
     q_stride_head,
     out_stride_token,
     out_stride_head,
+    new_k_stride_token,
+    new_k_stride_head,
+    new_v_stride_token,
+    new_v_stride_head,
     table_stride,
     k_stride_block,
     k_stride_slot,
@@ -53,6 +60,7 @@ def split_kv_decode(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a kv head
     ONE_TOKEN: tl.constexpr,  # every sequence has exactly one query token
+    NEW: tl.constexpr,  # that token's k and v are not in the cache yet but at new_k_ptr, new_v_ptr; ONE_TOKEN, no fp8 cache
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     BLOCK_SIZE: tl.constexpr,
@@ -75,7 +83,11 @@ def split_kv_decode(
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
     EARLY: tl.constexpr,  # the kernel after this one may start meanwhile
 ):
-    """Grid (kv heads * query tiles, splits, num_seqs). Row r of a sequence's query is token r // GROUP, head r % GROUP."""
+    """Grid (kv heads * query tiles, splits, num_seqs). Row r of a sequence's query is token r // GROUP, head r % GROUP.
+
+    NEW: the program of a sequence's last keys ends with the new one, from registers, and writes it (where the query heads take
+    several tiles, each writes the same). What is read of that slot before is not used: nothing orders those loads with the write.
+    """
     if PDL:
         if EARLY:
             gdc_launch_dependents()
@@ -84,7 +96,16 @@ def split_kv_decode(
     first_row = (tl.program_id(0) // NUM_KV_HEADS) * BLOCK_M
     split = tl.program_id(1)
     seq = tl.program_id(2)
+    d = tl.arange(0, BLOCK_D)
     kv_len = tl.load(seq_lens_ptr + seq)
+    if NEW:  # asked for before it is known who needs it: the length, which tells, is on its way as well
+        new_k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride_token + kv_head * new_k_stride_head
+        new_v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride_token + kv_head * new_v_stride_head
+        new_k = tl.load(new_k_row + d, mask=d < HEAD_DIM, other=0.0)
+        new_v = tl.load(new_v_row + d, mask=d < HEAD_DIM, other=0.0)
+        r = first_row + tl.arange(0, ROWS)
+        new_q_rows = q_ptr + seq.to(tl.int64) * q_stride_token + ((kv_head * GROUP + r) * q_stride_head)[:, None]
+        new_q = tl.load(new_q_rows + d[None, :], mask=(r < GROUP)[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
     if ONE_TOKEN:
         token = seq
         query_len = 1
@@ -103,13 +124,13 @@ def split_kv_decode(
     if first_row >= query_len * GROUP:
         return
     start = (first_tile + split * tiles_a_split) * BLOCK_N
-    end = tl.minimum(start + tiles_a_split * BLOCK_N, kv_len)
+    end = tl.minimum(start + tiles_a_split * BLOCK_N, kv_len - 1 if NEW else kv_len)
 
     row = first_row + tl.arange(0, BLOCK_M)
     live = row < query_len * GROUP
     head = kv_head * GROUP + row % GROUP
     positions = kv_len - query_len + row // GROUP
-    d = tl.arange(0, BLOCK_D)
+    newest = positions - 1 if NEW else positions  # of the cached keys that a query sees
     inside = live[:, None] & (d[None, :] < HEAD_DIM)
     q_rows = q_ptr + ((token + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head)[:, None]
     row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -133,24 +154,42 @@ def split_kv_decode(
     acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D], tl.float32)
     acc_odd = acc
     table = table_ptr + seq * table_stride
+    if NEW:
+        at = kv_len - 1
+        new_block = tl.load(table + at // BLOCK_SIZE)
     key = key_ptr + kv_head * k_stride_head
     value = value_ptr + kv_head * v_stride_head
     # Zeroing what lies past the end costs a layout with neighbouring slots many instructions: only its last tile pays for it.
     whole = end // BLOCK_N * BLOCK_N if V_SLOTS_INNER else end
     for first in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
-        m, l, acc, acc_odd = _fold(
-            q, key, value, table, m, l, acc, acc_odd, first, end, positions, slopes, row_scale, score_scale, cap_log2, window,
+        m, l, acc, acc_odd = fold_cached(
+            q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
+            cap_log2, window,
             k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_M, BLOCK_N, PAIRS, not V_SLOTS_INNER,
             HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
         )  # fmt: skip
     if V_SLOTS_INNER:
         for first in tl.range(whole, end, BLOCK_N, num_stages=1):
-            m, l, acc, acc_odd = _fold(
-                q, key, value, table, m, l, acc, acc_odd, first, end, positions, slopes, row_scale, score_scale, cap_log2, window,
+            m, l, acc, acc_odd = fold_cached(
+                q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
+                cap_log2, window,
                 k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
                 HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_M, BLOCK_N, PAIRS, True,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
+            )  # fmt: skip
+    if NEW:  # noqa: SIM102 - only this one is decided when it is compiled
+        if start + tiles_a_split * BLOCK_N > at:
+            m, l, acc = fold_new(
+                new_q, new_k, new_v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
+                HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+            )  # fmt: skip
+            store_kv(
+                new_k[None, :], new_v[None, :], key_ptr, value_ptr,
+                new_block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE + tl.arange(0, 1), kv_head, 1.0, 1.0,
+                k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+                v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, False,
             )  # fmt: skip
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
@@ -182,62 +221,6 @@ def split_kv_decode(
                 out_stride_token, out_stride_head, GROUP, HEAD_DIM, BLOCK_D, ROWS, CHUNK, HAS_SINKS,
             )  # fmt: skip
             tl.store(arrivals_ptr + item, 0)
-
-
-@triton.jit
-def _fold(
-    q, key, value, table, m, l, acc, acc_odd, first, end, positions, slopes, row_scale, score_scale, cap_log2, window,
-    k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
-    V_SLOTS_INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
-    ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Fold the keys first .. first + BLOCK_N into (m, l, acc). PAIRS: acc holds the even elements of a row, acc_odd the odd."""
-    blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
-    scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if PAIRS:
-        k = cached_rows(
-            key.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
-            k_stride_block // 2, k_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
-            True, False, False, tl.int16,
-        )  # fmt: skip
-        v = cached_rows(
-            value.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
-            v_stride_block // 2, v_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
-            True, True, False, tl.int16,
-        )  # fmt: skip
-        k_even, k_odd = unpack_fp8(k)
-        scores = tl.dot(q[0], tl.trans(k_even), scores)
-        scores = tl.dot(q[1], tl.trans(k_odd), scores) * row_scale[:, None]
-    else:
-        if K_X > 1 and BLOCK_SIZE % BLOCK_N == 0:
-            k = split_rows(
-                key, blocks, first, k_stride_block, k_stride_dim, K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, DOT
-            )  # fmt: skip
-        else:
-            k = cached_rows(
-                key, blocks, head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D), first, end,
-                k_stride_block, k_stride_slot, K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-                True, False, False, DOT,
-            )  # fmt: skip
-        scores = tl.dot(q[0], tl.trans(k), scores, input_precision=PRECISION)
-        v = cached_rows(
-            value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_D), first, end,
-            v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-            True, ZEROED, V_SLOTS_INNER, DOT,
-        )  # fmt: skip
-    m, l, weights, shrink = softmax_step(
-        scores, m, l, first + tl.arange(0, BLOCK_N), positions, slopes, score_scale, cap_log2, window,
-        True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
-    )  # fmt: skip
-    if PAIRS:
-        v_even, v_odd = unpack_fp8(v)
-        acc = tl.dot(weights.to(tl.float16), v_even, acc * shrink[:, None])
-        acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * shrink[:, None])
-    else:
-        acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
-    return m, l, acc, acc_odd
 
 
 @triton.jit

@@ -178,7 +178,7 @@ def _walk(
             v = dense_rows(v_base, first, kv_len, v_stride_slot, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, DOT)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         m, l, weights, shrink = softmax_step(
-            scores, m, l, first + n, positions, slopes, score_scale, cap_log2, window,
+            scores, m, l, first + n, positions, positions, slopes, score_scale, cap_log2, window,
             MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
         )  # fmt: skip
         acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)

@@ -184,6 +184,7 @@ def softmax_step(
     l,  # [BLOCK_M] sum of exp2(score - m)
     at,  # [BLOCK_N] positions of the keys
     positions,  # [BLOCK_M] positions of the queries
+    newest,  # [BLOCK_M] position of the newest of these keys that a query may see
     slopes,  # [BLOCK_M] log2(e) * ALiBi slope
     score_scale,  # log2(e) * scale; scale / softcap where there is a soft-cap
     cap_log2,  # log2(e) * softcap
@@ -207,7 +208,7 @@ def softmax_step(
             scores = scores - slopes[:, None] * (positions[:, None] - at[None, :]).to(tl.float32)
         score_scale = 1.0
     if MASKED:
-        seen = at[None, :] <= positions[:, None]
+        seen = at[None, :] <= newest[:, None]
         if HAS_WINDOW:
             seen = seen & (at[None, :] > positions[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))

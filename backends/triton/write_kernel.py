@@ -51,12 +51,29 @@ def write_kv(
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     slots = tl.load(slots_ptr + t, mask=t < num_tokens, other=-1)
     d = tl.arange(0, BLOCK_D)
-    live = slots >= 0
-    slots = tl.where(live, slots, 0)
     rows = t.to(tl.int64)[:, None]
-    mask = live[:, None] & (d[None, :] < HEAD_DIM)
+    mask = (slots >= 0)[:, None] & (d[None, :] < HEAD_DIM)
     k = tl.load(k_ptr + rows * k_stride_token + head * k_stride_head + d[None, :], mask=mask, other=0.0)
     v = tl.load(v_ptr + rows * v_stride_token + head * v_stride_head + d[None, :], mask=mask, other=0.0)
+    store_kv(
+        k, v, key_ptr, value_ptr, slots, head, k_scale, v_scale,
+        key_stride_block, key_stride_slot, key_stride_head, key_stride_dim, key_stride_x,
+        value_stride_block, value_stride_slot, value_stride_head, value_stride_dim, value_stride_x,
+        HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, FP8,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_kv(
+    k, v, key_ptr, value_ptr, slots, head, k_scale, v_scale,
+    key_stride_block, key_stride_slot, key_stride_head, key_stride_dim, key_stride_x,
+    value_stride_block, value_stride_slot, value_stride_head, value_stride_dim, value_stride_x,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
+    V_SLOTS_INNER: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Store one head's k and v [BLOCK_T, BLOCK_D] to slots [BLOCK_T]; -1 is skipped. Arguments as in `write_kv`."""
+    live = slots >= 0
+    slots = tl.where(live, slots, 0)
     blocks = slots // BLOCK_SIZE
     inner = slots % BLOCK_SIZE
     key_stride_slot = key_stride_slot // K_X * K_X  # changes nothing, but tells the compiler that pieces are aligned

@@ -1,18 +1,23 @@
-"""What of the Triton kernels tests/gpu/test_grid.py has not: fp8 caches, splits, long cases, odd block sizes."""
+"""What of the Triton kernels tests/gpu/test_grid.py has not: fp8 caches, splits, long cases, odd block sizes, written tokens."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from grid import LAYOUTS, spec
 from headway.backends import layouts
 from headway.bench.cases import make_case, parse_case
+from headway.bench.graphs import captures, graph_attempt
 from headway.bench.reference import reference, relative_error, run_backend
-from headway.core.layout import NHD, CacheLayout
+from headway.core.layout import NHD, CacheLayout, LayerCache
 from headway.core.spec import AttentionSpec
+from headway.registry import Registry
+from new_token import LENGTHS, error_after_writing, new_token_case, write_and_decode
 
 pytest.importorskip("triton")
 try:
@@ -78,3 +83,47 @@ def test_longer(block_size: int, case_name: str) -> None:
 @pytest.mark.parametrize("case_name", ["decode", "verify"])
 def test_any_number_of_splits(case_name: str, num_splits: int) -> None:
     check(case_name, layer_of(), NHD, 16, {"num_splits": str(num_splits)})
+
+
+WRITING = {
+    "gqa 4": {},
+    "float32": {"dtype": torch.float32},
+    "mha": {"num_heads": 2},
+    "head_dim 80": {"head_dim": 80},
+    "features": {"sliding_window": 40, "softcap": 2.0, "alibi_slopes": (0.5, 0.25) * 4, "sinks": (0.3, -1.0) * 4},
+    "two query tiles": {"num_heads": 80, "num_kv_heads": 1},
+}
+
+
+FEW = "1q1_1q1s2_1q1s16_1q1s17_1q1s256_1q1s4097"
+MANY = f"{LENGTHS}_1q1s257_120q1s600"
+
+
+class TwoLayers(TritonAttention):
+    """Does the work of the layer before first: the same over a copy of the cache, in the same buffers for partial results."""
+
+    def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: object, out: Tensor) -> None:
+        super().write_and_decode(q, k, v, self.copy, plan, torch.empty_like(out))
+        super().write_and_decode(q, k, v, cache, plan, out)
+
+
+@pytest.mark.parametrize("lengths", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_decode_writes_the_new_token_itself(
+    registry: Registry, layout: CacheLayout, block_size: int, name: str, lengths: str
+) -> None:
+    """Launched, and in a graph, where it is a programmatic dependent of the layer before and cut for far longer sequences."""
+    layer = layer_of(**WRITING[name])
+    case = new_token_case(lengths, layer, layout, block_size)
+    backend = TwoLayers(layer, layout, block_size)
+    backend.copy = replace(case.cache, key=case.cache.key.clone(), value=case.cache.value.clone())
+    tolerance = backend.tolerance[layer.dtype]
+    assert error_after_writing(case, lambda: write_and_decode(backend, case)) < tolerance
+    assert captures(backend, case)
+    writer = registry.layout(layout.name).load_writer(layer.device)
+    attempt = graph_attempt(backend, case, lambda out: relative_error(out, reference(case), case), 8192, writer)
+    for spoiled in (math.nan, 3e4):
+        attempt.poison()
+        assert error_after_writing(case, attempt.call, spoiled) < tolerance

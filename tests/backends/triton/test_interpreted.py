@@ -17,6 +17,7 @@ from headway.core.layout import NHD, VLLM_5D, CacheGeometry, CacheLayout
 from headway.core.metadata import Phase
 from headway.core.spec import AttentionSpec
 from invariance import dependent, invariance_case
+from new_token import LENGTHS, error_after_writing, new_token_case, write_and_decode
 
 pytest.importorskip("triton")
 try:
@@ -88,6 +89,42 @@ def test_any_number_of_splits_gives_the_same(num_splits: str) -> None:
     assert error_of(case, num_splits=num_splits) < 2e-6
 
 
+def error_of_writing(
+    layer: AttentionSpec, layout: CacheLayout = NHD, block_size: int = 16, spoiled: float = math.nan, **options: str
+) -> float:
+    case = new_token_case(LENGTHS, layer, layout, block_size)
+    backend = TritonAttention(layer, layout, block_size, options)
+    return error_after_writing(case, lambda: write_and_decode(backend, case), spoiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_decode_writes_the_new_token_itself(layout: CacheLayout, block_size: int, dtype: torch.dtype) -> None:
+    error = error_of_writing(spec(dtype=dtype), layout, block_size, num_splits="3")
+    assert error < TritonAttention.tolerance[dtype]
+
+
+@pytest.mark.parametrize("spec_name", [name for name in LAYERS if name != "gqa 2"])
+def test_decode_that_writes_computes_every_feature(spec_name: str) -> None:
+    assert error_of_writing(LAYERS[spec_name], VLLM_5D, num_splits="2") < 2e-6
+
+
+@pytest.mark.parametrize("num_splits", ["1", "5", "32"])
+def test_decode_that_writes_takes_any_number_of_splits(num_splits: str) -> None:
+    assert error_of_writing(spec(sinks=(0.3, -1.0, 2.0, 0.0)), spoiled=3e38, num_splits=num_splits) < 2e-6
+
+
+def test_more_query_heads_than_a_tile_holds_write_one_token() -> None:
+    assert error_of_writing(spec(num_heads=80, num_kv_heads=1)) < 2e-6
+
+
+def test_decode_writes_where_it_keeps_cache_and_bits() -> None:
+    assert TritonAttention(spec(), NHD, 16).decode_writes
+    assert not TritonAttention(spec(kv_dtype=FP8), NHD, 16).decode_writes
+    assert not TritonAttention(spec(batch_invariant=True), NHD, 16).decode_writes
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("case_name", ["decode ragged", "extend", "prefill"])
 def test_fp8_cache(layout: CacheLayout, case_name: str) -> None:
@@ -147,6 +184,9 @@ def test_debug_names_the_wrong_block(monkeypatch: pytest.MonkeyPatch, phase_case
         case.metadata.block_table_cpu[1, 0] = wrong
         with pytest.raises(BackendError, match=rf"row 1: needs blocks 0.*, got {wrong}"):
             run_backend(backend, case)
+        if phase_case == "decode":
+            with pytest.raises(BackendError, match=rf"row 1: needs blocks 0.*, got {wrong}"):
+                write_and_decode(backend, case)
 
 
 def test_refusals() -> None:

@@ -1,0 +1,87 @@
+"""How keys join a query tile's running sums (m, l, acc) in decode: a tile of cached ones, or the new token's own."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headway.backends.triton.tiles import block_numbers, cached_rows, head_offsets, softmax_step, split_rows, unpack_fp8
+
+
+@triton.jit
+def fold_cached(
+    q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale, cap_log2, window,
+    k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
+    V_SLOTS_INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+    ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the cached keys first .. first + BLOCK_N into (m, l, acc), those before `end` of which a query sees up to `newest`.
+
+    PAIRS: acc holds the even elements of a row, acc_odd the odd.
+    """
+    blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
+    scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if PAIRS:
+        k = cached_rows(
+            key.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
+            k_stride_block // 2, k_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
+            True, False, False, tl.int16,
+        )  # fmt: skip
+        v = cached_rows(
+            value.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
+            v_stride_block // 2, v_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
+            True, True, False, tl.int16,
+        )  # fmt: skip
+        k_even, k_odd = unpack_fp8(k)
+        scores = tl.dot(q[0], tl.trans(k_even), scores)
+        scores = tl.dot(q[1], tl.trans(k_odd), scores) * row_scale[:, None]
+    else:
+        if K_X > 1 and BLOCK_SIZE % BLOCK_N == 0:
+            k = split_rows(
+                key, blocks, first, k_stride_block, k_stride_dim, K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, DOT
+            )  # fmt: skip
+        else:
+            k = cached_rows(
+                key, blocks, head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D), first, end,
+                k_stride_block, k_stride_slot, K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+                True, False, False, DOT,
+            )  # fmt: skip
+        scores = tl.dot(q[0], tl.trans(k), scores, input_precision=PRECISION)
+        v = cached_rows(
+            value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_D), first, end,
+            v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+            True, ZEROED, V_SLOTS_INNER, DOT,
+        )  # fmt: skip
+    m, l, weights, shrink = softmax_step(
+        scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, score_scale, cap_log2,
+        window, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+    )  # fmt: skip
+    if PAIRS:
+        v_even, v_odd = unpack_fp8(v)
+        acc = tl.dot(weights.to(tl.float16), v_even, acc * shrink[:, None])
+        acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * shrink[:, None])
+    else:
+        acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
+    return m, l, acc, acc_odd
+
+
+@triton.jit
+def fold_new(
+    q, k, v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Fold a token's own key, k and v [BLOCK_D] at position `at`, into (m, l, acc).
+
+    q: [ROWS, BLOCK_D], the rows in use. One key by few rows is less work without the matrix units, whose tile would hold zeros.
+    """
+    BLOCK_M: tl.constexpr = m.shape[0]
+    ROWS: tl.constexpr = q.shape[0]
+    scores = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
+    scores = tl.reshape(tl.broadcast_to(scores[None, :], (BLOCK_M // ROWS, ROWS)), (BLOCK_M, 1))  # repeated in rows not in use
+    m, l, weights, shrink = softmax_step(
+        scores, m, l, at + tl.arange(0, 1), positions, positions, slopes, score_scale, cap_log2, window,
+        False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+    )  # fmt: skip
+    return m, l, acc * shrink[:, None] + weights * v.to(tl.float32)[None, :]
