@@ -100,8 +100,12 @@ class TritonAttention(AttentionBackend):
         return plan
 
     def plan_for_capture(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
-        """As `plan`, for contexts of at most GRAPH_CONTEXT: splits that balance a longer one slow down all shorter ones."""
+        """As `plan`, for contexts of at most GRAPH_CONTEXT: what balances longer ones slows down all shorter ones."""
         return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
+
+    def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
+        """Cut the sequences into chunks for the lengths that the device has now."""
+        self._decode.cut(plan)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor) -> None:
         """Attention of several new tokens a sequence."""

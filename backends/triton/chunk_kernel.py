@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 CHUNK_FIELDS = 8
-"""int32 numbers a chunk: sequence (-1: no chunk), kv_len, first query token, query_len, first key, end of its keys, the sequence's
-first chunk, the sequence's chunks."""
+"""int32 numbers a chunk: its sequence (-1: no chunk) and that one's kv_len, first query token and query_len; its first tile and
+the end of its keys; the sequence's first chunk and number of chunks."""
 
 
 @triton.jit(
@@ -64,9 +64,9 @@ def cut_sequences(
     kv_len = tl.sum(tl.where(own, kv_lens[None, :], 0), 1)
     size = tl.sum(tl.where(own, each[None, :], 0), 1)
     count = tl.sum(tl.where(own, counts[None, :], 0), 1)
-    start = (chunk - first) * size * BLOCK_N
+    start = (chunk - first) * size
     if HAS_WINDOW:
-        start += tl.sum(tl.where(own, skipped[None, :], 0), 1) * BLOCK_N
+        start += tl.sum(tl.where(own, skipped[None, :], 0), 1)
     token = tl.load(query_start_ptr + seq, mask=there, other=0)
     query_len = tl.load(query_start_ptr + seq + 1, mask=there, other=0) - token
 
@@ -77,6 +77,6 @@ def cut_sequences(
     tl.store(row + 2, token, mask=kept)
     tl.store(row + 3, query_len, mask=kept)
     tl.store(row + 4, start, mask=kept)
-    tl.store(row + 5, tl.minimum(start + size * BLOCK_N, kv_len), mask=kept)
+    tl.store(row + 5, tl.minimum((start + size) * BLOCK_N, kv_len), mask=kept)
     tl.store(row + 6, first, mask=kept)
     tl.store(row + 7, count, mask=kept)

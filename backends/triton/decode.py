@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from headway.backends.triton.chunk_kernel import cut_sequences
+from headway.backends.triton.chunks import Chunks, most_chunks
 from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.launch import Launcher, aligned, launches_early
@@ -29,16 +31,15 @@ class DecodePlan:
     """One step's decode; the tensors are the metadata's own, so a captured graph reads what is copied into them later."""
 
     block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    grid: tuple[int, int, int]
+    chunks: Chunks
+    items: int
+    """Programs a chunk: kv heads times query tiles."""
     max_query_len: int
     block_m: int
     rows: int
-    num_splits: int
     config: DecodeConfig
     partial: Tensor
-    """float32, results of splits; shared by all plans of a backend and never freed before it (graphs keep the address)."""
+    """float32, results of chunks; shared by all plans of a backend and never freed before it (graphs keep the address)."""
     lse: Tensor
     arrivals: Tensor
     """int32, zero between launches."""
@@ -48,7 +49,12 @@ class DecodePlan:
     @property
     def early(self) -> bool:
         """Whether the kernel after it may start meanwhile."""
-        return self.grid[2] <= EARLY_SEQUENCES
+        return len(self.chunks.seq_lens) <= EARLY_SEQUENCES
+
+    @property
+    def split(self) -> bool:
+        """Whether a sequence may have more than one chunk."""
+        return len(self.chunks.table) > len(self.chunks.seq_lens)
 
 
 class Workspace:
@@ -77,7 +83,7 @@ class Workspace:
 
 
 class Decode:
-    """Decode of one layer kind: chooses the splits once a step, then launches one kernel a layer."""
+    """Decode of one layer kind: cuts the sequences into chunks once a step, then launches one kernel a layer."""
 
     def __init__(
         self,
@@ -93,7 +99,6 @@ class Decode:
         self._layer = layer
         self._block_size = block_size
         self._multiprocessors = multiprocessors
-        # A sequence's splits are cut from its own length, so only their number must not hang on the batch.
         self._num_splits = INVARIANT_SPLITS if spec.batch_invariant and num_splits is None else num_splits
         row = (layer.block_d, spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
         self.configs = decode_configs(arch, *row)
@@ -102,6 +107,7 @@ class Decode:
         self._addressing: dict[Hashable, Addressing] = {}
         self._constants: dict[Hashable, dict[str, Any]] = {}
         self._launch = Launcher(split_kv_decode)
+        self._launch_cut = Launcher(cut_sequences)
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
         """(BLOCK_M, rows in use rounded up, query tiles a kv head) for so many query tokens."""
@@ -109,52 +115,57 @@ class Decode:
         block_m = min(max(16, triton.next_power_of_2(rows)), 64)
         return block_m, min(triton.next_power_of_2(rows), block_m), -(-rows // block_m)
 
-    def cut(self, kv_lens: list[int], max_query_len: int) -> tuple[DecodeConfig, int]:
-        """Configuration and splits a sequence, from the host's lengths: those captured, when a graph is."""
+    def choose(self, kv_lens: list[int], max_query_len: int) -> tuple[DecodeConfig, int]:
+        """Configuration, and chunks of a sequence as long as the mean, from the host's lengths (of a graph the captured ones)."""
         if self._num_splits is not None:
             return self.configs[0], self._num_splits
         _, rows, tiles_m = self.tile(max_query_len)
-        longest = max(kv_lens)
-        if self._spec.sliding_window is not None:
-            longest = min(longest, self._spec.sliding_window + self.configs[0].block_n)
-        heads = self._spec.num_kv_heads * tiles_m
-        total = max(sum(min(kv_len, longest) for kv_len in kv_lens) * heads, longest)
-        # Rounded to keep the cached answers few; a 32nd more work changes none of them much.
-        longest, total = (
-            -(-keys // step) * step for keys, step in ((longest, max(16, longest // 32)), (total, max(16, total // 64)))
-        )
+        window = self._spec.sliding_window
+        most = max(kv_lens) if window is None else window + self.configs[0].block_n
+        mean = sum(min(kv_len, most) for kv_len in kv_lens) // len(kv_lens)
+        keys = -(-mean // (step := max(16, mean // 32))) * step  # rounded, to keep the cached answers few
         key_bytes = 2 * self._spec.head_dim * self._spec.cache_dtype.itemsize
         configs = self.configs if max_query_len == 1 else self.configs[:1]
-        return choose_cut(len(kv_lens) * heads, total, longest, key_bytes, rows, self._multiprocessors, configs)
+        items = len(kv_lens) * self._spec.num_kv_heads * tiles_m
+        return choose_cut(items, keys, key_bytes, rows, self._multiprocessors, configs)
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
-        """Fix grid, split count and buffers for a view of decoding sequences."""
+        """Fix the kernel and its buffers for a view of decoding sequences, and cut them into chunks."""
         block_m, rows, tiles_m = self.tile(metadata.max_query_len)
-        items = metadata.num_seqs * self._spec.num_kv_heads * tiles_m
-        config, num_splits = self.cut(metadata.kv_lens, metadata.max_query_len)
-        results = items * num_splits * rows if num_splits > 1 else 0
-        floats = self._workspace.floats(results * (self._layer.block_d + 1))
-        return DecodePlan(
+        config, splits = self.choose(metadata.kv_lens, metadata.max_query_len)
+        even, window = self._num_splits is not None, self._spec.sliding_window
+        chunks = Chunks(metadata.seq_lens, metadata.query_start_loc, splits, config.block_n, window, even)
+        items = self._spec.num_kv_heads * tiles_m
+        plan = DecodePlan(
             block_table=metadata.block_table,
-            seq_lens=metadata.seq_lens,
-            query_start_loc=metadata.query_start_loc,
-            grid=(self._spec.num_kv_heads * tiles_m, num_splits, metadata.num_seqs),
+            chunks=chunks,
+            items=items,
             max_query_len=metadata.max_query_len,
             block_m=block_m,
             rows=rows,
-            num_splits=num_splits,
             config=config,
-            partial=floats,
-            lse=floats[results * self._layer.block_d :],
-            arrivals=self._workspace.counters(items if num_splits > 1 else 0),
+            partial=self._workspace.floats(0),
+            lse=self._workspace.floats(0),
+            arrivals=self._workspace.counters(items * metadata.num_seqs),
         )
+        if plan.split:
+            results = len(chunks.table) * items * rows
+            floats = self._workspace.floats(results * (self._layer.block_d + 1))
+            plan = replace(plan, partial=floats, lse=floats[results * self._layer.block_d :])
+        self.cut(plan)
+        return plan
+
+    def cut(self, plan: DecodePlan) -> None:
+        """Cut the sequences anew, for the lengths that the device has now."""
+        if len(plan.chunks.table):
+            plan.chunks.cut(self._launch_cut)
 
     def run(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, new: tuple[Tensor, Tensor] | None = None) -> None:
         """q, out: [num_tokens, num_heads, head_dim].
 
         new: k, v [num_seqs, num_kv_heads, head_dim] of one token a sequence; they are not in the cache yet, and written there.
         """
-        if plan.grid[2] == 0:
+        if len(plan.chunks.table) == 0:
             return
         assert new is None or plan.max_query_len == 1
         k, v = new or (q, q)  # placeholders where there is nothing to write
@@ -162,7 +173,7 @@ class Decode:
         addressing = self._addressing.get(strides)
         if addressing is None:
             addressing = self._addressing[strides] = Addressing.of(cache)
-        kind = (plan.block_m, plan.rows, plan.max_query_len == 1, plan.num_splits > 1, plan.early, plan.config)
+        kind = (plan.block_m, plan.rows, plan.max_query_len == 1, plan.split, plan.early, plan.config)
         variant = (q.stride(), out.stride(), k.stride(), v.stride(), new is not None, *kind)
         pointers = aligned(*(tensor.data_ptr() for tensor in (q, out, k, v, cache.key, cache.value)))
         key = (strides, variant, pointers)
@@ -174,8 +185,7 @@ class Decode:
             k,
             v,
             plan.block_table,
-            plan.seq_lens,
-            plan.query_start_loc,
+            plan.chunks.table,
             self._layer.slopes,
             self._layer.sinks,
             plan.partial,
@@ -196,7 +206,8 @@ class Decode:
         constants = self._constants.get(key)
         if constants is None:
             constants = self._constants[key] = self._compile_time(plan, cache, addressing, new is not None)
-        self._launch(key, plan.grid, arguments, constants, num_warps=self._num_warps(plan))
+        grid = (plan.items, len(plan.chunks.table), 1)
+        self._launch(key, grid, arguments, constants, num_warps=self._num_warps(plan))
 
     def _num_warps(self, plan: DecodePlan) -> int:
         """The configuration's, or more where its warps could not hold the query tile and the sums in registers."""
@@ -219,8 +230,8 @@ class Decode:
             "ROWS": plan.rows,
             "BLOCK_N": plan.config.block_n,
             "PAIRS": cache.key.element_size() == 1 and whole_rows and not INTERPRETED,
-            "SPLIT": plan.num_splits > 1,
-            "CHUNK": max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),
+            "SPLIT": plan.split,
+            "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),
             "STAGES": plan.config.num_stages,
             "PDL": launches_early(self._spec.device),
             "EARLY": plan.early,
@@ -228,5 +239,6 @@ class Decode:
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Most bytes the partial results take: the split rule keeps launches small."""
-        items = max_num_seqs * self._spec.num_kv_heads * (self._num_splits or 1)
-        return max(items, MAX_ROUNDS * self._multiprocessors) * self.tile(1)[1] * (self._layer.block_d + 1) * 4
+        items = self._spec.num_kv_heads * most_chunks(max_num_seqs, self._num_splits or 1, self._num_splits is not None)
+        most = max(items, 2 * MAX_ROUNDS * self._multiprocessors)  # splits, and as many again at most where they are one
+        return most * self.tile(1)[1] * (self._layer.block_d + 1) * 4

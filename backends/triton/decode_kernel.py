@@ -1,4 +1,4 @@
-"""Split-KV paged decode in one launch: every split leaves a partial result, and the last one to arrive merges them.
+"""Split-KV paged decode in one launch: every chunk leaves a partial result, and the last one to arrive merges them.
 
 Splitting the keys of a sequence over programs is flash-decoding (Dao et al. 2023); packing the query heads of a kv head into one
 tile is FlashInfer's and FlashAttention's GQA packing, so that no key is read twice and the tensor cores have rows to work on.
@@ -17,7 +17,7 @@ from headway.backends.triton.write_kernel import store_kv
 
 @triton.jit(
     do_not_specialize=["window", "table_stride"],
-    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "query_start_ptr", "lse_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "lse_ptr"],
 )
 def split_kv_decode(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
@@ -27,12 +27,11 @@ def split_kv_decode(
     new_k_ptr,  # NEW: [num_seqs, kv_heads, HEAD_DIM]
     new_v_ptr,
     table_ptr,  # int32 [num_seqs, max_blocks]
-    seq_lens_ptr,  # int32 [num_seqs]; 0: a padding row, skipped
-    query_start_ptr,  # int32 [num_seqs + 1]
+    chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
     slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads], log2(e) * sink
-    partial_ptr,  # float32 [num_seqs * items, splits, ROWS, BLOCK_D]; items: grid axis 0
-    lse_ptr,  # float32 [num_seqs * items, splits, ROWS]
+    partial_ptr,  # float32 [chunks, items, ROWS, BLOCK_D]; items: grid axis 0
+    lse_ptr,  # float32 [chunks, items, ROWS]
     arrivals_ptr,  # int32 [num_seqs * items], zero between launches
     score_scale,
     cap_log2,
@@ -71,8 +70,8 @@ def split_kv_decode(
     ROWS: tl.constexpr,  # rows that can be in use, rounded up to a power of two
     BLOCK_N: tl.constexpr,
     PAIRS: tl.constexpr,  # an fp8 cache whose rows lie in one piece: read as pairs, which the tensor cores' loads can turn around
-    SPLIT: tl.constexpr,  # more than one split may hold keys
-    CHUNK: tl.constexpr,  # partial results merged at a time
+    SPLIT: tl.constexpr,  # a sequence may have more than one chunk
+    MERGED: tl.constexpr,  # partial results merged at a time
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -83,7 +82,7 @@ def split_kv_decode(
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
     EARLY: tl.constexpr,  # the kernel after this one may start meanwhile
 ):
-    """Grid (kv heads * query tiles, splits, num_seqs). Row r of a sequence's query is token r // GROUP, head r % GROUP.
+    """Grid (kv heads * query tiles, chunks). Row r of a sequence's query is token r // GROUP, head r % GROUP.
 
     NEW: the program of a sequence's last keys ends with the new one, from registers, and writes it (where the query heads take
     several tiles, each writes the same). What is read of that slot before is not used: nothing orders those loads with the write.
@@ -94,37 +93,33 @@ def split_kv_decode(
         gdc_wait()
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     first_row = (tl.program_id(0) // NUM_KV_HEADS) * BLOCK_M
-    split = tl.program_id(1)
-    seq = tl.program_id(2)
-    d = tl.arange(0, BLOCK_D)
-    kv_len = tl.load(seq_lens_ptr + seq)
-    if NEW:  # asked for before it is known who needs it: the length, which tells, is on its way as well
-        new_k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride_token + kv_head * new_k_stride_head
-        new_v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride_token + kv_head * new_v_stride_head
-        new_k = tl.load(new_k_row + d, mask=d < HEAD_DIM, other=0.0)
-        new_v = tl.load(new_v_row + d, mask=d < HEAD_DIM, other=0.0)
-        r = first_row + tl.arange(0, ROWS)
-        new_q_rows = q_ptr + seq.to(tl.int64) * q_stride_token + ((kv_head * GROUP + r) * q_stride_head)[:, None]
-        new_q = tl.load(new_q_rows + d[None, :], mask=(r < GROUP)[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
-    if ONE_TOKEN:
-        token = seq
-        query_len = 1
-    else:
-        token = tl.load(query_start_ptr + seq)
-        query_len = tl.load(query_start_ptr + seq + 1) - token
-
-    # The host fixes the number of splits, and this sequence's length their size: a captured graph stays right at any length.
-    first_tile = 0
-    if HAS_WINDOW:
-        first_tile = tl.maximum(kv_len - query_len - window + 1, 0) // BLOCK_N
-    tiles = tl.cdiv(kv_len, BLOCK_N) - first_tile
-    tiles_a_split = tl.cdiv(tiles, tl.num_programs(1))
-    if split * tiles_a_split >= tiles:  # also every padding row
+    chunk = chunks_ptr + tl.program_id(1) * 8
+    seq = tl.load(chunk)
+    kv_len = tl.load(chunk + 1)
+    start = tl.load(chunk + 4) * BLOCK_N  # a number of tiles there, so that the compiler sees a multiple
+    end = tl.load(chunk + 5)
+    first_chunk = tl.load(chunk + 6)
+    num_chunks = tl.load(chunk + 7)
+    token = seq
+    query_len = 1
+    if not ONE_TOKEN:
+        token = tl.load(chunk + 2)
+        query_len = tl.load(chunk + 3)
+    if seq < 0:
         return
     if first_row >= query_len * GROUP:
         return
-    start = (first_tile + split * tiles_a_split) * BLOCK_N
-    end = tl.minimum(start + tiles_a_split * BLOCK_N, kv_len - 1 if NEW else kv_len)
+    d = tl.arange(0, BLOCK_D)
+    last = end == kv_len
+    if NEW:  # asked for before the loop and used after it
+        new_k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride_token + kv_head * new_k_stride_head
+        new_v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride_token + kv_head * new_v_stride_head
+        new_k = tl.load(new_k_row + d, mask=last & (d < HEAD_DIM), other=0.0)
+        new_v = tl.load(new_v_row + d, mask=last & (d < HEAD_DIM), other=0.0)
+        r = first_row + tl.arange(0, ROWS)
+        new_q_rows = q_ptr + seq.to(tl.int64) * q_stride_token + ((kv_head * GROUP + r) * q_stride_head)[:, None]
+        new_q = tl.load(new_q_rows + d[None, :], mask=last & (r < GROUP)[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+    end = tl.minimum(end, kv_len - 1 if NEW else kv_len)
 
     row = first_row + tl.arange(0, BLOCK_M)
     live = row < query_len * GROUP
@@ -179,7 +174,7 @@ def split_kv_decode(
                 HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
             )  # fmt: skip
     if NEW:  # noqa: SIM102 - only this one is decided when it is compiled
-        if start + tiles_a_split * BLOCK_N > at:
+        if last:
             m, l, acc = fold_new(
                 new_q, new_k, new_v, m, l, acc, at, positions, slopes, score_scale, cap_log2, window,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
@@ -199,28 +194,28 @@ def split_kv_decode(
 
     out_rows = (token + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
     out_ptrs = out_ptr + out_rows[:, None] + d[None, :]
-    active = tl.cdiv(tiles, tl.maximum(tiles_a_split, 1))
-    if not SPLIT or active == 1:
+    if not SPLIT or num_chunks == 1:
         if HAS_SINKS:
             l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
         result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=inside)
     else:
-        item = seq * tl.num_programs(0) + tl.program_id(0)
-        lse = m + tl.log2(l)  # of a row without a visible key in this split: -inf
+        arrivals_ptr += seq * tl.num_programs(0) + tl.program_id(0)
+        lse = m + tl.log2(l)  # of a row without a visible key in this chunk: -inf
         result = acc / tl.where(l > 0, l, 1.0)[:, None]
-        slot = (item.to(tl.int64) * tl.num_programs(1) + split) * ROWS + tl.arange(0, BLOCK_M)
+        item = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        slot = item * ROWS + tl.arange(0, BLOCK_M)
         used = tl.arange(0, BLOCK_M) < ROWS
         tl.store(lse_ptr + slot, lse, mask=used)
         tl.store(partial_ptr + slot[:, None] * BLOCK_D + d[None, :], result, mask=used[:, None])
         tl.debug_barrier()  # the atomic below releases what all threads of this program stored
-        arrived = tl.atomic_add(arrivals_ptr + item, 1, sem="acq_rel", scope="gpu")
-        if arrived == active - 1:
+        arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_chunks - 1:
             _merge(
-                partial_ptr, lse_ptr, out_ptr, sinks_ptr, item, token, kv_head, first_row, query_len, active, v_scale,
-                out_stride_token, out_stride_head, GROUP, HEAD_DIM, BLOCK_D, ROWS, CHUNK, HAS_SINKS,
+                partial_ptr, lse_ptr, out_ptr, sinks_ptr, first_chunk, num_chunks, token, kv_head, first_row, query_len, v_scale,
+                out_stride_token, out_stride_head, GROUP, HEAD_DIM, BLOCK_D, ROWS, MERGED, HAS_SINKS,
             )  # fmt: skip
-            tl.store(arrivals_ptr + item, 0)
+            tl.store(arrivals_ptr, 0)
 
 
 @triton.jit
@@ -229,12 +224,12 @@ def _merge(
     lse_ptr,
     out_ptr,
     sinks_ptr,
-    item,
+    first_chunk,
+    num_chunks,
     token,
     kv_head,
     first_row,
     query_len,
-    active,  # splits that hold a result
     v_scale,
     out_stride_token,
     out_stride_head,
@@ -242,10 +237,10 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    MERGED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Combine the splits of one query tile by their log-sum-exp, CHUNK at a time so that the loads overlap."""
+    """Combine the chunks of one query tile by their log-sum-exp, MERGED at a time so that the loads overlap."""
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + (first_row + r) % GROUP
@@ -253,10 +248,11 @@ def _merge(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for first in range(0, active, CHUNK):
-        split = first + tl.arange(0, CHUNK)
-        slot = (item.to(tl.int64) * tl.num_programs(1) + split)[:, None] * ROWS + r[None, :]
-        there = split < active
+    for merged in range(0, num_chunks, MERGED):
+        number = merged + tl.arange(0, MERGED)
+        item = (first_chunk + number).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        slot = item[:, None] * ROWS + r[None, :]
+        there = number < num_chunks
         lse = tl.load(lse_ptr + slot, mask=there[:, None], other=float("-inf"), cache_modifier=".cg")
         parts = tl.load(
             partial_ptr + slot[:, :, None] * BLOCK_D + d[None, None, :],

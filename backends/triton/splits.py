@@ -17,33 +17,32 @@ MAX_ROUNDS = 40
 
 @lru_cache(maxsize=4096)
 def choose_cut(
-    items: int, total: int, longest: int, key_bytes: int, rows: int, multiprocessors: int, configs: Sequence[DecodeConfig]
+    items: int, keys: int, key_bytes: int, rows: int, multiprocessors: int, configs: Sequence[DecodeConfig]
 ) -> tuple[DecodeConfig, int]:
     """The configuration, and the number of splits, that the model below expects to finish first.
 
-    items: programs without a split, sequences times kv heads times query tiles; total: keys of all items together; longest: keys
-    of the longest; key_bytes: K and V of one key; rows: of a query tile. Lengths are rounded by the caller, so that answers are
-    few and cached. configs: the first may split; the others serve many programs as they are.
+    items: programs without a split, sequences times kv heads times query tiles; keys: of each, in the mean; key_bytes: K and V of
+    one key; rows: of a query tile. The first of `configs` may split; the others serve many programs as they are.
     """
-    if longest == 0 or items == 0:
+    if keys == 0 or items == 0:
         return configs[0], 1
-    most = max(1, min(-(-longest // configs[0].block_n), MAX_ROUNDS * multiprocessors // items))
+    most = max(1, min(-(-keys // configs[0].block_n), MAX_ROUNDS * multiprocessors // items))
     cuts = [(configs[0], splits) for splits in SPLITS if splits <= most] + [(config, 1) for config in configs[1:]]
-    return min(cuts, key=lambda cut: expected_us(cut[0], cut[1], total, longest, key_bytes, rows, multiprocessors))
+    return min(cuts, key=lambda cut: expected_us(cut[0], cut[1], items, keys, key_bytes, rows, multiprocessors))
 
 
 def expected_us(
-    config: DecodeConfig, splits: int, total: int, longest: int, key_bytes: int, rows: int, multiprocessors: int
+    config: DecodeConfig, splits: int, items: int, keys: int, key_bytes: int, rows: int, multiprocessors: int
 ) -> float:
     """Microseconds of a launch, less what is the same for every cut.
 
-    A multiprocessor runs `residents` programs at a time, each as long as a split of the longest item. They take their tiles at
-    the rate of the memory, or at that of their own latency where they are too few. Fitted on an H200 (docs/kernels.md).
+    A multiprocessor runs `residents` programs at a time. They take their tiles at the rate of the memory, or at that of their own
+    latency where they are too few. Fitted on an H200 (docs/kernels.md).
     """
-    tiles = -(-longest // config.block_n)
+    tiles = -(-keys // config.block_n)
     each = -(-tiles // splits)
     shared_us = multiprocessors * config.block_n * key_bytes / config.bytes_per_us  # a tile of every multiprocessor at once
-    programs = total / config.block_n / each / multiprocessors
+    programs = items * tiles / each / multiprocessors
     waves = math.floor(programs / config.residents)
     rest = programs - waves * config.residents
     time = waves * (each * max(config.tile_us, config.residents * shared_us) + config.wave_us)

@@ -41,14 +41,14 @@ def check(kv_lens: list[int], splits: int, block_n: int = 16, window: int | None
         used = [row for row in table if row[0] >= 0]
         assert table[: len(used)] == used, "chunks without work come last"
         counts = [0] * len(kv_lens)
-        for at, (seq, kv_len, token, length, start, end, first, count) in enumerate(used):
+        for at, (seq, kv_len, token, length, tile, end, first, count) in enumerate(used):
+            start = tile * block_n
             assert (kv_len, token, length) == (kv_lens[seq], seq * query_len, query_len)
             assert first <= at < first + count
             whole = 0 if window is None else max(kv_len - query_len - window + 1, 0) // block_n * block_n
             assert start == (whole if at == first else used[at - 1][5])
             assert start < end
             assert (end == kv_len) == (at == first + count - 1)
-            assert start % block_n == 0
             counts[seq] += 1
             assert counts[seq] <= count
         assert [count > 0 for count in counts] == [kv_len > 0 for kv_len in kv_lens]
