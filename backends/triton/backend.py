@@ -105,7 +105,7 @@ class TritonAttention(AttentionBackend):
 
     def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
         """Cut the sequences into chunks for the lengths that the device has now."""
-        self._decode.cut(plan)
+        self._decode.cut_again(plan, metadata.kv_lens)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor) -> None:
         """Attention of several new tokens a sequence."""

@@ -25,7 +25,7 @@ class Chunks:
     query_start_loc: Tensor
     """int32 [num_seqs + 1]."""
     splits: int
-    """Of a sequence as long as the mean."""
+    """Of a sequence as long as the mean, at most."""
     block_n: int
     """Keys a tile; a chunk is whole tiles."""
     window: int | None
@@ -39,11 +39,12 @@ class Chunks:
         table = torch.empty(most, CHUNK_FIELDS, dtype=torch.int32, device=self.seq_lens.device)
         object.__setattr__(self, "table", table)
 
-    def cut(self, launch: Launcher) -> None:
+    def cut(self, launch: Launcher, splits: int) -> None:
         """Fill the table for the lengths that the device has now; one launch, nothing is waited for.
 
-        launch: of `cut_sequences`.
+        launch: of `cut_sequences`. splits: this time, at most `self.splits`.
         """
+        assert splits <= self.splits
         num_seqs, most = len(self.seq_lens), len(self.table)
         seqs = max(16, triton.next_power_of_2(num_seqs))
         width = max(16, min(64, _WORK // seqs))
@@ -54,7 +55,7 @@ class Chunks:
             "HAS_WINDOW": self.window is not None,
             "EVEN": self.even,
         }
-        arguments = (self.seq_lens, self.query_start_loc, self.table, num_seqs, most, self.splits, self.window or 0)
+        arguments = (self.seq_lens, self.query_start_loc, self.table, num_seqs, most, splits, self.window or 0)
         launch(tuple(constants.values()), (triton.cdiv(most, width), 1, 1), arguments, constants, num_warps=4)
 
 

@@ -27,10 +27,8 @@ class DecodeConfig:
     """Time of one tile of a program that has its multiprocessor for itself: latency, not bandwidth."""
     wave_us: float = 1.0
     """What a program costs beside its tiles."""
-    split_us: float = 1.0
-    """What leaving a partial result costs, ..."""
-    merge_us: float = 0.08
-    """... what merging one more costs the last to arrive, ..."""
+    merge_us: float = 0.085
+    """What merging one more partial result costs the last to arrive, ..."""
     merge_row_us: float = 0.015
     """... and for each row of the query tile."""
     bytes_per_us: float = 2.0e6
@@ -75,9 +73,9 @@ _TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
 SM_90 = Architecture(
     "sm_90",
     decode={
-        "few": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.73, bytes_per_us=4.4e6),
-        "many": DecodeConfig(block_n=64, num_warps=4, num_stages=2, residents=4, tile_us=2.3, wave_us=0.3, bytes_per_us=4.4e6),
-        "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.8, bytes_per_us=4.4e6),
+        "few": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.54, wave_us=7.6, bytes_per_us=4.1e6),
+        "many": DecodeConfig(block_n=128, num_warps=4, num_stages=2, residents=3, tile_us=1.5, wave_us=1.7, bytes_per_us=4.1e6),
+        "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.59, wave_us=7.6, bytes_per_us=4.1e6),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,19 +115,26 @@ class Decode:
         block_m = min(max(16, triton.next_power_of_2(rows)), 64)
         return block_m, min(triton.next_power_of_2(rows), block_m), -(-rows // block_m)
 
-    def choose(self, kv_lens: list[int], max_query_len: int) -> tuple[DecodeConfig, int]:
-        """Configuration, and chunks of a sequence as long as the mean, from the host's lengths (of a graph the captured ones)."""
+    def choose(
+        self, kv_lens: list[int], max_query_len: int, configs: Sequence[DecodeConfig] | None = None
+    ) -> tuple[DecodeConfig, int]:
+        """Configuration, and chunks of a sequence as long as the mean, from the host's lengths (of a graph the captured ones).
+
+        configs: between which it is chosen; None: all that serve so many query tokens.
+        """
         if self._num_splits is not None:
             return self.configs[0], self._num_splits
         _, rows, tiles_m = self.tile(max_query_len)
         window = self._spec.sliding_window
-        most = max(kv_lens) if window is None else window + self.configs[0].block_n
-        mean = sum(min(kv_len, most) for kv_len in kv_lens) // len(kv_lens)
-        keys = -(-mean // (step := max(16, mean // 32))) * step  # rounded, to keep the cached answers few
+        most = max(kv_lens, default=0) if window is None else window + self.configs[0].block_n
+        live = [min(kv_len, most) for kv_len in kv_lens if kv_len > 0]
+        mean = sum(live) // max(len(live), 1)
+        step = max(16, mean // 32)
+        keys = -(-mean // step) * step  # rounded, to keep the cached answers few
         key_bytes = 2 * self._spec.head_dim * self._spec.cache_dtype.itemsize
-        configs = self.configs if max_query_len == 1 else self.configs[:1]
-        items = len(kv_lens) * self._spec.num_kv_heads * tiles_m
-        return choose_cut(items, keys, key_bytes, rows, self._multiprocessors, configs)
+        items = len(live) * self._spec.num_kv_heads * tiles_m
+        configs = configs or (self.configs if max_query_len == 1 else self.configs[:1])
+        return choose_cut(items, keys, key_bytes, rows, self._multiprocessors, tuple(configs))
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
         """Fix the kernel and its buffers for a view of decoding sequences, and cut them into chunks."""
@@ -152,13 +159,19 @@ class Decode:
             results = len(chunks.table) * items * rows
             floats = self._workspace.floats(results * (self._layer.block_d + 1))
             plan = replace(plan, partial=floats, lse=floats[results * self._layer.block_d :])
-        self.cut(plan)
+        self._cut(plan, splits)
         return plan
 
-    def cut(self, plan: DecodePlan) -> None:
-        """Cut the sequences anew, for the lengths that the device has now."""
+    def cut_again(self, plan: DecodePlan, kv_lens: list[int]) -> None:
+        """Cut the sequences anew, for the lengths that the device has now; kv_lens: the same on the host."""
+        splits = plan.chunks.splits
+        if splits > 1:  # fewer where sequences are short: those captured suit long ones
+            splits = min(splits, self.choose(kv_lens, plan.max_query_len, (plan.config,))[1])
+        self._cut(plan, splits)
+
+    def _cut(self, plan: DecodePlan, splits: int) -> None:
         if len(plan.chunks.table):
-            plan.chunks.cut(self._launch_cut)
+            plan.chunks.cut(self._launch_cut, splits)
 
     def run(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, new: tuple[Tensor, Tensor] | None = None) -> None:
         """q, out: [num_tokens, num_heads, head_dim].

@@ -14,6 +14,9 @@ SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 MAX_ROUNDS = 40
 """Splits stop where every multiprocessor has this many programs: the partial results would cost more than the balance brings."""
 
+FEWEST = 2
+"""Programs a multiprocessor from which on the configurations that do not split are worth a look."""
+
 
 @lru_cache(maxsize=4096)
 def choose_cut(
@@ -27,7 +30,9 @@ def choose_cut(
     if keys == 0 or items == 0:
         return configs[0], 1
     most = max(1, min(-(-keys // configs[0].block_n), MAX_ROUNDS * multiprocessors // items))
-    cuts = [(configs[0], splits) for splits in SPLITS if splits <= most] + [(config, 1) for config in configs[1:]]
+    cuts = [(configs[0], splits) for splits in SPLITS if splits <= most]
+    if items >= FEWEST * multiprocessors:
+        cuts += [(config, 1) for config in configs[1:]]
     return min(cuts, key=lambda cut: expected_us(cut[0], cut[1], items, keys, key_bytes, rows, multiprocessors))
 
 
@@ -37,7 +42,7 @@ def expected_us(
     """Microseconds of a launch, less what is the same for every cut.
 
     A multiprocessor runs `residents` programs at a time. They take their tiles at the rate of the memory, or at that of their own
-    latency where they are too few. Fitted on an H200 (docs/kernels.md).
+    latency where they are too few, and near the crossing of the two at neither. Fitted on an H200 (docs/kernels.md).
     """
     tiles = -(-keys // config.block_n)
     each = -(-tiles // splits)
@@ -45,8 +50,8 @@ def expected_us(
     programs = items * tiles / each / multiprocessors
     waves = math.floor(programs / config.residents)
     rest = programs - waves * config.residents
-    time = waves * (each * max(config.tile_us, config.residents * shared_us) + config.wave_us)
+    time = waves * (each * math.hypot(config.tile_us, config.residents * shared_us) + config.wave_us)
     if rest > 0:
-        time += each * max(config.tile_us, rest * shared_us) + config.wave_us
+        time += each * math.hypot(config.tile_us, rest * shared_us) + config.wave_us
     merge_us = config.merge_us + config.merge_row_us * rows
-    return time + (config.split_us + merge_us * math.ceil(tiles / each) if splits > 1 else 0.0)
+    return time + (merge_us * math.ceil(tiles / each) if splits > 1 else 0.0)

@@ -30,7 +30,7 @@ def cut(
     seq_lens = torch.tensor(kv_lens, dtype=torch.int32, device=DEVICE)
     starts = torch.arange(len(kv_lens) + 1, dtype=torch.int32, device=DEVICE) * query_len
     chunks = Chunks(seq_lens, starts, splits, block_n, window, even)
-    chunks.cut(Launcher(cut_sequences))
+    chunks.cut(Launcher(cut_sequences), splits)
     return [tuple(row) for row in chunks.table.tolist()]
 
 

@@ -205,3 +205,26 @@ def test_refusals() -> None:
 def test_a_sequences_bits_are_its_own_where_that_is_asked_for(layout: CacheLayout) -> None:
     case = invariance_case(LAYERS["gqa 2"], layout, 16, layouts.write_rows)
     assert not dependent(TritonAttention(case.spec, layout, 16), case)
+
+
+def test_a_captured_plan_is_cut_anew_for_each_replay() -> None:
+    case = case_of("1q1s600_3q1s40", spec())
+    step = case.metadata
+    lens = step.seq_lens.clone()
+    backend = TritonAttention(case.spec, NHD, 16)
+    longest = torch.full_like(step.seq_lens_cpu, 8192)
+    plan = backend.plan_for_capture(dataclasses.replace(step, seq_lens_cpu=longest))
+    assert plan.chunks.splits > 4
+    step.seq_lens.zero_()  # a replay of padding only, then one of the case's own lengths
+    backend.plan_for_replay(plan, dataclasses.replace(step, seq_lens_cpu=step.seq_lens))
+    assert (plan.chunks.table[:, 0] == -1).all()
+    step.seq_lens.copy_(lens)
+    backend.plan_for_replay(plan, step)
+    seqs = plan.chunks.table[:, 0]
+    counts = seqs[seqs >= 0].bincount()
+    assert counts.sum() < len(seqs), "a table for longer ones"
+    assert counts[1:].tolist() == [1, 1, 1], "short sequences are not cut"
+    assert counts[0] > 4
+    out = torch.full_like(case.q, math.nan)
+    backend.decode(case.q, case.cache, plan, out)
+    assert relative_error(out, reference(case), case) < 2e-6
