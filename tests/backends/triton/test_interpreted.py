@@ -214,7 +214,7 @@ def test_a_captured_plan_is_cut_anew_for_each_replay() -> None:
     backend = TritonAttention(case.spec, NHD, 16)
     longest = torch.full_like(step.seq_lens_cpu, 8192)
     plan = backend.plan_for_capture(dataclasses.replace(step, seq_lens_cpu=longest))
-    assert plan.chunks.splits > 4
+    assert plan.chunks.splits > 1
     step.seq_lens.zero_()  # a replay of padding only, then one of the case's own lengths
     backend.plan_for_replay(plan, dataclasses.replace(step, seq_lens_cpu=step.seq_lens))
     assert (plan.chunks.table[:, 0] == -1).all()
