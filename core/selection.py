@@ -12,11 +12,9 @@ from headway.core.layout import CacheLayout
 from headway.core.metadata import Phase
 from headway.core.workload import Workload
 
-_SMALLER_BLOCKS = 1.01
+_INDIFFERENT = 1.01
 """A block size whose cost is within this factor of the least over the same layout is as good: the smallest is taken, since small
-blocks waste less memory."""
-_SHARED_PREFIXES = 1.03
-"""The same where prompts begin with what the prefix cache holds: of that, less than a block is computed again."""
+blocks waste less memory and share more prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,7 @@ class Measured:
         if not rated:
             return None
         least, _, best, _ = min(rated, key=lambda row: row[0])
-        as_good = least * (_SHARED_PREFIXES if self.workload.cached_len else _SMALLER_BLOCKS)
-        _, costs, layout, names = next(row for row in rated if row[2] == best and row[0] <= as_good)
+        _, costs, layout, names = next(row for row in rated if row[2] == best and row[0] <= least * _INDIFFERENT)
         winners = {phase: costs.winners(phase, names[phase]) if phase in self.free else names[phase][:1] for phase in Phase}
         usual = {phase: self._usual(costs, phase, winners[phase]) for phase in Phase}
         others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in Phase}
