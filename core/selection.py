@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from headway.core.chooser import Chooser
 from headway.core.costs import CostTable, StepCosts
@@ -13,8 +14,8 @@ from headway.core.metadata import Phase
 from headway.core.workload import Workload
 
 _INDIFFERENT = 1.01
-"""A block size whose cost is within this factor of the least over the same layout is as good: the smallest is taken, since small
-blocks waste less memory and share more prefixes."""
+"""A block size whose cost is within this factor of the least over the same layout, for the workload and in the mean of all that
+was measured, is as good: the smallest is taken, since small blocks waste less memory and share more prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,13 @@ class Measured:
                 rated.append((cost, costs, layout, names))
         if not rated:
             return None
-        least, _, best, _ = min(rated, key=lambda row: row[0])
-        _, costs, layout, names = next(row for row in rated if row[2] == best and row[0] <= least * _INDIFFERENT)
+        best = min(rated, key=lambda row: row[0])
+        overall = self._overall(best[1], best[3])
+        _, costs, layout, names = next(
+            row
+            for row in rated
+            if row[2] == best[2] and row[0] <= best[0] * _INDIFFERENT and self._overall(row[1], row[3]) <= overall * _INDIFFERENT
+        )
         winners = {phase: costs.winners(phase, names[phase]) if phase in self.free else names[phase][:1] for phase in Phase}
         usual = {phase: self._usual(costs, phase, winners[phase]) for phase in Phase}
         others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in Phase}
@@ -88,6 +94,16 @@ class Measured:
         steps = [(shape, count) for shape, count in self.workload.steps() if measured[shape.phase]]
         total = sum(count * min(costs.step_us(name, shape) for name in names[shape.phase]) for shape, count in steps)
         return total if math.isfinite(total) else None
+
+    def _overall(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> float:
+        """Geometric mean of the least costs at all measured points: what a workload that departs from the expected one meets."""
+        logs = [
+            math.log(ranked[0][1])
+            for phase, able in names.items()
+            for shape in costs.shapes(phase)
+            if (ranked := costs.ranking(shape, able))
+        ]
+        return math.exp(fmean(logs)) if logs else 0.0
 
     def _usual(self, costs: StepCosts, phase: Phase, names: Sequence[str]) -> str:
         """The backend that serves the workload's steps of a phase best; without such steps the one that wins most."""

@@ -297,6 +297,14 @@ def test_small_blocks_are_worth_one_percent_but_no_other_layout_is() -> None:
     assert (selector.selection.layout, selector.selection.block_size) == (HND, 256)
 
 
+def test_small_blocks_must_be_as_good_beyond_the_workload_too() -> None:
+    def times(name: str, shape: Shape, layout: str, size: int) -> float:
+        return 2.0 if shape.phase is Phase.PREFILL and size == 16 else 1.0
+
+    selection = measured(Source(backend("a")), table(times, "a"), workload=Workload(16, 1024, 256, cached_len=512)).selection
+    assert (selection.layout, selection.block_size) == (NHD, 256), "the workload itself has no prefill"
+
+
 def test_the_workload_decides_between_layouts() -> None:
     def us(name: str, shape: Shape, layout: str, size: int) -> float:
         favoured = layout == ("nhd" if shape.phase is Phase.DECODE else "hnd")
