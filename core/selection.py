@@ -68,13 +68,10 @@ class Measured:
                 rated.append((cost, costs, layout, names))
         if not rated:
             return None
-        best = min(rated, key=lambda row: row[0])
-        overall = self._overall(best[1], best[3])
-        _, costs, layout, names = next(
-            row
-            for row in rated
-            if row[2] == best[2] and row[0] <= best[0] * _INDIFFERENT and self._overall(row[1], row[3]) <= overall * _INDIFFERENT
-        )
+        least, _, best, _ = min(rated, key=lambda row: row[0])
+        as_good = [row for row in rated if row[2] == best and row[0] <= least * _INDIFFERENT]
+        overall = [self._overall(costs, names) for _, costs, _, names in as_good]
+        _, costs, layout, names = next(row for row, us in zip(as_good, overall, strict=True) if us <= min(overall) * _INDIFFERENT)
         winners = {phase: costs.winners(phase, names[phase]) if phase in self.free else names[phase][:1] for phase in Phase}
         usual = {phase: self._usual(costs, phase, winners[phase]) for phase in Phase}
         others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in Phase}
