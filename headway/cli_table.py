@@ -140,11 +140,12 @@ def regret(
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
     without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave each point of the table out.")] = False,
     anywhere: Annotated[bool, typer.Option("--anywhere", help="Also against every other layout and block size.")] = False,
+    trials: Annotated[Path | None, typer.Option(help="Measure nothing: judge by the times of this earlier --output.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
     """Measure how much auto, obeying this table, loses to the best backend at points that are not in it."""
     from headway.bench.crossover.files import read_table
-    from headway.bench.crossover.regret import leave_one_out, measure_regret
+    from headway.bench.crossover.regret import judge_again, leave_one_out, measure_regret, read_report
     from headway.bench.device import resolve_device
     from headway.bench.results import write_json
     from headway.core.workload import Workload
@@ -153,6 +154,8 @@ def regret(
     known = read_table(_found(file))
     if without:
         report = leave_one_out(known)
+    elif trials is not None:
+        report = judge_again(read_report(trials), known, Workload.parse(workload))
     else:
         device = resolve_device(None if known.device.type == "cuda" else known.device.type)
         expected, progress = Workload.parse(workload), Console(stderr=True)
@@ -172,7 +175,7 @@ def regret(
         f"regret over {len(report.trials)} held-out points: geometric mean {report.geometric_mean:.3f}, worst {report.worst:.3f}"
     )
     console.print(Text(summary, "bold"))
-    if report.geometric_mean_anywhere is not None:
+    if anywhere or trials:
         mean, worst = report.geometric_mean_anywhere, report.worst_anywhere
         console.print(Text(f"against the best of every layout and block size: geometric mean {mean:.3f}, worst {worst:.3f}"))
     if output is not None:

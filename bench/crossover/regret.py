@@ -6,27 +6,32 @@ import math
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
+from headway.bench.cases import parse_case
 from headway.bench.crossover.convert import to_costs
-from headway.bench.crossover.grid import Point, held_out
+from headway.bench.crossover.grid import CORE_PHASE, Point, held_out
 from headway.bench.crossover.point import Bench, measure_point
 from headway.bench.crossover.run import GRAPH_LEN
 from headway.bench.crossover.schema import Cell, CrossoverTable, SpecRecord
-from headway.bench.crossover.view import PairName, view
+from headway.bench.crossover.view import PairName, pairs_of, view
 from headway.bench.device import DeviceIdentity, identify_device
 from headway.bench.kernel import on_device, progress_bar
 from headway.bench.timing import Turns
 from headway.core.costs import StepCosts
 from headway.core.errors import ConfigError
+from headway.core.layout import CacheLayout
+from headway.core.metadata import Phase
+from headway.core.selection import Measured
 from headway.core.selector import Selector
 from headway.core.workload import Workload
-from headway.registry import Registry
+from headway.registry import Registry, create_registry
 
 LAYERS = 32
 """Layers of a model, which share the plan's cost."""
@@ -44,10 +49,9 @@ class Trial(BaseModel):
     chosen_us: float
     """A step: plan and all layers."""
     best_us: float
+    """Of all backends over the layout and block size that `auto` fixed."""
     times_us: dict[str, float]
-    """By backend, over the layout and block size that `auto` fixed."""
-    elsewhere_us: dict[str, float] = Field(default_factory=dict)
-    """By backend, layout and block size, over the others: what an engine cannot switch to from one step to the next."""
+    """By backend, layout and block size, such as `triton nhd 256`; by the backend alone where it reads no cache."""
 
     @property
     def regret(self) -> float:
@@ -56,8 +60,8 @@ class Trial(BaseModel):
 
     @property
     def regret_anywhere(self) -> float:
-        """The same over the best of every layout and block size."""
-        return self.chosen_us / min([self.best_us, *self.elsewhere_us.values()])
+        """The same over the best of every layout and block size, to which an engine cannot switch from step to step."""
+        return self.chosen_us / min(self.times_us.values())
 
 
 class RegretReport(BaseModel):
@@ -76,9 +80,9 @@ class RegretReport(BaseModel):
     seed: int
     geometric_mean: float
     worst: float
-    geometric_mean_anywhere: float | None = None
-    """Against the best over every layout and block size of the table; None: the others were not measured."""
-    worst_anywhere: float | None = None
+    geometric_mean_anywhere: float
+    """Against the best over every layout and block size that was measured."""
+    worst_anywhere: float
     trials: list[Trial]
     untimed: list[str]
     """Points at which the choice, or every backend, had no time; with the reasons."""
@@ -113,8 +117,7 @@ def measure_regret(
     bench = Bench(registry, spec, Turns(rounds=5), table.graph_len or GRAPH_LEN, seed)
     pairs = [(chosen.layout, chosen.block_size)]
     if anywhere:
-        measured = dict.fromkeys((cell.layout, cell.block_size) for cell in table.cells if cell.layout and cell.block_size)
-        others = [(registry.layout(layout).layout, size) for layout, size in measured]
+        others = [(registry.layout(layout).layout, size) for layout, size in pairs_of(table) if layout and size]
         pairs += [pair for pair in others if pair != pairs[0]]
     trials: list[Trial] = []
     untimed: list[str] = []
@@ -133,6 +136,58 @@ def measure_regret(
                 trials.append(trial)
             progress.update(task, advance=1, description=f"{point.phase} {point.case}")
     return _report(table, identify_device(device), str(chosen), layers, seed, trials, untimed)
+
+
+def read_report(path: Path) -> RegretReport:
+    """Read a report that was written to a file.
+
+    :raises ConfigError: missing, or not of this schema.
+    """
+    try:
+        return RegretReport.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        got = error.strerror or str(error)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    raise ConfigError(f"report {path}", "a file that headway table regret --output wrote", got)
+
+
+def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload) -> RegretReport:
+    """The choices that a table leads to now, by the times of an earlier report; nothing is measured, on any machine.
+
+    report: of `measure_regret` with `anywhere`, or the layout and block size chosen now may have no times in it.
+
+    :raises ConfigError: the table has no times for any layout.
+    """
+    timed = {(CORE_PHASE[cell.phase], cell.backend, cell.layout, cell.block_size) for cell in table.cells if cell.layer_us}
+    names = [record.name for record in table.backends if record.usable]
+
+    def able(phase: Phase, layout: CacheLayout, size: int) -> list[str]:
+        return [name for name in names if {(phase, name, layout.name, size), (phase, name, None, None)} & timed]
+
+    layouts = create_registry(load_entry_points=False)
+    places = [(layouts.layout(name).layout, size) for name, size in pairs_of(table) if name and size]
+    found = Measured([(to_costs(table), report.layers)], workload, tuple(Phase)).select(places, able)
+    if found is None:
+        raise ConfigError("regret", "a table of level kernel with times for every phase", f"{len(table.cells)} cells without")
+    selection, chooser = found
+    place = f" {selection.layout.name} {selection.block_size}"
+    trials, untimed = [], []
+    for trial in report.trials:
+        (query_len, kv_len), *others = parse_case(trial.case)
+        phase = CORE_PHASE[trial.phase]
+        name = selection.names[phase]
+        if phase in chooser.names:
+            name = chooser.choose(phase, 1 + len(others), query_len, kv_len) or name
+        here = {key.removesuffix(place): us for key, us in trial.times_us.items() if key.endswith(place) or " " not in key}
+        if name in here:
+            best = min(here, key=here.__getitem__)
+            update = {"chosen": name, "best": best, "chosen_us": here[name], "best_us": here[best]}
+            trials.append(trial.model_copy(update=update))
+        else:
+            untimed.append(f"{trial.phase} {trial.case}, choice {name}{place}: no time in the report")
+    return _report(table, report.device, str(selection), report.layers, report.seed, trials, untimed + report.untimed)
 
 
 def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
@@ -166,7 +221,7 @@ def _report(
     untimed: list[str],
 ) -> RegretReport:
     regrets = [trial.regret for trial in trials] or [1.0]
-    anywhere = [trial.regret_anywhere for trial in trials] if any(trial.elsewhere_us for trial in trials) else None
+    anywhere = [trial.regret_anywhere for trial in trials] or [1.0]
     return RegretReport(
         command=" ".join(["headway", *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -178,8 +233,8 @@ def _report(
         seed=seed,
         geometric_mean=_geometric_mean(regrets),
         worst=max(regrets),
-        geometric_mean_anywhere=_geometric_mean(anywhere) if anywhere else None,
-        worst_anywhere=max(anywhere) if anywhere else None,
+        geometric_mean_anywhere=_geometric_mean(anywhere),
+        worst_anywhere=max(anywhere),
         trials=trials,
         untimed=untimed,
     )
@@ -191,24 +246,22 @@ def _geometric_mean(numbers: Sequence[float]) -> float:
 
 def _trial(chosen: str, cells: Sequence[Cell], place: PairName, layers: int) -> Trial | None:
     """Of one point's cells, with the choice made over `place`; None if the choice has no time there."""
-    times, elsewhere = {}, {}
+    here, times = {}, {}
     for cell in cells:
         if cell.layer_us is not None:
             us = (cell.plan_us or 0.0) + layers * cell.layer_us
+            times[f"{cell.backend} {cell.layout} {cell.block_size}" if cell.layout else cell.backend] = us
             if (cell.layout, cell.block_size) in (place, (None, None)):
-                times[cell.backend] = us
-            else:
-                elsewhere[f"{cell.backend} {cell.layout} {cell.block_size}"] = us
-    if chosen not in times:
+                here[cell.backend] = us
+    if chosen not in here:
         return None
-    best = min(times, key=times.__getitem__)
+    best = min(here, key=here.__getitem__)
     return Trial(
         phase=cells[0].phase,
         case=cells[0].case,
         chosen=chosen,
         best=best,
-        chosen_us=times[chosen],
-        best_us=times[best],
+        chosen_us=here[chosen],
+        best_us=here[best],
         times_us=times,
-        elsewhere_us=elsewhere,
     )
