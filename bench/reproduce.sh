@@ -1,11 +1,13 @@
 #!/bin/sh
 # Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
 #
-# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels; about 10, 6, 20 and 4 minutes
-# on an H200; parts may run side by side, each on a GPU of its own (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"), PYTHON that of the tests.
+# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels; about 10, 6, 40 and 4 minutes
+# on an H200 (of crossover, sdpa and sdpa.math in the grid take most); parts may run side by side, each on a GPU of its own
+# (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
+# PYTHON that of the tests.
 # A part that fails is reported and does not stop the others.
 set -u
-[ $# -ge 2 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
 HEADWAY=${HEADWAY:-headway} PYTHON=${PYTHON:-python3}
 out=$1; shift
 mkdir -p "$out"
@@ -43,11 +45,11 @@ crossover() {
         run nhd bench crossover --geometry $geometry --layouts nhd --output "$file-nhd.json"
         run vllm_5d bench crossover --geometry $geometry --layouts vllm_5d --block-sizes 16 --output "$file-vllm.json"
         run merge table merge "$file-nhd.json" "$file-vllm.json" -o "$file.json" && rm -f "$file-nhd.json" "$file-vllm.json"
-        run regret table regret "$file.json" --points 48 --output "$out/regret-$(echo $geometry | tr / -).json"
+        run regret table regret "$file.json" --points 48 --anywhere --output "$out/regret-$(echo $geometry | tr / -).json"
     done
-    whole="bench crossover --level engine --model qwen3-0.6b --load-format dummy --dtype bfloat16 --cell-limit 20s"
+    whole="bench crossover --level engine --model qwen3-0.6b --load-format dummy --dtype bfloat16 --cell-limit 60s"
     table="--crossover-table $out/crossover-16-8-128.json"
-    run grid $whole $table --output "$out/crossover-engine.json"
+    run grid $whole $table --workload 32x1024+1024 --output "$out/crossover-engine.json"
     # 64 short prompts (128 in, 64 out) beside 4 documents (32,768 in, 64 out)
     run mixed $whole $table --workload long --repeat 3 --mixed 64q128s192_4q32ks32832 \
         --backends auto,triton,flash_attn,flash_attn_4,xformers --output "$out/crossover-engine-mixed.json"
