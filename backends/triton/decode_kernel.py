@@ -111,14 +111,15 @@ def split_kv_decode(
         return
     d = tl.arange(0, BLOCK_D)
     last = end == kv_len
-    if NEW:  # asked for before the loop and used after it
+    if NEW:  # asked for before the loop and used after it; a block is compared, not broadcast, for the interpreter of Triton 3.9
+        own = (d < HEAD_DIM) & (tl.zeros([BLOCK_D], tl.int32) + end == kv_len)
         new_k_row = new_k_ptr + seq.to(tl.int64) * new_k_stride_token + kv_head * new_k_stride_head
         new_v_row = new_v_ptr + seq.to(tl.int64) * new_v_stride_token + kv_head * new_v_stride_head
-        new_k = tl.load(new_k_row + d, mask=last & (d < HEAD_DIM), other=0.0)
-        new_v = tl.load(new_v_row + d, mask=last & (d < HEAD_DIM), other=0.0)
+        new_k = tl.load(new_k_row + d, mask=own, other=0.0)
+        new_v = tl.load(new_v_row + d, mask=own, other=0.0)
         r = first_row + tl.arange(0, ROWS)
         new_q_rows = q_ptr + seq.to(tl.int64) * q_stride_token + ((kv_head * GROUP + r) * q_stride_head)[:, None]
-        new_q = tl.load(new_q_rows + d[None, :], mask=last & (r < GROUP)[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+        new_q = tl.load(new_q_rows + d[None, :], mask=(r < GROUP)[:, None] & own[None, :], other=0.0)
     end = tl.minimum(end, kv_len - 1 if NEW else kv_len)
 
     row = first_row + tl.arange(0, BLOCK_M)
