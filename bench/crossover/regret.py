@@ -149,7 +149,7 @@ def read_report(path: Path) -> RegretReport:
         got = error.strerror or str(error)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        got = ": ".join(part for part in (".".join(map(str, first["loc"])), first["msg"]) if part)
     raise ConfigError(f"report {path}", "a file that headway table regret --output wrote", got)
 
 
