@@ -151,6 +151,8 @@ def regret(
     from headway.core.workload import Workload
     from headway.registry import create_registry
 
+    if without and trials is not None:
+        raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
     known = read_table(_found(file))
     if without:
         report = leave_one_out(known)

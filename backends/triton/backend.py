@@ -22,8 +22,8 @@ from headway.core.spec import AttentionSpec
 from headway.core.support import YES, Support
 
 GRAPH_CONTEXT = 8192
-"""Tokens for which a captured decode fixes its splits. From an H200, 16/8 heads: captured at 40,960 a batch of 64 took 9 splits,
-and 46 us at 512 tokens where one split takes 35; one sequence is as fast with the splits of 4,096 as with those of 40,960."""
+"""Tokens for which a captured decode fixes its tiles and the most chunks; each replay chooses how many of those it cuts. A larger
+table would serve very long contexts of a few sequences better, and cost the others programs that find no chunk; not measured."""
 FP8_CAPABILITY = (8, 9)
 """The first compute capability that converts e4m3."""
 
@@ -100,7 +100,7 @@ class TritonAttention(AttentionBackend):
         return plan
 
     def plan_for_capture(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
-        """As `plan`, for contexts of at most GRAPH_CONTEXT: what balances longer ones slows down all shorter ones."""
+        """As `plan`, for contexts of at most GRAPH_CONTEXT."""
         return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
 
     def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:

@@ -39,6 +39,11 @@ class Chunks:
         table = torch.empty(most, CHUNK_FIELDS, dtype=torch.int32, device=self.seq_lens.device)
         object.__setattr__(self, "table", table)
 
+    @property
+    def split(self) -> bool:
+        """Whether a sequence may have more than one."""
+        return len(self.table) > len(self.seq_lens)
+
     def cut(self, launch: Launcher, splits: int) -> None:
         """Fill the table for the lengths that the device has now; one launch, nothing is waited for.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,11 +50,6 @@ class DecodePlan:
     def early(self) -> bool:
         """Whether the kernel after it may start meanwhile."""
         return len(self.chunks.seq_lens) <= EARLY_SEQUENCES
-
-    @property
-    def split(self) -> bool:
-        """Whether a sequence may have more than one chunk."""
-        return len(self.chunks.table) > len(self.chunks.seq_lens)
 
 
 class Workspace:
@@ -143,6 +138,8 @@ class Decode:
         even, window = self._num_splits is not None, self._spec.sliding_window
         chunks = Chunks(metadata.seq_lens, metadata.query_start_loc, splits, config.block_n, window, even)
         items = self._spec.num_kv_heads * tiles_m
+        results = len(chunks.table) * items * rows if chunks.split else 0
+        floats = self._workspace.floats(results * (self._layer.block_d + 1))
         plan = DecodePlan(
             block_table=metadata.block_table,
             chunks=chunks,
@@ -151,14 +148,10 @@ class Decode:
             block_m=block_m,
             rows=rows,
             config=config,
-            partial=self._workspace.floats(0),
-            lse=self._workspace.floats(0),
-            arrivals=self._workspace.counters(items * metadata.num_seqs),
+            partial=floats,
+            lse=floats[results * self._layer.block_d :],
+            arrivals=self._workspace.counters(items * metadata.num_seqs if chunks.split else 0),
         )
-        if plan.split:
-            results = len(chunks.table) * items * rows
-            floats = self._workspace.floats(results * (self._layer.block_d + 1))
-            plan = replace(plan, partial=floats, lse=floats[results * self._layer.block_d :])
         self._cut(plan, splits)
         return plan
 
@@ -186,7 +179,7 @@ class Decode:
         addressing = self._addressing.get(strides)
         if addressing is None:
             addressing = self._addressing[strides] = Addressing.of(cache)
-        kind = (plan.block_m, plan.rows, plan.max_query_len == 1, plan.split, plan.early, plan.config)
+        kind = (plan.block_m, plan.rows, plan.max_query_len == 1, plan.chunks.split, plan.early, plan.config)
         variant = (q.stride(), out.stride(), k.stride(), v.stride(), new is not None, *kind)
         pointers = aligned(*(tensor.data_ptr() for tensor in (q, out, k, v, cache.key, cache.value)))
         key = (strides, variant, pointers)
@@ -243,7 +236,7 @@ class Decode:
             "ROWS": plan.rows,
             "BLOCK_N": plan.config.block_n,
             "PAIRS": cache.key.element_size() == 1 and whole_rows and not INTERPRETED,
-            "SPLIT": plan.split,
+            "SPLIT": plan.chunks.split,
             "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),
             "STAGES": plan.config.num_stages,
             "PDL": launches_early(self._spec.device),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from headway.bench.crossover.grid import CORE_PHASE, Point, held_out
 from headway.bench.crossover.point import Bench, measure_point
 from headway.bench.crossover.run import GRAPH_LEN
 from headway.bench.crossover.schema import Cell, CrossoverTable, SpecRecord
-from headway.bench.crossover.view import PairName, pairs_of, view
+from headway.bench.crossover.view import pairs_of, view
 from headway.bench.device import DeviceIdentity, identify_device
 from headway.bench.kernel import on_device, progress_bar
 from headway.bench.timing import Turns
@@ -128,7 +128,8 @@ def measure_regret(
             shape = point.shape
             backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
             name = next(iter(backends.values())).name
-            trial = _trial(name, cells, (chosen.layout.name, chosen.block_size), layers)
+            place = f"{chosen.layout.name} {chosen.block_size}"
+            trial = _trial(point.phase, point.case, name, _times_us(cells, layers), place)
             if trial is None:
                 reasons = "; ".join(f"{cell.backend} {cell.status} {cell.reason}" for cell in cells if cell.median_us is None)
                 untimed.append(f"{point.phase} {point.case}, choice {name}: {reasons}")
@@ -172,21 +173,19 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
     if found is None:
         raise ConfigError("regret", "a table of level kernel with times for every phase", f"{len(table.cells)} cells without")
     selection, chooser = found
-    place = f" {selection.layout.name} {selection.block_size}"
+    place = f"{selection.layout.name} {selection.block_size}"
     trials, untimed = [], []
-    for trial in report.trials:
-        (query_len, kv_len), *others = parse_case(trial.case)
-        phase = CORE_PHASE[trial.phase]
+    for old in report.trials:
+        (query_len, kv_len), *others = parse_case(old.case)
+        phase = CORE_PHASE[old.phase]
         name = selection.names[phase]
         if phase in chooser.names:
             name = chooser.choose(phase, 1 + len(others), query_len, kv_len) or name
-        here = {key.removesuffix(place): us for key, us in trial.times_us.items() if key.endswith(place) or " " not in key}
-        if name in here:
-            best = min(here, key=here.__getitem__)
-            update = {"chosen": name, "best": best, "chosen_us": here[name], "best_us": here[best]}
-            trials.append(trial.model_copy(update=update))
+        trial = _trial(old.phase, old.case, name, old.times_us, place)
+        if trial is None:
+            untimed.append(f"{old.phase} {old.case}, choice {name} {place}: no time in the report")
         else:
-            untimed.append(f"{trial.phase} {trial.case}, choice {name}{place}: no time in the report")
+            trials.append(trial)
     return _report(table, report.device, str(selection), report.layers, report.seed, trials, untimed + report.untimed)
 
 
@@ -205,7 +204,8 @@ def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
         rest = table.model_copy(update={"cells": [cell for cell in table.cells if cell.point != first.point]})
         costs = StepCosts([(to_costs(rest), layers)], layout, block_size)
         ranked = costs.ranking(point.shape, shown.backends) if costs.covers(point.shape) else []
-        trial = _trial(ranked[0][0], list(row.cells.values()), (layout, block_size), layers) if ranked else None
+        times = _times_us(row.cells.values(), layers)
+        trial = _trial(first.phase, first.case, ranked[0][0], times, f"{layout} {block_size}") if ranked else None
         if trial is not None:
             trials.append(trial)
     return _report(table, table.device, f"leave one out, {shown.where}", layers, 0, trials, [])
@@ -244,24 +244,21 @@ def _geometric_mean(numbers: Sequence[float]) -> float:
     return math.exp(fmean(map(math.log, numbers)))
 
 
-def _trial(chosen: str, cells: Sequence[Cell], place: PairName, layers: int) -> Trial | None:
-    """Of one point's cells, with the choice made over `place`; None if the choice has no time there."""
-    here, times = {}, {}
-    for cell in cells:
-        if cell.layer_us is not None:
-            us = (cell.plan_us or 0.0) + layers * cell.layer_us
-            times[f"{cell.backend} {cell.layout} {cell.block_size}" if cell.layout else cell.backend] = us
-            if (cell.layout, cell.block_size) in (place, (None, None)):
-                here[cell.backend] = us
+def _times_us(cells: Iterable[Cell], layers: int) -> dict[str, float]:
+    """As in a trial."""
+    timed = [(cell, cell.layer_us) for cell in cells if cell.layer_us is not None]
+    return {
+        f"{cell.backend} {cell.layout} {cell.block_size}" if cell.layout else cell.backend: (cell.plan_us or 0.0) + layers * us
+        for cell, us in timed
+    }
+
+
+def _trial(phase: str, case: str, chosen: str, times_us: Mapping[str, float], place: str) -> Trial | None:
+    """A choice made over `place`, such as `nhd 256`; None if it has no time there."""
+    here = {key.removesuffix(f" {place}"): us for key, us in times_us.items() if key.endswith(f" {place}") or " " not in key}
     if chosen not in here:
         return None
     best = min(here, key=here.__getitem__)
     return Trial(
-        phase=cells[0].phase,
-        case=cells[0].case,
-        chosen=chosen,
-        best=best,
-        chosen_us=here[chosen],
-        best_us=here[best],
-        times_us=times,
+        phase=phase, case=case, chosen=chosen, best=best, chosen_us=here[chosen], best_us=here[best], times_us=dict(times_us)
     )

@@ -142,6 +142,20 @@ def test_without_any_table_the_way_to_one_is_said(headway: Headway) -> None:
     assert_refused(headway("table", "show", columns=300), "headway bench crossover measures one")
 
 
+def test_choices_are_judged_and_judged_again_by_the_same_times(headway: Headway, path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "regret.json"
+    result = headway("table", "regret", str(path), "--leave-one-out", "--output", str(output))
+    assert result.code == 0, result.err
+    assert "geometric mean" in result.out
+    again = headway("table", "regret", str(path), "--trials", str(output))
+    assert again.code == 0, again.err
+    assert "against the best of every layout and block size" in again.out
+    wrong = headway("table", "regret", str(path), "--trials", str(path), columns=400)
+    assert_refused(wrong, "needs a file that headway table regret --output wrote")
+    both = headway("table", "regret", str(path), "--leave-one-out", "--trials", str(output), columns=400)
+    assert_refused(both, "needs --leave-one-out or --trials, got both")
+
+
 def test_a_picture_can_be_asked_for_alone(headway: Headway, path: Path, tmp_path: Path) -> None:
     assert headway("table", "plot", str(path), str(tmp_path / "p.html")).code == 0
     assert "sdpa.math" in (tmp_path / "p.html").read_text()
