@@ -2,10 +2,10 @@
 
 from setuptools import find_packages, setup
 
-PARTS = ("core", "backends", "models", "registry", "bench")
+PARTS = ("core", "registry", "backends", "models", "testing", "tuning", "bench")
 
 setup(
-    packages=["headway"]
+    packages=["headway", "headway.cli"]
     + [f"headway.{part}" for part in PARTS]
     + [f"headway.{part}.{sub}" for part in PARTS for sub in find_packages(part)],
     package_dir={"headway": "headway", **{f"headway.{part}": part for part in PARTS}},

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.backends.library import HALF_DTYPES, Step, at_least, find, has_gpu
-from headway.core.backend import ALL_PHASES, AttentionBackend, Capabilities, GraphLevel
-from headway.core.layout import NHD, CacheLayout, LayerCache
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.spec import AttentionSpec
-from headway.core.support import YES, Support
+from headway.backends.probe import HALF_DTYPES, at_least, find, has_gpu
+from headway.backends.varlen import VarlenStep
+from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.layout import NHD, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import YES, Support
 
 MODULE = "flash_attn.flash_attn_interface"
 ENTRY = "flash_attn_gpu"
@@ -83,18 +85,18 @@ class FlashAttention2(AttentionBackend):
             return "flash_fwd_kernel (flash-attn 2, varlen_fwd)"
         return f"flash_fwd_splitkv_kernel (flash-attn 2, {'fwd_kvcache' if phase is Phase.DECODE else 'varlen_fwd'})"
 
-    def plan(self, metadata: AttentionMetadata) -> Step:
+    def plan(self, metadata: AttentionMetadata) -> VarlenStep:
         """No device work: the metadata has it all."""
-        return Step.of(metadata)
+        return VarlenStep.of(metadata)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
         """Over this step's k and v where there is no context, else over the cache."""
         if plan.paged:
             self._varlen(q, cache.key, cache.value, plan, out)
         else:
             self._varlen(q, k, v, plan, out)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
         """Split-KV where all sequences have the same number of new tokens; ragged verification goes through varlen."""
         if not plan.uniform:
             self._varlen(q, cache.key, cache.value, plan, out)
@@ -130,7 +132,7 @@ class FlashAttention2(AttentionBackend):
             0,  # num_splits: the library's heuristic
         )
 
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, plan: Step, out: Tensor) -> None:
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
         """k, v: [num_tokens, num_kv_heads, head_dim], or the cache's [num_blocks, block_size, num_kv_heads, head_dim]."""
         paged = plan.paged
         written = self._library.varlen_fwd(

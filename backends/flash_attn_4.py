@@ -8,12 +8,14 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from headway.backends.library import HALF_DTYPES, Step, capability, find, has_gpu
-from headway.core.backend import ALL_PHASES, AttentionBackend, Capabilities, GraphLevel
-from headway.core.layout import NHD, CacheLayout, LayerCache
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.spec import AttentionSpec
-from headway.core.support import YES, Support
+from headway.backends.probe import HALF_DTYPES, capability, find, has_gpu
+from headway.backends.varlen import VarlenStep
+from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.layout import NHD, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import YES, Support
 
 MODULE = "flash_attn.cute.interface"
 ENTRY = "_flash_attn_fwd"
@@ -105,11 +107,11 @@ class FlashAttention4(AttentionBackend):
         generation = "Sm100" if found is not None and found[0] == 10 else "Sm90"
         return f"FlashAttentionForward{generation} (flash-attn-4, {'varlen' if phase is Phase.PREFILL else 'paged'})"
 
-    def plan(self, metadata: AttentionMetadata) -> Step:
+    def plan(self, metadata: AttentionMetadata) -> VarlenStep:
         """No device work: the metadata has it all."""
-        return Step.of(metadata)
+        return VarlenStep.of(metadata)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
         """Over this step's k and v where there is no context, else over the cache."""
         if plan.paged:
             self._paged(q, cache, plan, out)
@@ -130,11 +132,11 @@ class FlashAttention4(AttentionBackend):
             out=out,
         )
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
         """The same kernel; batched where all sequences have the same number of new tokens."""
         self._paged(q, cache, plan, out)
 
-    def _paged(self, q: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+    def _paged(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
         starts: Tensor | None = plan.starts
         if plan.uniform:  # [num_seqs, query_len, num_heads, head_dim] spares the kernel its search for each tile's sequence
             shape = (plan.num_seqs, plan.max_query_len, self.spec.num_heads, self.spec.head_dim)

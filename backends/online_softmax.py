@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from headway.backends.masks import alibi, visible
-from headway.core.layout import LayerCache
-from headway.core.metadata import AttentionMetadata
-from headway.core.spec import AttentionSpec
+from headway.core.contract.layout import LayerCache
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
 
 State = tuple[Tensor, Tensor, Tensor]
 """m, l [num_heads, query_len, 1] and o [num_heads, query_len, head_dim], float32."""

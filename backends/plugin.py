@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from headway.core.backend import API_VERSION, AttentionBackend, BackendInfo
-from headway.core.layout import HND, NHD, VLLM_5D, CacheWriter, LayoutInfo
-from headway.core.metadata import Phase
-from headway.core.spec import AttentionSpec
+from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheWriter, LayoutInfo
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
 from headway.registry.hookspecs import hookimpl
 
 log = logging.getLogger("headway")

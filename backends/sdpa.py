@@ -14,11 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from headway.backends.masks import alibi, visible
-from headway.core.backend import ALL_PHASES, FEATURES, AttentionBackend, Capabilities
-from headway.core.errors import ConfigError
-from headway.core.layout import CacheLayout, LayerCache
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.spec import AttentionSpec
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
 
 _ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

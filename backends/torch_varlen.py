@@ -7,12 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headway.backends.library import HALF_DTYPES, Step, at_least, find, has_gpu
-from headway.core.backend import ALL_PHASES, AttentionBackend, Capabilities
-from headway.core.layout import NHD, CacheLayout, LayerCache
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.spec import AttentionSpec
-from headway.core.support import Support
+from headway.backends.probe import HALF_DTYPES, at_least, find, has_gpu
+from headway.backends.varlen import VarlenStep
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.layout import NHD, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Support
 
 MODULE = "torch.nn.attention.varlen"
 PARAMETERS = frozenset({"block_table", "seqused_k", "scale", "window_size", "enable_gqa"})
@@ -65,22 +67,22 @@ class TorchVarlen(AttentionBackend):
         kernel = "flash_fwd_kernel" if phase is Phase.PREFILL else "flash_fwd_splitkv_kernel"
         return f"{kernel} (torch {torch.__version__}, varlen_attn)"
 
-    def plan(self, metadata: AttentionMetadata) -> Step:
+    def plan(self, metadata: AttentionMetadata) -> VarlenStep:
         """No device work: the metadata has it all."""
-        return Step.of(metadata)
+        return VarlenStep.of(metadata)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
         """Over this step's k and v where there is no context, else over the cache."""
         if plan.paged:
             self._run(q, cache.key, cache.value, plan, out)
         else:
             self._run(q, k, v, plan, out)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
         """The same call with the queries of each sequence, one or several, ragged or not."""
         self._run(q, cache.key, cache.value, plan, out)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, plan: Step, out: Tensor) -> None:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
         """k, v: [num_tokens, num_kv_heads, head_dim], or the cache's [num_blocks, block_size, num_kv_heads, head_dim]."""
         # cu_seq_k of a paged call: only its shape is looked at, seqused_k rules.
         arguments = (q, k, v, plan.starts, plan.starts, plan.max_query_len, plan.max_kv_len)

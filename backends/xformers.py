@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.library import HALF_DTYPES, at_least, find, has_gpu
-from headway.core.backend import ALL_PHASES, AttentionBackend, Capabilities, GraphLevel
-from headway.core.errors import BackendError, ConfigError
-from headway.core.layout import NHD, CacheLayout, LayerCache
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.spec import AttentionSpec
-from headway.core.support import Reason, Support
+from headway.backends.probe import HALF_DTYPES, at_least, find, has_gpu
+from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.errors import BackendError, ConfigError
+from headway.core.contract.layout import NHD, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Reason, Support
 
 MODULE = "xformers.ops.fmha"
 SPLIT_K = "triton_splitk"

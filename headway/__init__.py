@@ -2,12 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "HeadwayError", "RequestOutput", "SamplingParams", "hookimpl"]
+from headway.version import __version__
+
+__all__ = ["LLM", "CompletionOutput", "HeadwayError", "RequestOutput", "SamplingParams", "__version__", "hookimpl"]
 
 if TYPE_CHECKING:
-    from headway.core.errors import HeadwayError
-    from headway.core.sampling_params import SamplingParams
+    from headway.core.contract.errors import HeadwayError
+    from headway.core.sampling.params import SamplingParams
     from headway.llm import LLM
     from headway.outputs import CompletionOutput, RequestOutput
     from headway.registry import hookimpl
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 _HOME = {
     "LLM": "headway.llm",
     "CompletionOutput": "headway.outputs",
-    "HeadwayError": "headway.core.errors",
+    "HeadwayError": "headway.core.contract.errors",
     "RequestOutput": "headway.outputs",
-    "SamplingParams": "headway.core.sampling_params",
+    "SamplingParams": "headway.core.sampling.params",
     "hookimpl": "headway.registry",
 }
 

@@ -7,12 +7,12 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-from headway.core.errors import HeadwayError
+from headway.core.contract.errors import HeadwayError
 
 
 def main() -> None:
     """Run the command line. The user's own mistakes end with one message and exit code 2, never a traceback."""
-    from headway.cli import app
+    from headway.cli.app import app
 
     try:
         app()

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from headway.core.support import Support
+from headway.core.contract.support import Support
 from headway.machine import Machine
 
 

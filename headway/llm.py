@@ -12,22 +12,23 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
-from headway.bench.crossover.autotune import TableWish, costs_for
-from headway.core.cache import parse_memory
-from headway.core.config import EngineConfig
-from headway.core.detokenizer import Detokenizer, NoTokenizer
-from headway.core.engine import Engine
-from headway.core.errors import ConfigError, PromptError
-from headway.core.sampler import TORCH_SAMPLING
-from headway.core.sampling_params import SamplingParams
-from headway.core.selector import check_names
-from headway.core.sequence import Sequence as EngineSequence
-from headway.devices import fastest_sampling, resolve_device
+from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.engine import Engine
+from headway.core.engine.pool import parse_memory
+from headway.core.engine.sequence import Sequence as EngineSequence
+from headway.core.sampling.detokenizer import Detokenizer, NoTokenizer
+from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import TORCH_SAMPLING
+from headway.core.select.selector import check_names
+from headway.models.device_operations import fastest_sampling
 from headway.models.loader import load_model
 from headway.models.locate import DEFAULT_MODEL
 from headway.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from headway.registry import Registry, create_registry
 from headway.threads import set_threads
+from headway.tuning.autotune import TableWish, costs_for
+from headway.tuning.device import resolve_device
 
 Prompt = str | Sequence[int]
 

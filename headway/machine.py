@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from headway.models.locate import cache_folder
+from headway.core.contract.folders import cache_folder
 
 
 @dataclass(frozen=True, slots=True)

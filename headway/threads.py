@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import psutil
 import torch
 
-from headway.core.errors import ConfigError
+from headway.core.contract.errors import ConfigError
 
 _SAMPLE_SECONDS = 0.1
 _BUSY_PERCENT = 50.0

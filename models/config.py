@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from headway.core.errors import ModelError
+from headway.core.contract.errors import ModelError
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

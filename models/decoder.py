@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headway.core.model import Attention
-from headway.core.spec import AttentionSpec
+from headway.core.contract.model import Attention
+from headway.core.contract.spec import AttentionSpec
 from headway.models.config import DecoderConfig
+from headway.models.device_operations import operations_for
 from headway.models.invariant import invariant_operations
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm, Operations, Rope, operations_for
+from headway.models.operations import Heads, Norm, Operations, Rope
 from headway.models.weights import WeightSource
 
 

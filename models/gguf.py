@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from headway.core.errors import ModelError
-from headway.models.locate import cache_folder
+from headway.core.contract.errors import ModelError
+from headway.core.contract.folders import cache_folder
 
 
 def convert(path: Path) -> Path:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from headway.core.errors import ModelError
+from headway.core.contract.errors import ModelError
+from headway.models.device_operations import operations_for
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm, Operations, Rope, operations_for
+from headway.models.operations import Heads, Norm, Operations, Rope
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Rows of a product, by device. On a CPU what its weights are packed for; on a GPU about where a product that reads its weights

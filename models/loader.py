@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from headway.core.errors import ConfigError, ModelError
-from headway.core.spec import DTYPES
+from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.contract.spec import DTYPES
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights

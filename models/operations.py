@@ -107,14 +107,3 @@ class Plain:
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
         return residual + linear(x)
-
-
-def operations_for(inv_freq: Tensor, rope_factor: float) -> Operations:
-    """The fused kernels on a GPU with Triton, else torch's operations. inv_freq: float32 [head_dim / 2], on its device."""
-    if inv_freq.device.type != "cuda":
-        return Plain(inv_freq, rope_factor)
-    try:
-        from headway.models.fused.operations import Fused
-    except ImportError:  # torch for a GPU brings Triton, but not on every system
-        return Plain(inv_freq, rope_factor)
-    return Fused(inv_freq, rope_factor)

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headway.core.errors import ModelError
+from headway.core.contract.errors import ModelError
 
 IGNORED = ("rotary_emb.inv_freq",)
 """Suffixes of tensors that some checkpoints carry and that are computed instead."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import pluggy
 
-from headway.core.backend import BackendInfo
-from headway.core.layout import LayoutInfo
-from headway.core.metadata import Phase
-from headway.core.spec import AttentionSpec
+from headway.core.contract.backend import BackendInfo
+from headway.core.contract.layout import LayoutInfo
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
 
 PROJECT = "headway"
 """pluggy's project name, and the entry-point group plugins are found in."""

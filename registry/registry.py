@@ -11,12 +11,12 @@ from types import ModuleType
 
 import pluggy
 
-from headway.core.backend import API_VERSION, AttentionBackend, BackendInfo
-from headway.core.errors import ConfigError, PluginError, UnknownBackendError
-from headway.core.layout import CacheLayout, LayoutInfo
-from headway.core.metadata import Phase
-from headway.core.spec import AttentionSpec
-from headway.core.support import Support
+from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
+from headway.core.contract.layout import CacheLayout, LayoutInfo
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Support
 from headway.registry import hookspecs
 from headway.registry.discovery import PluginFailure, entry_points
 

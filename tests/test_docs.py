@@ -13,12 +13,12 @@ import pytest
 
 from grid import CASES, LAYOUTS, SPECS, VERIFY
 from headway.backends.layouts import write_rows
-from headway.bench.cases import make_case, parse_case
-from headway.bench.reference import reference, relative_error, run_backend
-from headway.core.layout import CacheLayout
-from headway.core.metadata import Phase
-from headway.core.support import Support
+from headway.core.contract.layout import CacheLayout
+from headway.core.contract.metadata import Phase
+from headway.core.contract.support import Support
 from headway.registry import create_registry, hookspecs
+from headway.testing.cases import make_case, parse_case
+from headway.testing.reference import reference, relative_error, run_backend
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "headway-example" / "headway_example.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,47 +11,84 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAY_IMPORT = {
-    "core": {"core"},
-    "registry": {"registry", "core"},
-    "backends": {"backends", "registry", "core"},
-    "models": {"models", "core"},
-    "bench": {"bench", "backends", "models", "registry", "core", "llm", "outputs", "threads"},
-}
-SOURCES = sorted(path for folder in (*MAY_IMPORT, "headway") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("core", "registry", "backends", "models", "testing", "tuning", "headway", "bench")
+ROOMS = (
+    "core.contract",
+    "core.select",
+    "core.sampling",
+    "core.engine",
+    "registry",
+    "backends",
+    "models",
+    "testing",
+    "tuning",
+    "headway",
+    "bench",
+    "cli",
+    "entry",
+)
+"""From the bottom up: a file imports from its own room and from those before it. `entry` is what Python itself opens:
+headway/__init__.py, which lends names from below, and headway/__main__.py."""
+
+
+def module_of(path: Path) -> str:
+    """The dotted name, without the leading `headway`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "headway" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_of(path): path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def room_of(module: str) -> str:
+    """The room of ROOMS that holds a module; what lies in headway/ itself is the face."""
+    if module in ("", "__main__"):
+        return "entry"
+    return next((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), "headway")
 
 
 def imported(path: Path) -> set[str]:
-    """The parts of headway that a file imports."""
-    parts = set()
+    """The files of Headway that a file imports, wherever in it the import stands."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "headway" else [f"headway.{alias.name}" for alias in node.names]
-        parts |= {name.split(".")[1] for name in names if name.startswith("headway.")}
-    return parts
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] != "headway":
+                continue
+            parts = name.split(".")[1:]
+            while parts and ".".join(parts) not in SOURCES:
+                parts.pop()  # a name in a file
+            found.add(".".join(parts))
+    return found - {module_of(path)}
 
 
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_imports_only_go_down(folder: str) -> None:
-    for path in (ROOT / folder).rglob("*.py"):
-        beyond = imported(path) - MAY_IMPORT[folder]
-        assert not beyond, f"{path.relative_to(ROOT)} imports headway.{beyond.pop()}"
+IMPORTS = {module: imported(path) for module, path in SOURCES.items()}
+
+
+@pytest.mark.parametrize("module", SOURCES, ids=lambda module: module or "headway")
+def test_imports_only_go_down(module: str) -> None:
+    rank = ROOMS.index(room_of(module))
+    above = {other for other in IMPORTS[module] if ROOMS.index(room_of(other)) > rank}
+    assert not above, f"{module} ({ROOMS[rank]}) imports {sorted(above)}"
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    list(graphlib.TopologicalSorter(IMPORTS).static_order())  # raises CycleError with the circle
 
 
 def test_the_hookimpl_marker_is_all_that_backends_take_from_the_registry() -> None:
-    for path in (ROOT / "backends").rglob("*.py"):
-        taken = [
-            (node.module, alias.name)
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("headway.registry")
-            for alias in node.names
-        ]
-        assert set(taken) <= {("headway.registry.hookspecs", "hookimpl")}, path
+    taken = {other for module, others in IMPORTS.items() if room_of(module) == "backends" for other in others}
+    assert {other for other in taken if room_of(other) == "registry"} <= {"registry.hookspecs"}
 
 
 def test_files_stay_short() -> None:
-    long = {str(path.relative_to(ROOT)): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > 300}
+    long = {module: lines for module, path in SOURCES.items() if (lines := len(path.read_text().splitlines())) > 300}
     assert not long
 
 

@@ -14,12 +14,13 @@ from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.layer import INTERPRETED, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan
-from headway.core.backend import ALL_PHASES, FEATURES, AttentionBackend, Capabilities, GraphLevel
-from headway.core.errors import BackendError, ConfigError
-from headway.core.layout import HND, NHD, VLLM_5D, CacheLayout, LayerCache
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.spec import AttentionSpec
-from headway.core.support import YES, Support
+from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
+from headway.core.contract.errors import BackendError, ConfigError
+from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import YES, Support
 
 GRAPH_CONTEXT = 8192
 """Tokens for which a captured decode fixes its tiles and the most chunks; each replay chooses how many of those it cuts. A larger

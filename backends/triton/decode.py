@@ -17,9 +17,9 @@ from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.launch import Launcher, aligned, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
 from headway.backends.triton.splits import MAX_ROUNDS, choose_cut
-from headway.core.layout import CacheLayout, LayerCache
-from headway.core.metadata import AttentionMetadata
-from headway.core.spec import AttentionSpec
+from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
 
 EARLY_SEQUENCES = 8
 """Up to so many, the kernel after decode may start meanwhile and fetch its weights; with more it takes memory's time from decode

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.core.layout import LayerCache
-from headway.core.spec import AttentionSpec
+from headway.core.contract.layout import LayerCache
+from headway.core.contract.spec import AttentionSpec
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run under Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""

@@ -14,10 +14,10 @@ from headway.backends.triton.configs import ANY_PROMPT, Architecture, PrefillCon
 from headway.backends.triton.launch import Launcher, aligned
 from headway.backends.triton.layer import Addressing, Layer
 from headway.backends.triton.prefill_kernel import varlen_attention
-from headway.core.layout import LayerCache
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.spec import AttentionSpec
-from headway.core.transfer import upload
+from headway.core.contract.layout import LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)

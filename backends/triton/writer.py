@@ -11,7 +11,7 @@ from torch import Tensor
 from headway.backends.triton.launch import Launcher, aligned, launches_early
 from headway.backends.triton.layer import Addressing
 from headway.backends.triton.write_kernel import write_kv
-from headway.core.layout import LayerCache
+from headway.core.contract.layout import LayerCache
 
 
 class Writer:

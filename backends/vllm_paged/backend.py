@@ -8,16 +8,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.library import at_least, has_gpu
+from headway.backends.probe import at_least, has_gpu
 from headway.backends.vllm_paged.compiler import find_compiler
 from headway.backends.vllm_paged.decode import Decode, DecodePlan
 from headway.backends.vllm_paged.launch import MAX_WARPS
-from headway.core.backend import FEATURES, AttentionBackend, Capabilities, GraphLevel
-from headway.core.errors import ConfigError
-from headway.core.layout import VLLM_5D, CacheLayout, LayerCache
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.spec import AttentionSpec
-from headway.core.support import Support
+from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.capabilities import FEATURES, Capabilities
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import VLLM_5D, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Support
 
 CAPABILITY = (8, 0)
 """The first compute capability with bfloat16 products and asynchronous copies, and ..."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from headway.core.errors import BackendError
-from headway.core.support import YES, Support
+from headway.core.contract.errors import BackendError
+from headway.core.contract.support import YES, Support
 
 _HINT = "pip install nvidia-cuda-nvrtc, or install the CUDA toolkit"
 

@@ -11,9 +11,9 @@ from headway.backends.vllm_paged.driver import Argument
 from headway.backends.vllm_paged.kernels import Variant, architecture, load
 from headway.backends.vllm_paged.launch import TILE, Attention, per_head, scoring_of
 from headway.backends.vllm_paged.plan import PARTITIONS, Cut, Machine, choose, shared_bytes, stages_of
-from headway.core.layout import LayerCache
-from headway.core.metadata import AttentionMetadata
-from headway.core.spec import AttentionSpec
+from headway.core.contract.layout import LayerCache
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
 
 _SOURCE = "paged_attention.cu"
 _LONG = 64

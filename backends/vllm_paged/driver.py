@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from headway.core.errors import BackendError
+from headway.core.contract.errors import BackendError
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import tempfile
 import time
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ import torch
 
 from headway.backends.vllm_paged.compiler import Compiler, find_compiler
 from headway.backends.vllm_paged.driver import Kernel
-from headway.core.errors import UnsupportedError
+from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.folders import cache_folder
 
 log = logging.getLogger("headway")
 
@@ -56,19 +56,13 @@ def architecture(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
-def cache_folder() -> Path:
-    """Where cubins are kept: $XDG_CACHE_HOME/headway/kernels, or ~/.cache/headway/kernels."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "headway" / "kernels"
-
-
 def compiled_path(variant: Variant, arch: str, compiler: Compiler) -> Path:
     """The file of one compilation; its name holds a hash of all it was made from."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(repr((str(variant), arch, compiler.name, compiler.version)).encode())
-    return cache_folder() / f"{Path(variant.source).stem}-{arch}-{digest.hexdigest()[:24]}.cubin"
+    return cache_folder() / "kernels" / f"{Path(variant.source).stem}-{arch}-{digest.hexdigest()[:24]}.cubin"
 
 
 def build(variant: Variant, arch: str, compiler: Compiler) -> Path:

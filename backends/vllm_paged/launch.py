@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from headway.core.spec import AttentionSpec
+from headway.core.contract.spec import AttentionSpec
 
 TILE = 16
 """Keys of a tile, and tokens that a block of threads writes: TILE of layout.cuh."""

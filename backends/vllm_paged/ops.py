@@ -13,9 +13,9 @@ from torch import Tensor
 
 from headway.backends.vllm_paged import writer
 from headway.backends.vllm_paged.decode import Decode
-from headway.core.layout import VLLM_5D, CacheGeometry, LayerCache
-from headway.core.metadata import AttentionMetadata
-from headway.core.spec import AttentionSpec
+from headway.core.contract.layout import VLLM_5D, CacheGeometry, LayerCache
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
 
 
 @torch.library.custom_op("headway::reshape_and_cache", mutates_args=("key", "value"), device_types="cuda")

@@ -8,7 +8,7 @@ from torch import Tensor
 from headway.backends.vllm_paged.driver import Argument
 from headway.backends.vllm_paged.kernels import Variant, load
 from headway.backends.vllm_paged.launch import TILE, Moves, Written
-from headway.core.layout import LayerCache
+from headway.core.contract.layout import LayerCache
 
 _MANY_TOKENS = 1024
 """Tokens from which smaller blocks of threads, more of them on a multiprocessor, write faster."""

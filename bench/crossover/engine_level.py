@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headway.bench.cases import parse_case
-from headway.bench.crossover.cells import mark_ties, new_cell, noise_of
-from headway.bench.crossover.compare import differences
-from headway.bench.crossover.files import read_table
-from headway.bench.crossover.grid import Point
 from headway.bench.crossover.process import Worker
-from headway.bench.crossover.schema import BackendRecord, Cell, CrossoverTable, SpecRecord, points
-from headway.bench.device import identify_device
-from headway.bench.kernel import progress_bar
-from headway.bench.results import write_json
-from headway.core.errors import ConfigError, UnsupportedError
-from headway.core.support import Reason
+from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.support import Reason
 from headway.registry import Registry
+from headway.testing.cases import parse_case
+from headway.tuning.compare import differences
+from headway.tuning.device import identify_device
+from headway.tuning.files import read_table
+from headway.tuning.json_files import write_json
+from headway.tuning.points import Point
+from headway.tuning.progress import progress_bar
+from headway.tuning.schema import BackendRecord, Cell, CrossoverTable, SpecRecord, points
+from headway.tuning.ties import mark_ties, new_cell, noise_of
 
 AUTO = "auto"
 """Takes part like a backend: each step's choice by the kernel-level table."""
@@ -45,7 +45,7 @@ class EngineOptions:
     llm: Mapping[str, Any]
     """Arguments of headway.LLM, without attn_backend."""
     cases: Sequence[str]
-    """In the grammar of headway.bench.cases: query_len is the input's length, kv_len that of input and output."""
+    """In the grammar of headway.testing.cases: query_len is the input's length, kv_len that of input and output."""
     backends: Sequence[str] | None = None
     """None: all that are available here, and `auto`."""
     repeat: int = 1

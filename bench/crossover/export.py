@@ -7,8 +7,8 @@ from pathlib import Path
 
 from headway.bench.crossover.report import to_csv, to_markdown
 from headway.bench.crossover.view import View
-from headway.bench.results import write_bytes, write_json
-from headway.core.errors import ConfigError
+from headway.core.contract.errors import ConfigError
+from headway.tuning.json_files import write_bytes, write_json
 
 
 def _json(view: View, path: Path) -> None:

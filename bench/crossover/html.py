@@ -11,8 +11,8 @@ from string import Template
 from headway.bench.crossover.palette import NONE, colours, faded
 from headway.bench.crossover.plot import lengths
 from headway.bench.crossover.report import notes, software, speedup, winner
-from headway.bench.crossover.schema import PhaseName
 from headway.bench.crossover.view import Block, Row, View, show, unit
+from headway.tuning.schema import PhaseName
 
 PURPOSE: dict[PhaseName, str] = {
     "decode": "One new token a sequence over its whole cache: most of the steps of a generation.",

@@ -8,9 +8,9 @@ from typing import Any
 
 from headway.bench.crossover.palette import NONE, colours, faded
 from headway.bench.crossover.report import speedup, winner
-from headway.bench.crossover.schema import PhaseName
 from headway.bench.crossover.view import Block, Row, View
-from headway.core.errors import ConfigError
+from headway.core.contract.errors import ConfigError
+from headway.tuning.schema import PhaseName
 
 
 def to_png(view: View) -> bytes:

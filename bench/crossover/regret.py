@@ -14,24 +14,24 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
-from headway.bench.cases import parse_case
-from headway.bench.crossover.convert import to_costs
-from headway.bench.crossover.grid import CORE_PHASE, Point, held_out
-from headway.bench.crossover.point import Bench, measure_point
-from headway.bench.crossover.run import GRAPH_LEN
-from headway.bench.crossover.schema import Cell, CrossoverTable, SpecRecord
 from headway.bench.crossover.view import pairs_of, view
-from headway.bench.device import DeviceIdentity, identify_device
-from headway.bench.kernel import on_device, progress_bar
-from headway.bench.timing import Turns
-from headway.core.costs import StepCosts
-from headway.core.errors import ConfigError
-from headway.core.layout import CacheLayout
-from headway.core.metadata import Phase
-from headway.core.selection import Measured
-from headway.core.selector import Selector
-from headway.core.workload import Workload
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import CacheLayout
+from headway.core.contract.metadata import Phase
+from headway.core.select.costs import StepCosts
+from headway.core.select.selection import Measured
+from headway.core.select.selector import Selector
+from headway.core.select.workload import Workload
 from headway.registry import Registry, create_registry
+from headway.testing.cases import parse_case
+from headway.tuning.convert import to_costs
+from headway.tuning.device import DeviceIdentity, identify_device
+from headway.tuning.measure_point import Bench, measure_point
+from headway.tuning.points import CORE_PHASE, Point, held_out
+from headway.tuning.progress import on_device, progress_bar
+from headway.tuning.run import GRAPH_LEN
+from headway.tuning.schema import Cell, CrossoverTable, SpecRecord
+from headway.tuning.timing import Turns
 
 LAYERS = 32
 """Layers of a model, which share the plan's cost."""

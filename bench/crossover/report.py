@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.bench.crossover.schema import Cell, CrossoverTable, PhaseName
 from headway.bench.crossover.view import Row, View, show, unit
-from headway.bench.device import DeviceIdentity
+from headway.tuning.device import DeviceIdentity
+from headway.tuning.schema import Cell, CrossoverTable, PhaseName
 
 _LENGTHS: dict[PhaseName, str] = {
     "prefill": "query_len",

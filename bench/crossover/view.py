@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from headway.bench.crossover.cells import alike
-from headway.bench.crossover.schema import Cell, CrossoverTable, PhaseName, points
-from headway.core.errors import ConfigError
+from headway.core.contract.errors import ConfigError
+from headway.tuning.schema import Cell, CrossoverTable, PhaseName, points
+from headway.tuning.ties import alike
 
 PairName = tuple[str | None, int | None]
 """Layout and block size by name; (None, None) in a table of level engine."""

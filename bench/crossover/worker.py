@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import torch
 
-from headway.bench.cases import parse_case
-from headway.bench.crossover.schema import SpecRecord
-from headway.core.errors import ConfigError, HeadwayError, UnsupportedError
-from headway.core.sampling_params import SamplingParams
+from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
+from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
+from headway.testing.cases import parse_case
+from headway.tuning.schema import SpecRecord
 
 MARK: Final = "@headway "
 _WARM_UP_TOKENS = 4

@@ -6,8 +6,8 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.bench.device import DeviceIdentity
-from headway.core.metadata import Phase
+from headway.core.contract.metadata import Phase
+from headway.tuning.device import DeviceIdentity
 
 SCHEMA: Final = "headway.diff/1"
 Error = float | None

@@ -11,9 +11,9 @@ from torch import Tensor
 from headway.bench.diff.measures import NextTokens, RelativeErrors, first_beyond
 from headway.bench.diff.report import LayerDiff, PhaseDiff
 from headway.bench.diff.sides import Run, Side, Step
-from headway.core.errors import PromptError
-from headway.core.metadata import Phase
-from headway.core.model import Attention, Model
+from headway.core.contract.errors import PromptError
+from headway.core.contract.metadata import Phase
+from headway.core.contract.model import Attention, Model
 
 BATCH = 16
 """Prompts in one batch; their steps run together."""

@@ -10,18 +10,18 @@ from typing import Protocol
 from torch import Tensor
 
 from headway.backends.layouts import write_rows
-from headway.bench.cases import Case
-from headway.bench.reference import reference
-from headway.core.attention import PagedAttention
-from headway.core.cache import geometry
-from headway.core.errors import UnsupportedError
-from headway.core.layout import NHD, CacheLayout, LayerCache
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.selector import BackendSource, Selector, check_names
-from headway.core.spec import AttentionSpec
+from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.layout import NHD, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.engine.attention import PagedAttention
+from headway.core.engine.pool import geometry
+from headway.core.select.selector import BackendSource, Selector, check_names
+from headway.testing.cases import Case
+from headway.testing.reference import reference
 
 REFERENCE = "reference"
-"""The name of float64 attention (`headway.bench.reference`), beside those of the backends."""
+"""The name of float64 attention (`headway.testing.reference`), beside those of the backends."""
 _REFERENCE_BLOCK_SIZE = 16
 
 

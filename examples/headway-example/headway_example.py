@@ -4,7 +4,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from headway import hookimpl
-from headway.core.backend import ALL_PHASES, AttentionBackend, BackendInfo, Capabilities
+from headway.core.contract.backend import AttentionBackend, BackendInfo
+from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 
 
 class Example(AttentionBackend):

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.core.sampler import LANES
+from headway.core.sampling.sampler import LANES
 from headway.models.fused.draw_kernels import best_of_chunks, best_of_rows
 from headway.models.fused.launch import Launcher
 

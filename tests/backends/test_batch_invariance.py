@@ -11,9 +11,9 @@ from torch import Tensor
 
 from grid import LAYOUTS, SPECS, spec
 from headway.backends.sdpa import SDPA
-from headway.core.layout import HND, NHD, VLLM_5D, CacheLayout
-from headway.core.metadata import Phase
-from headway.core.spec import AttentionSpec
+from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry, create_registry
 from invariance import dependent, invariance_case
 

@@ -19,13 +19,13 @@ from conformance import (  # noqa: F401 - pytest finds the grid's tests here
 from grid import CASES, LAYOUTS, SPECS, VERIFY, spec
 from headway.backends.layouts import write_rows
 from headway.backends.online_softmax import paged_attention
-from headway.bench.cases import Case, make_case, parse_case
-from headway.bench.reference import reference, relative_error, run_backend
-from headway.core.backend import AttentionBackend
-from headway.core.layout import NHD, CacheGeometry, CacheLayout
-from headway.core.metadata import Phase
-from headway.core.spec import AttentionSpec
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry
+from headway.testing.cases import Case, make_case, parse_case
+from headway.testing.reference import reference, relative_error, run_backend
 
 DEVICE = "cpu"
 

@@ -9,8 +9,8 @@ import pytest
 
 import cover
 from conformance import case_of
-from headway.bench.grid import AXES
-from headway.bench.reference import reference, relative_error, run_backend
+from headway.bench.conformance.report import AXES
+from headway.testing.reference import reference, relative_error, run_backend
 
 
 @pytest.mark.parametrize("name", cover.backends("cpu"))

@@ -11,9 +11,9 @@ import torch
 from grid import SPECS, spec
 from headway.backends.layouts import write_rows
 from headway.backends.online_softmax import merge, walk
-from headway.bench.cases import make_case, parse_case
-from headway.bench.reference import reference
-from headway.core.layout import NHD
+from headway.core.contract.layout import NHD
+from headway.testing.cases import make_case, parse_case
+from headway.testing.reference import reference
 
 BLOCK_SIZE = 8
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from headway.backends.sdpa import SDPA, SDPAMath
-from headway.bench.cells import Geometry, build_case, make_cell, make_spec
-from headway.bench.reference import reference, relative_error
-from headway.core.errors import ConfigError
-from headway.core.layout import NHD
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import NHD
+from headway.testing.reference import reference, relative_error
+from headway.tuning.work import Geometry, build_case, make_cell, make_spec
 
 GEOMETRY = Geometry(4, 2, 32)
 CPU = torch.device("cpu")

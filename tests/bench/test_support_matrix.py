@@ -9,13 +9,13 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from gridlog import GridLog
-from headway.bench import support_matrix
-from headway.bench.device import DeviceIdentity
-from headway.bench.grid import GridCell, GridReport, merge, read_grid
-from headway.bench.results import write_json
-from headway.bench.support_matrix import BEGIN, END, render, replace_in
-from headway.core.errors import ConfigError
-from headway.core.support import Support
+from headway.bench.conformance import support_matrix
+from headway.bench.conformance.report import GridCell, GridReport, merge, read_grid
+from headway.bench.conformance.support_matrix import BEGIN, END, render, replace_in
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.support import Support
+from headway.tuning.device import DeviceIdentity
+from headway.tuning.json_files import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "bench" / "results").rglob("grid*.json"))
@@ -189,7 +189,9 @@ def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.M
 def test_the_matrix_in_the_docs_is_that_of_the_result_files() -> None:
     reports = [read_grid(path) for path in RESULTS]
     docs = (ROOT / "docs" / "backends.md").read_text()
-    assert replace_in(docs, render(reports)) == docs, f"run: python -m headway.bench.support_matrix {' '.join(map(str, RESULTS))}"
+    assert replace_in(docs, render(reports)) == docs, (
+        f"run: python -m headway.bench.conformance.support_matrix {' '.join(map(str, RESULTS))}"
+    )
     assert not [cell for each in reports for cell in each.cells if cell.status == "fail"]
 
 

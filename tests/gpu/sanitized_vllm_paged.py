@@ -6,9 +6,9 @@ import torch
 
 from headway.backends.vllm_paged import writer
 from headway.backends.vllm_paged.backend import VllmPagedAttention
-from headway.core.layout import VLLM_5D, CacheGeometry
-from headway.core.metadata import AttentionMetadata
-from headway.core.spec import AttentionSpec
+from headway.core.contract.layout import VLLM_5D, CacheGeometry
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ Most of its time goes into compiling kernels, which more processes do sooner, on
 
     for b in triton flash_attn flash_attn_4 xformers torch_varlen,sdpa,sdpa.math; do
       HEADWAY_GRID_ONLY=$b HEADWAY_GRID_OUT=grid-$b.json python -m pytest -q -m gpu tests/gpu & done; wait
-    python -m headway.bench.support_matrix grid-*.json --output bench/results/h200/grid.json
+    python -m headway.bench.conformance.support_matrix grid-*.json --output bench/results/h200/grid.json
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from headway.backends.vllm_paged.compiler import find_nvcc
 from headway.backends.vllm_paged.decode import variant_of
 from headway.backends.vllm_paged.driver import Kernel
 from headway.backends.vllm_paged.kernels import SOURCES, architecture
-from headway.bench.cases import make_case, parse_case
-from headway.bench.reference import reference, relative_error, run_backend
-from headway.core.errors import ConfigError
-from headway.core.layout import NHD, VLLM_5D, CacheGeometry, LayerCache
-from headway.core.spec import AttentionSpec
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, LayerCache
+from headway.core.contract.spec import AttentionSpec
+from headway.testing.cases import make_case, parse_case
+from headway.testing.reference import reference, relative_error, run_backend
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway import LLM, HeadwayError, SamplingParams
-from headway.core.errors import ConfigError, ModelError, PromptError
+from headway.core.contract.errors import ConfigError, ModelError, PromptError
 from headway.models import loader
 from sandbox import REFUSING, TOY, Result, assert_refused, install, run_headway
 

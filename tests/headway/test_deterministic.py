@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headway import LLM, SamplingParams
-from headway.core.config import EngineConfig
-from headway.core.engine import Engine
-from headway.core.errors import ConfigError, UnsupportedError
-from headway.core.metadata import Phase
+from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.metadata import Phase
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.engine import Engine
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.weights import Weights

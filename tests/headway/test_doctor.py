@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headway import cli_doctor
-from headway.cli import app
-from headway.cli_doctor import command_lines, diagnose, screen
-from headway.core.backend import BackendInfo
-from headway.core.support import Support
+from headway.cli import doctor as cli_doctor
+from headway.cli.app import app
+from headway.cli.doctor import command_lines, diagnose, screen
+from headway.core.contract.backend import BackendInfo
+from headway.core.contract.support import Support
 from headway.doctor import PACKAGES, Advice, advise, build_jobs, library, wheel_tag
 from headway.machine import Gpu, Machine, examine, parse_gpus
 from headway.registry import create_registry, hookimpl

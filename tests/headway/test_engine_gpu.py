@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headway.core.backend import GraphLevel
-from headway.core.config import EngineConfig
-from headway.core.engine import Engine
-from headway.core.errors import HeadwayError
-from headway.core.layout import HND, NHD, VLLM_5D
-from headway.core.metadata import Phase
-from headway.core.sampling_params import SamplingParams
+from headway.core.contract.backend import GraphLevel
+from headway.core.contract.errors import HeadwayError
+from headway.core.contract.layout import HND, NHD, VLLM_5D
+from headway.core.contract.metadata import Phase
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.engine import Engine
+from headway.core.sampling.params import SamplingParams
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.weights import Weights

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway import LLM, RequestOutput, SamplingParams
-from headway.core.errors import ConfigError, PromptError
+from headway.core.contract.errors import ConfigError, PromptError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

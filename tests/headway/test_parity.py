@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headway.bench.prompts import PROMPTS
-from headway.core.config import EngineConfig
-from headway.core.engine import Engine
-from headway.core.sampling_params import SamplingParams
+from headway.bench.generate.prompts import PROMPTS
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.engine import Engine
+from headway.core.sampling.params import SamplingParams
 from headway.models.loader import LoadedModel, load_model
 from headway.registry import Registry
 from headway.threads import set_threads

@@ -10,11 +10,11 @@ import transformers
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from grid import LAYOUTS
-from headway.core import cache
-from headway.core.attention import PagedAttention
-from headway.core.layout import NHD, CacheLayout
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.selector import Selector
+from headway.core.contract.layout import NHD, CacheLayout
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.engine import pool
+from headway.core.engine.attention import PagedAttention
+from headway.core.select.selector import Selector
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.weights import Weights
@@ -91,7 +91,7 @@ def paged_logits(
     """Logits at every position: the prompts in one packed prefill, then one decode step a token, both sequences in each."""
     specs = decoder.attention_specs
     selector = Selector(registry, specs, backend, layout.name, BLOCK_SIZE)
-    caches = cache.allocate(specs, layout, cache.PoolSize(12, BLOCK_SIZE, 0))
+    caches = pool.allocate(specs, layout, pool.PoolSize(12, BLOCK_SIZE, 0))
     attention = PagedAttention(specs, caches, registry.layout(layout.name).load_writer(torch.device("cpu")))
     tables = [[7, 2, 9, 0, 5], [3, 11, 1, 8, 4]]
 

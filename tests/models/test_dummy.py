@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from headway.core.errors import ConfigError, ModelError, PromptError
-from headway.core.sampling_params import SamplingParams
+from headway.core.contract.errors import ConfigError, ModelError, PromptError
+from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
 from headway.models.dummy import STD, DummyWeights
 from headway.models.loader import load_model

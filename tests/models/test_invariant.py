@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from headway.core.errors import ModelError
+from headway.core.contract.errors import ModelError
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.invariant import invariant_operations, silu_by_exp

@@ -11,9 +11,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from headway.core.errors import ModelError
+from headway.core.contract.errors import ModelError
+from headway.core.contract.folders import cache_folder
 from headway.models import gguf, locate
-from headway.models.locate import cache_folder
 
 find = locate.locate
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headway.core.errors import ModelError
+from headway.core.contract.errors import ModelError
 from headway.models.weights import Weights
 
 INDEX = "model.safetensors.index.json"

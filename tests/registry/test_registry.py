@@ -11,11 +11,12 @@ import pytest
 from grid import spec
 from headway.backends.layouts import write_rows
 from headway.backends.sdpa import SDPA
-from headway.core.backend import ALL_PHASES, API_VERSION, AttentionBackend, BackendInfo, Capabilities
-from headway.core.errors import ConfigError, PluginError, UnknownBackendError
-from headway.core.layout import HND, NHD, CacheLayout, LayoutInfo
-from headway.core.metadata import Phase
-from headway.core.support import Support
+from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
+from headway.core.contract.layout import HND, NHD, CacheLayout, LayoutInfo
+from headway.core.contract.metadata import Phase
+from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry, hookimpl
 from headway.registry.registry import BUILTIN_OWNER
 from sandbox import run_python

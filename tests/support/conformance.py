@@ -16,13 +16,13 @@ import cover
 from conformance_cases import FP8, OPTIONS, make_grid_case, make_spec
 from cover import Cell, registry
 from gridlog import GridLog
-from headway.bench.cases import Case
-from headway.bench.reference import reference, relative_error, run_backend
-from headway.core.backend import AttentionBackend, GraphLevel
-from headway.core.layout import CacheGeometry
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.spec import AttentionSpec
-from headway.core.support import Support
+from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.layout import CacheGeometry
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Support
+from headway.testing.cases import Case
+from headway.testing.reference import reference, relative_error, run_backend
 
 CHANGE = 1e-3
 """Smallest relative change of the output that an accepted option must make."""

@@ -9,10 +9,10 @@ from functools import cache
 import torch
 
 from grid import CASES as SMALL
-from headway.bench.cases import Case, make_case, parse_case
-from headway.core.layout import CacheLayout, CacheWriter
-from headway.core.metadata import Phase
-from headway.core.spec import AttentionSpec
+from headway.core.contract.layout import CacheLayout, CacheWriter
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.testing.cases import Case, make_case, parse_case
 
 PHASES = {
     "prefill": {Phase.PREFILL},

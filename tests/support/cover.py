@@ -18,8 +18,8 @@ import numpy
 import torch
 
 from conformance_cases import FEATURES, HEAD_DIMS, PHASES, make_spec
-from headway.bench.grid import AXES
-from headway.core.metadata import Phase
+from headway.bench.conformance.report import AXES
+from headway.core.contract.metadata import Phase
 from headway.registry import Registry, create_registry
 
 GROUPS = (4, 1, 7, 8)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from headway.core.layout import HND, NHD, VLLM_5D
-from headway.core.spec import AttentionSpec
+from headway.core.contract.layout import HND, NHD, VLLM_5D
+from headway.core.contract.spec import AttentionSpec
 
 LAYOUTS = (NHD, HND, VLLM_5D)
 

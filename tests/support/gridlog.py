@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from cover import device_of
-from headway.bench.device import DeviceIdentity, identify_device
-from headway.bench.grid import GridCell, GridReport
-from headway.bench.results import write_json
-from headway.core.support import Support
+from headway.bench.conformance.report import GridCell, GridReport
+from headway.core.contract.support import Support
+from headway.tuning.device import DeviceIdentity, identify_device
+from headway.tuning.json_files import write_json
 
 VARIABLE = "HEADWAY_GRID_OUT"
 _SECONDS_BETWEEN_WRITES = 2.0

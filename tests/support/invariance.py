@@ -7,12 +7,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from headway.bench.cases import Case, make_case
-from headway.bench.reference import run_backend
-from headway.core.backend import AttentionBackend
-from headway.core.layout import CacheLayout, CacheWriter
-from headway.core.metadata import AttentionMetadata
-from headway.core.spec import AttentionSpec
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layout import CacheLayout, CacheWriter
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
+from headway.testing.cases import Case, make_case
+from headway.testing.reference import run_backend
 
 PROMPTS = [(17, 17), (1, 1), (40, 40), (5, 5), (33, 33), (64, 64)]
 CHUNKS = [(7, 20), (16, 33), (30, 70), (2, 19)]

@@ -98,9 +98,10 @@ TOY = '''
 import torch
 
 from headway import hookimpl
-from headway.core.backend import ALL_PHASES, AttentionBackend, BackendInfo, Capabilities
-from headway.core.layout import HND, NHD
-from headway.core.metadata import Phase
+from headway.core.contract.backend import AttentionBackend, BackendInfo
+from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.layout import HND, NHD
+from headway.core.contract.metadata import Phase
 
 
 class Toy(AttentionBackend):
@@ -149,8 +150,9 @@ REFUSING = '''
 import torch
 
 from headway import hookimpl
-from headway.core.backend import ALL_PHASES, AttentionBackend, BackendInfo, Capabilities
-from headway.core.support import Support
+from headway.core.contract.backend import AttentionBackend, BackendInfo
+from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.support import Support
 
 
 class Base(AttentionBackend):
@@ -217,7 +219,7 @@ def headway_register_kernels():
 """,
     "wrong_api": """
 from headway import hookimpl
-from headway.core.backend import BackendInfo
+from headway.core.contract.backend import BackendInfo
 
 @hookimpl
 def headway_register_backends():
@@ -225,7 +227,7 @@ def headway_register_backends():
 """,
     "taken_name": """
 from headway import hookimpl
-from headway.core.backend import BackendInfo
+from headway.core.contract.backend import BackendInfo
 
 @hookimpl
 def headway_register_backends():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from headway.bench.crossover.grid import Point
-from headway.bench.crossover.run import CrossoverOptions
-from headway.bench.crossover.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
-from headway.bench.device import DeviceIdentity, identify_device
-from headway.bench.timing import Turns
-from headway.core.spec import AttentionSpec
+from headway.core.contract.spec import AttentionSpec
+from headway.tuning.device import DeviceIdentity, identify_device
+from headway.tuning.points import Point
+from headway.tuning.run import CrossoverOptions
+from headway.tuning.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
+from headway.tuning.timing import Turns
 
 SPEC = AttentionSpec(4, 2, 32, 32**-0.5)
 QUICK = Turns(rounds=1, round_ms=0.0, min_runs=3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.core.model import Attention
-from headway.core.spec import AttentionSpec
+from headway.core.contract.model import Attention
+from headway.core.contract.spec import AttentionSpec
 
 
 class TinyModel:

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import torch
 
 from headway.backends.sdpa import SDPA
-from headway.bench.cells import Cell, Geometry, make_cell, make_spec
-from headway.bench.kernel import KernelOptions, run_kernel_bench
-from headway.bench.results import KernelReport
-from headway.bench.timing import Timer
-from headway.core.backend import BackendInfo
+from headway.bench.kernel.results import KernelReport
+from headway.bench.kernel.run import KernelOptions, run_kernel_bench
+from headway.core.contract.backend import BackendInfo
 from headway.registry import Registry, create_registry, hookimpl
+from headway.tuning.timing import Timer
+from headway.tuning.work import Cell, Geometry, make_cell, make_spec
 
 QUICK = Timer(warmup_ms=0.0, rep_ms=0.0)
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from grid import LAYOUTS, spec
 from headway.backends import layouts
-from headway.bench.cases import make_case, parse_case
-from headway.bench.graphs import captures, graph_attempt
-from headway.bench.reference import reference, relative_error, run_backend
-from headway.core.layout import NHD, CacheLayout, LayerCache
-from headway.core.spec import AttentionSpec
+from headway.core.contract.layout import NHD, CacheLayout, LayerCache
+from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry
+from headway.testing.cases import make_case, parse_case
+from headway.testing.reference import reference, relative_error, run_backend
+from headway.tuning.replay import captures, graph_attempt
 from new_token import LENGTHS, error_after_writing, new_token_case, write_and_decode
 
 pytest.importorskip("triton")

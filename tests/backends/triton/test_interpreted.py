@@ -10,12 +10,12 @@ import torch
 
 from grid import CASES, LAYOUTS, SPECS, VERIFY, spec
 from headway.backends import layouts
-from headway.bench.cases import Case, make_case, parse_case
-from headway.bench.reference import reference, relative_error, run_backend
-from headway.core.errors import BackendError, ConfigError
-from headway.core.layout import NHD, VLLM_5D, CacheGeometry, CacheLayout
-from headway.core.metadata import Phase
-from headway.core.spec import AttentionSpec
+from headway.core.contract.errors import BackendError, ConfigError
+from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, CacheLayout
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.testing.cases import Case, make_case, parse_case
+from headway.testing.reference import reference, relative_error, run_backend
 from invariance import dependent, invariance_case
 from new_token import LENGTHS, error_after_writing, new_token_case, write_and_decode
 

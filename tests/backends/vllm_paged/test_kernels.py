@@ -18,7 +18,7 @@ from headway.backends.vllm_paged.compiler import Compiler, find_nvcc, find_nvrtc
 from headway.backends.vllm_paged.decode import variant_of
 from headway.backends.vllm_paged.kernels import SOURCES, Variant, build, compiled_path
 from headway.backends.vllm_paged.writer import variant_of as writer_variant
-from headway.core.errors import BackendError
+from headway.core.contract.errors import BackendError
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SHAPES = [

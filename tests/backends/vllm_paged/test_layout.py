@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.backends.vllm_paged.kernels import SOURCES
 from headway.backends.vllm_paged.launch import TILE
-from headway.core.layout import VLLM_5D, CacheGeometry
+from headway.core.contract.layout import VLLM_5D, CacheGeometry
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")

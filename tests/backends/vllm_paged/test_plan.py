@@ -13,9 +13,9 @@ from grid import spec
 from headway.backends.vllm_paged.backend import VllmPagedAttention
 from headway.backends.vllm_paged.launch import MAX_WARPS, Attention, Moves, Scoring, Written
 from headway.backends.vllm_paged.plan import PARTITIONS, Machine, choose, shared_bytes, stages_of
-from headway.core.backend import GraphLevel
-from headway.core.layout import NHD, VLLM_5D
-from headway.core.metadata import Phase
+from headway.core.contract.backend import GraphLevel
+from headway.core.contract.layout import NHD, VLLM_5D
+from headway.core.contract.metadata import Phase
 
 H200 = Machine(multiprocessors=132, bytes_per_us=4.2e6)
 TILE_BYTES = 8192

@@ -11,10 +11,10 @@ import pytest
 
 from headway.bench.crossover import engine_level, process
 from headway.bench.crossover.engine_level import EngineOptions, cases, run_engine_level
-from headway.bench.crossover.files import read_table
 from headway.bench.crossover.process import Worker
-from headway.core.errors import ConfigError, UnknownBackendError, UnsupportedError
+from headway.core.contract.errors import ConfigError, UnknownBackendError, UnsupportedError
 from headway.registry import Registry
+from headway.tuning.files import read_table
 from sandbox import install, save_tiny_model
 from tiny_bench import CPU
 
@@ -27,7 +27,7 @@ import time
 import torch
 
 from headway.backends.sdpa import SDPA
-from headway.core.backend import BackendInfo
+from headway.core.contract.backend import BackendInfo
 from headway.registry import hookimpl
 
 

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from headway.bench.crossover.export import export
 from headway.bench.crossover.report import print_view, to_csv, to_markdown
-from headway.bench.crossover.schema import BackendRecord, CrossoverTable
 from headway.bench.crossover.view import view
-from headway.core.errors import ConfigError
+from headway.core.contract.errors import ConfigError
+from headway.tuning.schema import BackendRecord, CrossoverTable
 from tables import a_cell, a_table
 
 

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from headway.backends.sdpa import SDPA
-from headway.bench.device import identify_device
 from headway.bench.diff.measures import NextTokens, RelativeErrors, first_beyond
 from headway.bench.diff.report import DiffReport, PhaseDiff, Side
 from headway.bench.diff.run import BATCH, check_prompts, compare, num_steps
 from headway.bench.diff.sides import Wish, check_side, make_side
 from headway.bench.diff.table import verdict
-from headway.core.attention import PagedAttention
-from headway.core.backend import BackendInfo
-from headway.core.config import EngineConfig
-from headway.core.engine import Engine
-from headway.core.errors import PromptError, UnknownBackendError, UnsupportedError
-from headway.core.metadata import AttentionMetadata, Phase
-from headway.core.sampling_params import SamplingParams
+from headway.core.contract.backend import BackendInfo
+from headway.core.contract.errors import PromptError, UnknownBackendError, UnsupportedError
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.engine.attention import PagedAttention
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.engine import Engine
+from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
+from headway.tuning.device import identify_device
 from tiny import TinyModel
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.core.sampler import draw, greedy
+from headway.core.sampling.sampler import draw, greedy
 
 triton = pytest.importorskip("triton")
 INTERPRETED = bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,1 @@
+"""Whole generations, offline: tokens per second, and the share of the roofline."""

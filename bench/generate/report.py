@@ -1,0 +1,129 @@
+"""The result file of offline runs of `headway bench throughput`, schema `headway.offline/1`, and that of peers' figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headway.tuning.device import DeviceInfo
+from headway.tuning.json_files import read_json
+
+SCHEMA: Final = "headway.offline/1"
+PEERS_SCHEMA: Final = "headway.offline-peers/1"
+
+
+class OfflineCell(BaseModel):
+    """One workload. Every figure is of the same pass: that of the median rate among the timed ones (the slower of two)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    label: str
+    batch_size: int
+    """Requests, all sent at once."""
+    input_len: int | None
+    """None where requests differ; likewise output_len."""
+    output_len: int | None
+    temperature: float
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    """From the first request to the last token."""
+    tokens_per_second: float
+    """Output tokens over `seconds`."""
+    fastest: float
+    """Tokens a second of the fastest timed pass; likewise slowest."""
+    slowest: float
+    time_to_first_token_ms: float
+    """Mean over the requests."""
+    time_per_output_token_ms: float | None
+    """Mean over the requests, of the time after the first token; None where none writes a second."""
+    roofline_share: float
+    """floor_seconds over seconds."""
+    floor_seconds: float
+    """Least time by headway.bench.generate.roofline, prefill_floor_seconds included."""
+    prefill_floor_seconds: float
+    """Operations of the prompts over the device's matrix rate."""
+    num_steps: int
+    num_graph_steps: int
+    """Steps that were a CUDA graph's replay."""
+    num_preemptions: int
+    host_ms_per_step: float
+    """The host's own work, without waiting for the device."""
+    wait_ms_per_step: float
+    """The host blocked on the device."""
+    gpu_idle_share: float | None
+    """1 - (time in which a kernel or copy ran, a step) / (time of a step), by headway.bench.generate.profile; None on a CPU."""
+    steps_by_backend: dict[str, int]
+
+    @property
+    def first_token_over_floor(self) -> float:
+        """Time to first token over the least time for all prompts: the prefill's distance from the matrix rate, at batch 1."""
+        return 1e-3 * self.time_to_first_token_ms / self.prefill_floor_seconds
+
+
+class OfflineReport(BaseModel):
+    """One run: an engine built once, and its workloads."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: Literal["headway.offline/1"] = Field(default=SCHEMA, alias="schema")
+    command: str
+    date: str
+    """UTC, ISO 8601."""
+    model: str
+    load_format: str
+    dtype: str
+    warmup: int
+    """Passes before the timed ones, of each workload."""
+    repeat: int
+    """Timed passes."""
+    start_seconds: float
+    """Until the engine was ready: weights, self-tests, cache, graphs; the process's imports left out."""
+    settings: dict[str, str]
+    """Backends by phase, cache and limits, as they came to be."""
+    device: DeviceInfo
+    read_gbps: float
+    """Measured rate of a large sum: what the roofline divides by."""
+    cells: list[OfflineCell]
+
+
+class Peer(BaseModel):
+    """Another engine's figures for the same workloads."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    version: str
+    settings: str
+    tokens_per_second: dict[str, float]
+    """By label of the workload."""
+
+
+class PeersFile(BaseModel):
+    """Figures that were measured elsewhere, for reference columns."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: Literal["headway.offline-peers/1"] = Field(default=PEERS_SCHEMA, alias="schema")
+    device: str
+    model: str
+    date: str
+    peers: list[Peer]
+
+
+def read_offline(path: Path) -> OfflineReport:
+    """Read a result file.
+
+    :raises ConfigError: see read_json.
+    """
+    return read_json(path, OfflineReport, SCHEMA)
+
+
+def read_peers(path: Path) -> PeersFile:
+    """Read a file of peers' figures.
+
+    :raises ConfigError: see read_json.
+    """
+    return read_json(path, PeersFile, PEERS_SCHEMA)

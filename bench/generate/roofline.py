@@ -1,0 +1,83 @@
+"""The least time a generation could take: what must be read at the device's read rate, and computed at its matrix rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headway.core.contract.spec import AttentionSpec
+from headway.core.engine.stats import EngineStats
+from headway.models.config import DecoderConfig
+from headway.tuning.timing import Timer
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the device was measured to do."""
+
+    read_gbps: float
+    """1e9 bytes a second, of a large sum."""
+    matrix_tflops: float
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds."""
+
+    decode: float
+    """Every step's weights, and K and V of every decoded token's context, read once."""
+    prefill: float
+    """The prompts' floating-point operations, less the reading of weights that `decode` counts for those steps already."""
+
+    @property
+    def total(self) -> float:
+        """Of the whole generation."""
+        return self.decode + self.prefill
+
+
+class Roofline:
+    """The counts of one model. Norms, activations, sampling and writes are left out, so the floor is a little too low."""
+
+    def __init__(self, config: DecoderConfig, specs: Sequence[AttentionSpec]) -> None:
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        products = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
+        self._config = config
+        self._layer_params = config.num_layers * products
+        self._head_params = config.vocab_size * config.hidden_size
+        self.weight_bytes = (self._layer_params + self._head_params) * specs[0].dtype.itemsize
+        """Read by every step: all products and the output head; of the embedding a step reads single rows, which are left out."""
+        self.kv_bytes = sum(2 * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize for spec in specs)
+        """K and V of one token, all layers."""
+
+    def prefill_flops(self, prompt_lens: Sequence[int]) -> int:
+        """Operations to compute prompts once: products of every token, attention by causality and window, logits of the last."""
+        config = self._config
+        keys = sum(keys_seen(length, window) for length in prompt_lens for window in config.sliding_windows)
+        products = self._layer_params * sum(prompt_lens) + self._head_params * len(prompt_lens)
+        return 2 * products + 4 * config.num_heads * config.head_dim * keys
+
+    def floor(self, stats: EngineStats, prompt_lens: Sequence[int], step_tokens: int, rates: Rates) -> Floor:
+        """Least time for prompts and the steps that were counted; step_tokens: most tokens of a step.
+
+        Contexts count in full, also where a sliding window reads less.
+        """
+        read = 1e9 * rates.read_gbps
+        decode = (stats.num_steps * self.weight_bytes + stats.kv_tokens_read * self.kv_bytes) / read
+        prefill_steps = -(-sum(prompt_lens) // step_tokens)
+        compute = self.prefill_flops(prompt_lens) / (1e12 * rates.matrix_tflops)
+        return Floor(decode, max(compute - prefill_steps * self.weight_bytes / read, 0.0))
+
+
+def keys_seen(length: int, window: int | None) -> int:
+    """Keys that the queries of a prompt see, summed over the queries."""
+    full = length if window is None else min(length, window)
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+def measure_read_gbps(device: torch.device, timer: Timer) -> float:
+    """1e9 bytes a second of a sum over 2 GiB of float32 (64 MiB on a CPU, an eighth of a GPU's free memory if that is less)."""
+    size = min(2**31, torch.cuda.mem_get_info(device)[0] // 8) if device.type == "cuda" else 2**26
+    numbers = torch.ones(size // 4, device=device)
+    return numbers.nbytes / timer.time(lambda: numbers.sum(), device).median_us * 1e-3

@@ -1,0 +1,181 @@
+"""Offline runs of one engine: every workload warmed up, timed, held against the roofline, and looked at in the middle."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from headway.bench.generate.profile import Window
+from headway.bench.generate.report import OfflineCell, OfflineReport
+from headway.bench.generate.roofline import Rates, Roofline, measure_read_gbps
+from headway.bench.generate.workloads import Requests, Workload
+from headway.core.contract.errors import HeadwayError
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.engine.stats import EngineStats
+from headway.core.sampling.params import SamplingParams
+from headway.llm import LLM
+from headway.tuning.device import describe_device
+from headway.tuning.timing import Timer
+
+
+@dataclass(frozen=True)
+class OfflineOptions:
+    """How the workloads are run."""
+
+    repeat: int = 3
+    """Timed passes of each; the one of the median rate counts."""
+    warmup: int = 1
+    """Passes before them."""
+    trace: Path | None = None
+    """Where a trace of the steps in the middle of the last workload goes."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One generation of a whole workload."""
+
+    seconds: float
+    first_seconds: float
+    """Mean time to the first token."""
+    later_seconds: float | None
+    """Mean time of a token after the first."""
+    stats: EngineStats
+
+
+def run_offline(
+    llm: LLM,
+    workloads: Sequence[Workload],
+    options: OfflineOptions,
+    *,
+    load_format: str,
+    start_seconds: float,
+    command: str,
+    advance: Callable[[str], None] = lambda _: None,
+) -> OfflineReport:
+    """Run the workloads one after the other.
+
+    advance: told after each pass which workload it was of.
+
+    :raises HeadwayError: a request that cannot be sent, or that did not write what it was to write.
+    """
+    spec = llm.model.decoder.attention_specs[0]
+    device = describe_device(llm.device, spec.dtype, Timer())
+    rates = Rates(measure_read_gbps(llm.device, Timer()), device.matrix_tflops)
+    cells = []
+    for workload in workloads:
+        requests = workload.requests(llm.model.decoder.vocab_size)
+        passes = []
+        for number in range(options.warmup + options.repeat):
+            done = _run(llm, requests, workload.temperature)
+            passes += [done] if number >= options.warmup else []
+            advance(workload.label)
+        idle = _look_inside(llm, requests, workload.temperature, options.trace if workload is workloads[-1] else None)
+        cells.append(_summary(llm, workload, requests, passes, idle, rates))
+    return OfflineReport(
+        command=command,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        model=llm.model.name,
+        load_format=load_format,
+        dtype=DTYPE_NAMES[spec.dtype],
+        warmup=options.warmup,
+        repeat=options.repeat,
+        start_seconds=start_seconds,
+        settings=settings(llm),
+        device=device,
+        read_gbps=rates.read_gbps,
+        cells=cells,
+    )
+
+
+def settings(llm: LLM) -> dict[str, str]:
+    """What the engine runs with, by name."""
+    chosen, config = llm.engine.selection, llm.engine.config
+    return {
+        **{phase.value: name for phase, name in chosen.names.items()},
+        "kv_layout": chosen.layout.name,
+        "block_size": str(chosen.block_size),
+        "pool_tokens": str(llm.engine.pool.num_tokens),
+        "max_model_len": str(llm.engine.max_model_len),
+        "max_num_seqs": str(config.max_num_seqs),
+        "max_num_batched_tokens": str(config.step_tokens),
+        "enforce_eager": str(config.enforce_eager).lower(),
+        "async_scheduling": str(config.async_scheduling).lower(),
+        "tokenizer": "no" if llm.tokenizer is None else "yes",
+        "prefix_cache": "emptied before each pass" if config.enable_prefix_caching else "off",
+    }
+
+
+def _run(llm: LLM, requests: Requests, temperature: float) -> _Pass:
+    # Every pass would find the last one's prompts in the prefix cache.
+    llm.engine.blocks.forget_prefixes()
+    params = [SamplingParams(temperature=temperature, max_tokens=size, ignore_eos=True) for size in requests.output_lens]
+    before = llm.engine.stats.snapshot()
+    start = time.perf_counter()
+    outputs = llm.generate(requests.prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    first, later = [], []
+    for number, (output, wanted) in enumerate(zip(outputs, requests.output_lens, strict=True)):
+        completion, metrics = output.outputs[0], output.metrics
+        count = len(completion.token_ids)
+        if count != wanted or metrics.first_token_time is None or metrics.finished_time is None:
+            why = completion.error or f"finish_reason {completion.finish_reason}"
+            raise HeadwayError(f"throughput: request {number} needs {wanted} output tokens, got {count} ({why})")
+        first.append(metrics.first_token_time - start)
+        if count > 1:
+            later.append((metrics.finished_time - metrics.first_token_time) / (count - 1))
+    stats = llm.engine.stats - before
+    return _Pass(seconds, statistics.mean(first), statistics.mean(later) if later else None, stats)
+
+
+def _look_inside(llm: LLM, requests: Requests, temperature: float, trace: Path | None) -> float | None:
+    if llm.device.type != "cuda" and trace is None:
+        return None
+    window = Window(llm.engine, llm.device, requests, temperature)
+    try:
+        idle = window.gpu_idle_share()
+        if trace is not None:
+            window.write_trace(trace)
+    finally:
+        window.close()
+    return idle
+
+
+def _summary(
+    llm: LLM, workload: Workload, requests: Requests, passes: Sequence[_Pass], idle: float | None, rates: Rates
+) -> OfflineCell:
+    ordered = sorted(passes, key=lambda each: each.seconds)
+    chosen = ordered[len(ordered) // 2]
+    stats, count = chosen.stats, requests.num_output_tokens
+    roofline = Roofline(llm.model.decoder.config, llm.model.decoder.attention_specs)
+    lens = [len(prompt) for prompt in requests.prompts]
+    floor = roofline.floor(stats, lens, llm.engine.config.step_tokens, rates)
+    input_len, output_len = workload.lengths or (None, None)
+    return OfflineCell(
+        label=workload.label,
+        batch_size=workload.batch_size,
+        input_len=input_len,
+        output_len=output_len,
+        temperature=workload.temperature,
+        prompt_tokens=requests.num_prompt_tokens,
+        output_tokens=count,
+        seconds=chosen.seconds,
+        tokens_per_second=count / chosen.seconds,
+        fastest=count / ordered[0].seconds,
+        slowest=count / ordered[-1].seconds,
+        time_to_first_token_ms=1e3 * chosen.first_seconds,
+        time_per_output_token_ms=None if chosen.later_seconds is None else 1e3 * chosen.later_seconds,
+        roofline_share=floor.total / chosen.seconds,
+        floor_seconds=floor.total,
+        prefill_floor_seconds=roofline.prefill_flops(lens) / (1e12 * rates.matrix_tflops),
+        num_steps=stats.num_steps,
+        num_graph_steps=stats.num_graph_steps,
+        num_preemptions=stats.num_preemptions,
+        host_ms_per_step=1e3 * stats.host_seconds / stats.num_steps,
+        wait_ms_per_step=1e3 * stats.wait_seconds / stats.num_steps,
+        gpu_idle_share=idle,
+        steps_by_backend=dict(stats.steps_by_backend),
+    )

@@ -1,0 +1,105 @@
+"""A result file of offline runs as a table: on a terminal, and in the documentation beside peers' figures."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from headway.bench.generate.report import OfflineCell, OfflineReport, PeersFile
+from headway.bench.kernel.table import describe
+
+COLUMNS = (
+    "batch x in/out",
+    "tokens/s",
+    "spread",
+    "of floor",
+    "first ms",
+    "token ms",
+    "host ms",
+    "GPU idle",
+    "graphs",
+)
+"""One row a workload. "spread": half of fastest less slowest. "of floor": the least possible time over the time it took, the
+roofline's share. Times: to the first token, per later token, the host's own work per step. "graphs": steps that were replays."""
+_ROOMY = 90
+"""Characters from which the columns need not stand close."""
+
+
+def print_offline(report: OfflineReport, console: Console) -> None:
+    """The device, the settings, and the table."""
+    console.print(describe(report.device) + f", read {report.read_gbps:.0f} GB/s", highlight=False)
+    console.print(", ".join(f"{name} {value}" for name, value in report.settings.items()), highlight=False)
+    title = (
+        f"{report.model} ({report.load_format}), {report.dtype}; median of {report.repeat}; ready in {report.start_seconds:.1f} s"
+    )
+    roomy = console.width >= _ROOMY
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1) if roomy else 0)
+    rows = [row(cell) for cell in report.cells]
+    for number, name in enumerate(COLUMNS):
+        header = name if roomy or not number else name.replace(" ", "\n")
+        table.add_column(header, justify="right" if number else "left", style="" if number else "bold", no_wrap=True)
+    for line in rows:
+        table.add_row(*line)
+    console.print(table)
+    for note in notes(report):
+        console.print(note, highlight=False)
+
+
+def row(cell: OfflineCell) -> tuple[str, ...]:
+    """A cell's figures, in the order of COLUMNS."""
+    per_token, idle = cell.time_per_output_token_ms, cell.gpu_idle_share
+    spread = (cell.fastest - cell.slowest) / 2 / cell.tokens_per_second
+    return (
+        cell.label,
+        f"{cell.tokens_per_second:,.0f}",
+        f"{spread:.1%}" if spread else "",
+        f"{cell.roofline_share:.0%}",
+        f"{cell.time_to_first_token_ms:.0f}",
+        "" if per_token is None else f"{per_token:.2f}",
+        f"{cell.host_ms_per_step:.2f}",
+        "" if idle is None else f"{idle:.0%}",
+        f"{cell.num_graph_steps / cell.num_steps:.0%}",
+    )
+
+
+def notes(report: OfflineReport) -> list[str]:
+    """What is worth a line beside the table."""
+    return [
+        f"{cell.label}: {cell.num_preemptions} preemptions, for the pool has room for {report.settings['pool_tokens']} tokens"
+        for cell in report.cells
+        if cell.num_preemptions
+    ]
+
+
+def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
+    """Command, device and table; a column of output tokens a second for each peer, the best of a row in bold."""
+    device = report.device
+    names = [] if peers is None else [f"{peer.name} {peer.version}" for peer in peers.peers]
+    lines = [
+        f"    {report.command}",
+        "",
+        f"{report.model} ({report.load_format} weights), {report.dtype}, on {device.name}, driver {device.driver}, torch "
+        f"{device.torch}; read {report.read_gbps:.0f} GB/s, {device.matrix_dtype} product {device.matrix_tflops:.3g} TFLOP/s in "
+        f"the same run; {report.date[:10]}. Median of {report.repeat}; engine ready after {report.start_seconds:.1f} s. "
+        + ", ".join(f"{name} {value}" for name, value in report.settings.items())
+        + ".",
+        "",
+        "| " + " | ".join([*COLUMNS, *names]) + " |",
+        "|---" * (len(COLUMNS) + len(names)) + "|",
+    ]
+    for cell in report.cells:
+        theirs = [peer.tokens_per_second.get(cell.label) for peer in (peers.peers if peers else ())]
+        best = max([cell.tokens_per_second, *(rate for rate in theirs if rate is not None)])
+        label, ours, *rest = row(cell)
+        shown = ["" if rate is None else _bold(f"{rate:,.0f}", rate == best) for rate in theirs]
+        lines.append("| " + " | ".join([label, _bold(ours, cell.tokens_per_second == best), *rest, *shown]) + " |")
+    lines += [line for note in notes(report) for line in ("", f"{note}.")]
+    if peers is not None:
+        told = "; ".join(f"{peer.name} {peer.version}: {peer.settings}" for peer in peers.peers)
+        lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}. {told}."]
+    return "\n".join(lines)
+
+
+def _bold(text: str, wanted: bool) -> str:
+    return f"**{text}**" if wanted else text

@@ -1,0 +1,227 @@
+"""Whole generations timed end to end: Headway, and transformers' padded `generate` on the same prompts in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from headway.bench.generate.prompts import take_prompts
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.sampling.params import SamplingParams
+from headway.llm import LLM
+from headway.tuning.device import DeviceInfo, describe_device
+from headway.tuning.timing import Timer
+
+Generated = list[list[int]]
+"""Output tokens of each prompt."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is generated: greedy, exactly `output_len` tokens a prompt."""
+
+    num_prompts: int = 16
+    output_len: int = 64
+    repeat: int = 3
+
+
+class EngineResult(BaseModel):
+    """One engine on the workload; medians over the repeats, after one warm-up."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    engine: str
+    settings: dict[str, str]
+    tokens_per_second: float
+    """Output tokens over the time from the first request to the last token."""
+    fastest: float
+    slowest: float
+    time_to_first_token_ms: float
+    """Mean over the prompts, all sent at once."""
+    time_per_output_token_ms: float
+    """Mean over the prompts, of the time after the first token."""
+    same_tokens: float | None = None
+    """Share of the output tokens, up to each text's end, equal to Headway's; None for Headway itself."""
+
+
+class ThroughputReport(BaseModel):
+    """One run."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: Literal["headway.throughput/1"] = Field(default="headway.throughput/1", alias="schema")
+    command: str
+    date: str
+    model: str
+    dtype: str
+    num_prompts: int
+    prompt_tokens: int
+    output_len: int
+    repeat: int
+    device: DeviceInfo
+    results: list[EngineResult]
+
+    @property
+    def speedup(self) -> float | None:
+        """Headway's tokens a second over the other engine's."""
+        return self.results[0].tokens_per_second / self.results[1].tokens_per_second if len(self.results) > 1 else None
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One generation of the whole workload. Times in seconds from its start, one a prompt."""
+
+    tokens: Generated
+    seconds: float
+    first: list[float]
+    last: list[float]
+
+
+def run_throughput(
+    llm: LLM, workload: Workload, compare: bool, command: str, advance: Callable[[str], None] = lambda _: None
+) -> ThroughputReport:
+    """Run the workload through Headway and, if asked, through transformers with the same weights, dtype and threads.
+
+    advance: told after each generation which engine made it.
+    """
+    prompts = take_prompts(workload.num_prompts)
+    ids = [llm.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    runners: list[tuple[str, dict[str, str], Callable[[], _Pass]]] = [
+        ("headway", _settings(llm), lambda: _headway_pass(llm, ids, workload.output_len))
+    ]
+    if compare:
+        peer = TransformersPeer(llm)
+        runners.append(("transformers", peer.settings, lambda: peer.generate(prompts, workload.output_len)))
+    passes = {name: [_told(run, name, advance) for _ in range(workload.repeat + 1)] for name, _, run in runners}
+    results = [_summary(name, settings, passes[name][1:]) for name, settings, _ in runners]
+    ours = passes["headway"][-1].tokens
+    for result in results[1:]:
+        result.same_tokens = same_tokens(ours, passes[result.engine][-1].tokens, llm.model.eos_token_ids)
+    dtype = llm.model.decoder.attention_specs[0].dtype
+    return ThroughputReport(
+        command=command,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        model=llm.model.name,
+        dtype=DTYPE_NAMES[dtype],
+        num_prompts=len(prompts),
+        prompt_tokens=sum(map(len, ids)),
+        output_len=workload.output_len,
+        repeat=workload.repeat,
+        device=describe_device(llm.device, dtype, Timer()),
+        results=results,
+    )
+
+
+def num_passes(workload: Workload, compare: bool) -> int:
+    """Generations that `run_throughput` makes."""
+    return (workload.repeat + 1) * (1 + compare)
+
+
+def _told(run: Callable[[], _Pass], name: str, advance: Callable[[str], None]) -> _Pass:
+    done = run()
+    advance(name)
+    return done
+
+
+def _settings(llm: LLM) -> dict[str, str]:
+    chosen = llm.engine.selection
+    names = {phase.value: name for phase, name in chosen.names.items()}
+    return {
+        **names,
+        "kv_layout": chosen.layout.name,
+        "block_size": str(chosen.block_size),
+        "prefix_cache": "emptied before each pass",
+    }
+
+
+def _headway_pass(llm: LLM, ids: Sequence[list[int]], output_len: int) -> _Pass:
+    # Every pass would find the last one's prompts in the prefix cache, which is not what is compared here.
+    llm.engine.blocks.forget_prefixes()
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = llm.generate(list(ids), params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    first = [(output.metrics.first_token_time or 0.0) - start for output in outputs]
+    last = [(output.metrics.finished_time or 0.0) - start for output in outputs]
+    return _Pass([output.outputs[0].token_ids for output in outputs], seconds, first, last)
+
+
+class TransformersPeer:
+    """transformers' `generate` on one left-padded batch: what most people run. Greedy, end-of-text banned up to the end."""
+
+    def __init__(self, llm: LLM) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        spec = llm.model.decoder.attention_specs[0]
+        self._device = spec.device
+        loaded: Any = AutoModelForCausalLM.from_pretrained(llm.model.folder, dtype=spec.dtype)
+        self._model: Any = loaded.to(spec.device).eval()
+        self._tokenizer = llm.tokenizer
+        self.settings = {"attn_implementation": str(self._model.config._attn_implementation), "batch": "left-padded"}
+
+    def generate(self, prompts: Sequence[str], output_len: int) -> _Pass:
+        """One pass."""
+        self._tokenizer.padding_side = "left"
+        self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
+        batch = self._tokenizer(list(prompts), return_tensors="pt", padding=True).to(self._device)
+        clock: list[float] = []
+
+        def note_time(tokens: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            clock.append(time.perf_counter())
+            return torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = self._model.generate(
+                **batch,
+                do_sample=False,
+                min_new_tokens=output_len,
+                max_new_tokens=output_len,
+                stopping_criteria=[note_time],
+                pad_token_id=self._tokenizer.pad_token_id,
+            )
+        seconds = time.perf_counter() - start
+        tokens = out[:, batch["input_ids"].shape[1] :].tolist()
+        count = len(tokens)
+        return _Pass(tokens, seconds, [clock[0] - start] * count, [clock[-1] - start] * count)
+
+
+def same_tokens(ours: Generated, theirs: Generated, eos: frozenset[int]) -> float:
+    """Share of tokens that agree, each text counted up to its first end-of-text token in `ours` and its first difference.
+
+    Beyond the end the two differ by construction: one may write the end-of-text token, the other may not.
+    """
+    compared = equal = 0
+    for a, b in zip(ours, theirs, strict=True):
+        end = next((at for at, token in enumerate(a) if token in eos), len(a))
+        compared += end
+        equal += next((at for at in range(end) if a[at] != b[at]), end)
+    return equal / max(compared, 1)
+
+
+def _summary(name: str, settings: dict[str, str], passes: Sequence[_Pass]) -> EngineResult:
+    rates = [sum(map(len, each.tokens)) / each.seconds for each in passes]
+    per_token = [
+        statistics.mean(
+            (last - first) / (len(tokens) - 1) for tokens, first, last in zip(each.tokens, each.first, each.last, strict=True)
+        )
+        for each in passes
+    ]
+    return EngineResult(
+        engine=name,
+        settings=settings,
+        tokens_per_second=statistics.median(rates),
+        fastest=max(rates),
+        slowest=min(rates),
+        time_to_first_token_ms=1e3 * statistics.median(statistics.mean(each.first) for each in passes),
+        time_per_output_token_ms=1e3 * statistics.median(per_token),
+    )

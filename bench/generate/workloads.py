@@ -1,0 +1,145 @@
+"""Work for the end-to-end benchmark that needs no text: random token ids, all sent at once, outputs of a set length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from random import Random
+from typing import Protocol
+
+from headway.core.contract.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Prompts and how many tokens each is to write, end-of-text ignored."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all outputs."""
+        return sum(self.output_lens)
+
+    def halfway(self) -> list[list[int]]:
+        """What each sequence is like when half of its output is written: the prompt, with its own tokens again as output."""
+        return [
+            prompt + [prompt[at % len(prompt)] for at in range(output_len // 2)]
+            for prompt, output_len in zip(self.prompts, self.output_lens, strict=True)
+        ]
+
+
+class Workload(Protocol):
+    """One row of the result."""
+
+    @property
+    def label(self) -> str:
+        """Names it in tables and files."""
+
+    @property
+    def batch_size(self) -> int:
+        """Requests."""
+
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """(input_len, output_len) where all requests have the same."""
+
+    @property
+    def temperature(self) -> float:
+        """0: greedy."""
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+
+    def requests(self, vocab_size: int) -> Requests:
+        """The same ones every time."""
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """batch_size requests of input_len random tokens that write output_len each."""
+
+    batch_size: int
+    input_len: int
+    output_len: int
+    temperature: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """As in "16 x 512/512"."""
+        return f"{self.batch_size} x {self.input_len}/{self.output_len}"
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """(input_len, output_len)."""
+        return self.input_len, self.output_len
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of every request."""
+        return self.input_len + self.output_len
+
+    def requests(self, vocab_size: int) -> Requests:
+        """Token ids from the whole vocabulary, from a fixed seed."""
+        draw = Random(0).randrange
+        prompts = [[draw(vocab_size) for _ in range(self.input_len)] for _ in range(self.batch_size)]
+        return Requests(prompts, [self.output_len] * self.batch_size)
+
+
+@dataclass(frozen=True)
+class Nano:
+    """The work of nano-vllm's bench.py: 256 requests of 100 to 1,024 tokens that write 100 to 1,024; 133,966 in all.
+
+    The draws are made in that script's order from the same generator and seed, so the lengths and ids are its own.
+    """
+
+    temperature: float = 0.6
+    label = "nano"
+    batch_size = 256
+    lengths = None
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest request."""
+        drawn = self.requests(0)
+        return max(len(prompt) + size for prompt, size in zip(drawn.prompts, drawn.output_lens, strict=True))
+
+    def requests(self, vocab_size: int) -> Requests:
+        """Token ids 0 to 10,000 whatever the vocabulary; a smaller one is refused when they are sent."""
+        draw = Random(0).randint
+        prompts = [[draw(0, 10000) for _ in range(draw(100, 1024))] for _ in range(self.batch_size)]
+        return Requests(prompts, [draw(100, 1024) for _ in range(self.batch_size)])
+
+
+def random_workloads(batch_size: str, input_len: str, output_len: str | None, temperature: float) -> list[Workload]:
+    """Every batch size with every pair of lengths; each text is a number or a list such as "1,16,64".
+
+    Input and output lengths are paired in order; a single one goes with all of the other. None: outputs as long as inputs.
+
+    :raises ConfigError: not such a list, or lists of different sizes.
+    """
+    batches, inputs = parse_sizes("--batch-size", batch_size), parse_sizes("--input-len", input_len)
+    outputs = parse_sizes("--output-len", output_len) if output_len else inputs
+    if len(inputs) != len(outputs) and 1 not in (len(inputs), len(outputs)):
+        raise ConfigError("--output-len", f"one length, or one for each of the {len(inputs)} of --input-len", output_len)
+    count = max(len(inputs), len(outputs))
+    pairs = zip(inputs * (count // len(inputs)), outputs * (count // len(outputs)), strict=True)
+    return [RandomTokens(batch, *pair, temperature) for pair, batch in product(pairs, batches)]
+
+
+def parse_sizes(option: str, text: str) -> list[int]:
+    """Whole numbers from a text such as "1,16,64".
+
+    :raises ConfigError: it is none.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(option, "whole numbers of at least 1, such as 16 or 1,16,64", repr(text))
+    return [int(part) for part in parts]

@@ -1,0 +1,1 @@
+"""Attention alone: backends, peers and cache writers on one call."""

@@ -1,0 +1,112 @@
+"""The result file of `headway bench kernel`, schema `headway.kernel/1`, and how it is written and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headway.tuning.attempt import Status
+from headway.tuning.device import DeviceInfo
+from headway.tuning.json_files import read_json
+from headway.tuning.work import PhaseName
+
+SCHEMA: Final = "headway.kernel/1"
+Owner = Literal["backend", "peer", "writer"]
+
+
+class KernelCell(BaseModel):
+    """One contender on one case, layout and block size. Only an answer that was right has a time."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    backend: str
+    """Name of the backend, of the peer, or of the layout's cache writer."""
+    owner: Owner
+    """"peer" is a library called without Headway."""
+    phase: PhaseName
+    case: str
+    """In the grammar of headway.testing.cases, as it was asked for."""
+    geometry: str
+    """num_heads/num_kv_heads/head_dim."""
+    layout: str
+    block_size: int | None
+    """None where no cache is read: a peer's dense prefill."""
+    dtype: str
+    """Of q, k, v and out."""
+    kv_dtype: str
+    """Of the cache."""
+    status: Status
+    reason: str = ""
+    """Why there is no time; empty where there is one."""
+    kernel: str = ""
+    """The kernel that ran, as the backend names it."""
+    median_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    plan_us: float | None = None
+    """Host time of `plan`, once a step and spec; None for peers and writers."""
+    host_us: float | None = None
+    """Host time until a step's call has returned, `plan` included; None on a CPU, where it is the whole time."""
+    gbps: float | None = None
+    """Decode: bytes of K and V read once. Write: bytes read plus written. 1e9 bytes a second."""
+    tflops: float | None = None
+    """Prefill: 4 * head_dim * num_heads * keys seen, summed over the queries."""
+    fraction: float | None = None
+    """Of the device's measured copy rate (decode, write) or matrix rate (prefill)."""
+    relative_error: float | None = None
+    """||out - reference|| / ||reference||, the worse of before and after timing; None where nothing, or no number, came out."""
+    tolerance: float | None = None
+
+    @model_validator(mode="after")
+    def _only_right_answers_have_a_time(self) -> Self:
+        if (self.status == "ok") != (self.median_us is not None):
+            raise ValueError(f"a cell has a median_us if and only if its status is ok: {self.status}, {self.median_us}")
+        if (self.status == "ok") == bool(self.reason):
+            raise ValueError(f"a cell has a reason if and only if its status is not ok: {self.status}, {self.reason!r}")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The contender and how its cache lies: one column of a table."""
+        if self.owner == "peer":
+            return f"{self.backend} (bare)" if self.block_size is None else f"{self.backend} (bare) {self.block_size}"
+        return f"{self.backend} {self.layout} {self.block_size}"
+
+
+class Contender(BaseModel):
+    """A backend or peer that was asked for by name or by default, and whether it could take part."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    owner: Owner
+    version: str = ""
+    available: bool
+    reason: str = ""
+
+
+class KernelReport(BaseModel):
+    """One run."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: Literal["headway.kernel/1"] = Field(default=SCHEMA, alias="schema")
+    command: str
+    date: str
+    """UTC, ISO 8601: the start of the run."""
+    warmup_ms: float
+    rep_ms: float
+    seed: int
+    device: DeviceInfo
+    contenders: list[Contender]
+    cells: list[KernelCell]
+
+
+def read_report(path: Path) -> KernelReport:
+    """Read a result file of the kernel benchmark.
+
+    :raises ConfigError: see read_json.
+    """
+    return read_json(path, KernelReport, SCHEMA)

@@ -1,0 +1,186 @@
+"""`headway bench kernel`: every backend, peer and cache writer on every cell, checked against float64 before it is timed."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from headway.bench.kernel.contenders import Entry, entrants
+from headway.bench.kernel.peer import Peer, peer_attempt
+from headway.bench.kernel.results import KernelCell, KernelReport
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import CacheLayout
+from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
+from headway.core.contract.support import Support
+from headway.registry import Registry, create_registry
+from headway.testing.cases import Case
+from headway.testing.reference import reference, relative_error
+from headway.tuning.attempt import Attempt, Measurement, backend_attempt, failed, measure, writer_attempt
+from headway.tuning.device import default_device, describe_device
+from headway.tuning.json_files import write_json
+from headway.tuning.progress import on_device, progress_bar
+from headway.tuning.timing import Timer
+from headway.tuning.work import DEFAULT_CASES, Cell, Geometry, PhaseName, build_case, build_write, make_cell, make_spec
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """What to measure; the defaults suit the device."""
+
+    phase: PhaseName = "decode"
+    backends: Sequence[str] | None = None
+    """Names of registered backends; None: all that are available here."""
+    peers: bool | Sequence[str | Peer] = True
+    """Libraries called bare in the same run: all, none, or by name (an object of one's own may join)."""
+    geometries: Sequence[Geometry] = (Geometry(32, 8, 128),)
+    cases: Sequence[str] | None = None
+    """In the grammar of headway.testing.cases; None: the device's default cells."""
+    dtype: torch.dtype | None = None
+    """None: bfloat16 on a GPU, float32 on a CPU."""
+    kv_dtype: torch.dtype | None = None
+    """None: the cache is of the layer's dtype."""
+    layouts: Sequence[str] | None = None
+    """None: the one a backend prefers; for writers, all."""
+    block_sizes: Sequence[int] | None = None
+    """None: those of 16 and 256 that a backend accepts."""
+    device: torch.device = field(default_factory=default_device)
+    timer: Timer = field(default_factory=Timer)
+    seed: int = 0
+    output: Path | None = None
+    """Result file, written anew after each case: a run that is cut short keeps what it has."""
+    command: str = ""
+    """As typed, for the result file."""
+
+
+def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, console: Console | None = None) -> KernelReport:
+    """Measure every contender on every cell. What a contender does wrong is in the report, never an exception.
+
+    registry: None makes one with every installed plugin. console: where the progress bar goes; None shows none.
+
+    :raises ConfigError: options that name an unknown layout, peer, case or dtype. UnknownBackendError: an unknown backend.
+    """
+    registry = registry or create_registry()
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    dtype = options.dtype or (torch.float32 if options.device.type == "cpu" else torch.bfloat16)
+    if dtype not in DTYPE_NAMES:
+        raise ConfigError("--dtype", " or ".join(DTYPE_NAMES.values()), str(dtype))
+    kinds = DEFAULT_CASES.get(options.device.type, DEFAULT_CASES["cuda"])
+    cells = [
+        make_cell(options.phase, case, geometry, make_spec(geometry, dtype, options.kv_dtype, options.device))
+        for geometry in options.geometries
+        for case in options.cases or kinds[options.phase]
+    ]
+    contenders, entries_of = entrants(options.phase, options.backends, options.peers, options.device, registry)
+    rounds = [(cell, entries_of(cell, options.layouts, options.block_sizes)) for cell in cells]
+
+    with torch.no_grad(), on_device(options.device), progress_bar(console) as progress:
+        task = progress.add_task("device", total=1 + sum(len(entries) for _, entries in rounds))
+        report = KernelReport(
+            command=options.command or " ".join(sys.argv),
+            date=date,
+            warmup_ms=options.timer.warmup_ms,
+            rep_ms=options.timer.rep_ms,
+            seed=options.seed,
+            device=describe_device(options.device, dtype, options.timer),
+            contenders=contenders,
+            cells=[],
+        )
+        progress.advance(task)
+        for cell, entries in rounds:
+            results: dict[int, KernelCell] = {}
+            for number, measurement in _run_cell(cell, entries, options):
+                results[number] = _to_cell(cell, entries[number], measurement, report)
+                progress.update(task, advance=1, description=f"{cell.geometry} {cell.case} {entries[number].name}")
+            report.cells += [results[number] for number in sorted(results)]
+            if options.output is not None:
+                write_json(report, options.output)
+    return report
+
+
+def _run_cell(cell: Cell, entries: Sequence[Entry], options: KernelOptions) -> Iterator[tuple[int, Measurement]]:
+    """(index of an entry, what came of it); entries that share layout and block size share one filled cache."""
+    groups: dict[tuple[CacheLayout, int], list[int]] = {}
+    for number, entry in enumerate(entries):
+        if entry.support:
+            groups.setdefault((entry.layout, entry.block_size), []).append(number)
+        else:
+            yield number, Measurement("unsupported", reason=_reasons(entry.support))
+    expected: Tensor | None = None
+    case: Case | None
+    for (layout, block_size), numbers in groups.items():
+        try:
+            build = build_write if cell.phase == "write" else build_case
+            case = build(cell, layout, block_size, options.seed)
+            if expected is None and cell.phase != "write":
+                expected = reference(case)
+        except Exception as error:  # out of memory, mostly: the next layout may still fit
+            case, failure = None, failed(error)
+        for number in numbers:
+            if case is None:
+                yield number, failure
+            else:
+                yield number, measure(_attempt(entries[number], case, expected, block_size), options.device, options.timer)
+        case = None
+        gc.collect()  # libraries' wrappers hold caches in cycles, and the next one may be as large
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _attempt(entry: Entry, case: Case, expected: Tensor | None, block_size: int) -> Callable[[], Attempt]:
+    def error(out: Tensor) -> float:
+        assert expected is not None
+        return relative_error(out, expected, case)
+
+    def prepare() -> Attempt:
+        if entry.writer is not None:
+            return writer_attempt(entry.writer, case)
+        if entry.peer is not None:
+            return peer_attempt(entry.peer, case, error)
+        assert entry.backend is not None
+        return backend_attempt(entry.backend(case.spec, case.cache.layout, block_size), case, error)
+
+    return prepare
+
+
+def _to_cell(cell: Cell, entry: Entry, measured: Measurement, report: KernelReport) -> KernelCell:
+    """Rates from times: 1e9 bytes and 1e12 operations a second."""
+    times: dict[str, float | None] = {}
+    if measured.timing is not None:
+        us = measured.timing.median_us
+        times = {"median_us": us, "p20_us": measured.timing.p20_us, "p80_us": measured.timing.p80_us}
+        if cell.phase == "prefill":
+            times |= {"tflops": cell.flops / us * 1e-6, "fraction": cell.flops / us * 1e-6 / report.device.matrix_tflops}
+        else:
+            gbps = (cell.kv_bytes if cell.phase == "decode" else cell.write_bytes) / us * 1e-3
+            times |= {"gbps": gbps, "fraction": gbps / report.device.copy_gbps}
+    return KernelCell(
+        backend=entry.name,
+        owner=entry.owner,
+        phase=cell.phase,
+        case=cell.case,
+        geometry=str(cell.geometry),
+        layout=entry.layout.name,
+        block_size=None if entry.dense else entry.block_size,
+        dtype=DTYPE_NAMES[cell.spec.dtype],
+        kv_dtype=KV_DTYPE_NAMES[cell.spec.cache_dtype],
+        status=measured.status,
+        reason=measured.reason,
+        kernel=measured.kernel,
+        plan_us=measured.plan_us,
+        host_us=measured.host_us,
+        relative_error=measured.relative_error,
+        tolerance=measured.tolerance,
+        **times,
+    )
+
+
+def _reasons(support: Support) -> str:
+    return "; ".join(map(str, support.reasons))

@@ -1,0 +1,87 @@
+"""Result files as Markdown tables inside a document, between markers, so that no figure is typed by hand.
+
+    python -m headway.bench.pages docs/benchmarks.md
+
+A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, `<!-- throughput FILE [PEERS] -->` or `<!-- crossover FILE -->`; its table ends
+at `<!-- end -->`; the files are relative to the working folder.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from headway.bench.crossover.report import to_section
+from headway.bench.crossover.view import view
+from headway.bench.generate.report import read_offline, read_peers
+from headway.bench.generate.table import markdown
+from headway.bench.kernel.results import KernelCell, KernelReport, read_report
+from headway.tuning.files import read_table
+
+_BLOCK = re.compile(r"(<!-- kernel (\S+) (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_CROSSOVER = re.compile(r"(<!-- crossover (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_OFFLINE = re.compile(r"(<!-- throughput (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str, read: Callable[[Path], KernelReport] = read_report) -> str:
+    """The document with every marked table made anew from its file.
+
+    :raises ConfigError: a file that is missing or not a result file.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        report = read(Path(match[2]))
+        cells = [cell for cell in report.cells if (cell.phase, cell.geometry) == (match[3], match[4])]
+        return f"{match[1]}\n    {report.command}\n\n{_device(report)}\n\n{_table(cells)}\n{match[5]}"
+
+    def offline(match: re.Match[str]) -> str:
+        peers = read_peers(Path(match[3])) if match[3] else None
+        return f"{match[1]}\n{markdown(read_offline(Path(match[2])), peers)}\n{match[4]}"
+
+    def crossover(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{to_section(view(read_table(Path(match[2]))))}\n{match[3]}"
+
+    return _CROSSOVER.sub(crossover, _OFFLINE.sub(offline, _BLOCK.sub(table, text)))
+
+
+def _device(report: KernelReport) -> str:
+    device = report.device
+    software = [
+        f"torch {device.torch}",
+        *(f"{name} {version}" for name, version in device.libraries.items() if name != "headway"),
+    ]
+    limits = f"copy {device.copy_gbps:.0f} GB/s, {device.matrix_dtype} product {device.matrix_tflops:.0f} TFLOP/s in the same run"
+    return f"{device.name}, driver {device.driver}, {', '.join(software)}; {limits}; {report.date[:10]}."
+
+
+def _table(cells: list[KernelCell]) -> str:
+    labels = list(dict.fromkeys(cell.label for cell in cells))
+    lines = ["| case | " + " | ".join(labels) + " |", "|---" * (len(labels) + 1) + "|"]
+    for case in dict.fromkeys(cell.case for cell in cells):
+        row = {cell.label: cell for cell in cells if cell.case == case}
+        best = min((cell.median_us for cell in row.values() if cell.median_us is not None), default=None)
+        lines.append(f"| {case} | " + " | ".join(_show(row.get(label), best) for label in labels) + " |")
+    return "\n".join(lines)
+
+
+def _show(cell: KernelCell | None, best: float | None) -> str:
+    if cell is None:
+        return ""
+    if cell.median_us is None:
+        return cell.status
+    rate = f"{cell.gbps:.0f}" if cell.gbps is not None else f"{cell.tflops:.0f}"
+    text = f"{cell.median_us:.1f} ({rate})"
+    return f"**{text}**" if cell.median_us == best else text
+
+
+def main() -> None:
+    """Rewrite the documents named on the command line."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(render(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

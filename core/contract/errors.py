@@ -1,0 +1,58 @@
+"""Errors a user or a plugin can cause. Each says what was asked, what was needed, what was got, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from headway.core.contract.support import Reason
+
+
+class HeadwayError(Exception):
+    """Base of every error that is the caller's to fix; the command line prints it without a traceback and exits with 2."""
+
+
+class ConfigError(HeadwayError, ValueError):
+    """An option or argument has a value that cannot work."""
+
+    def __init__(self, what: str, need: str, got: object, hint: str = "") -> None:
+        self.reason = Reason(what, need, str(got), hint)
+        super().__init__(str(self.reason))
+
+
+class PromptError(ConfigError):
+    """A prompt that cannot be run: empty, too long, or with token ids outside the vocabulary."""
+
+
+class ModelError(HeadwayError):
+    """A model that cannot be found, read or run."""
+
+
+class PluginError(HeadwayError):
+    """A plugin that breaks the contract: a taken name, a wrong api_version, a hook with a wrong signature."""
+
+
+class UnknownBackendError(HeadwayError):
+    """A backend name that nobody registered."""
+
+    def __init__(self, name: str, known: Mapping[str, str], failures: Sequence[str] = ()) -> None:
+        lines = [f"attention backend: asked for {name!r}, which nobody registered. Registered here:"]
+        lines += [f"  {known_name:<12} {state}" for known_name, state in known.items()]
+        lines += [f"  plugin that failed to load: {failure}" for failure in failures]
+        super().__init__("\n".join(lines))
+
+
+class UnsupportedError(HeadwayError):
+    """A backend, layout or block size that was asked for by name and cannot do the work; it never falls back."""
+
+    def __init__(self, asked: str, reasons: Sequence[Reason], fix: str = "") -> None:
+        self.asked = asked
+        self.reasons = tuple(reasons)
+        lines = [f"{asked} cannot be used here:"]
+        lines += [f"  {reason}" for reason in self.reasons]
+        if fix:
+            lines.append(f"  nearest fix: {fix}")
+        super().__init__("\n".join(lines))
+
+
+class BackendError(HeadwayError):
+    """A backend raised in the middle of a step."""

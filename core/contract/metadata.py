@@ -1,0 +1,187 @@
+"""What one step asks of attention: lengths, block table and slots, shared by all layers and all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.transfer import upload
+
+
+class Phase(Enum):
+    """What kind of attention a sequence needs; derived from its lengths, never a flag."""
+
+    PREFILL = "prefill"
+    """No cached context: every key the queries see is among this step's tokens."""
+    EXTEND = "extend"
+    """Several new tokens after a cached context: a prefix hit, or a later chunk of a long prompt."""
+    DECODE = "decode"
+    """One new token after a cached context (2 to 8 where a speculator's guesses are verified)."""
+
+    @staticmethod
+    def of(query_len: int, context_len: int, decode_query_len: int = 1) -> Phase:
+        """Phase of a sequence with `query_len` new tokens after `context_len` cached ones."""
+        if context_len == 0:
+            return Phase.PREFILL
+        return Phase.DECODE if query_len <= decode_query_len else Phase.EXTEND
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One step. Tokens of all sequences are packed; sequences that prefill or extend come first, then those that decode.
+
+    Names are vLLM's. Every tensor has a CPU twin made before the copy to the device, so that no backend has to synchronise.
+    """
+
+    num_prefills: int
+    """Sequences in the first part (PREFILL or EXTEND)."""
+    num_decodes: int
+    """Sequences in the second part (DECODE), padding rows included."""
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    query_start_loc: Tensor
+    """int32 [num_seqs + 1]: the first packed token of each sequence; the last entry is the number of tokens."""
+    seq_lens: Tensor
+    """int32 [num_seqs]: cached plus new tokens; 0 marks a padding row."""
+    context_lens: Tensor
+    """int32 [num_seqs]: cached tokens, before this step's."""
+    block_table: Tensor
+    """int32 [num_seqs, max_blocks]: physical block of each logical block; entries past a sequence's end are 0 and never read."""
+    slot_mapping: Tensor
+    """int64 [num_tokens]: where each new token's k and v go, block * block_size + offset; -1 is skipped by every writer."""
+    block_size: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc_cpu: Tensor
+    seq_lens_cpu: Tensor
+    block_table_cpu: Tensor
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the step, padding rows included."""
+        return self.num_prefills + self.num_decodes
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens in the step."""
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+    @cached_property
+    def query_lens(self) -> list[int]:
+        """New tokens of each sequence."""
+        starts: list[int] = self.query_start_loc_cpu.tolist()
+        return [end - start for start, end in pairwise(starts)]
+
+    @cached_property
+    def kv_lens(self) -> list[int]:
+        """`seq_lens` as Python numbers."""
+        return list(self.seq_lens_cpu.tolist())
+
+    @cached_property
+    def phase(self) -> Phase:
+        """Of a view: DECODE, EXTEND if any sequence has a cached context, else PREFILL. A mixed step has none: ask its views."""
+        assert not (self.num_prefills and self.num_decodes), "a mixed step has two phases: use .prefill and .decode"
+        if self.num_decodes:
+            return Phase.DECODE
+        cached = any(kv > q for q, kv in zip(self.query_lens, self.kv_lens, strict=True))
+        return Phase.EXTEND if cached else Phase.PREFILL
+
+    @cached_property
+    def prefill(self) -> AttentionMetadata | None:
+        """View of the sequences that prefill or extend; None where there are none."""
+        if self.num_prefills == 0:
+            return None
+        return self if self.num_decodes == 0 else self._view(0, self.num_prefills)
+
+    @cached_property
+    def decode(self) -> AttentionMetadata | None:
+        """View of the sequences that decode, with `query_start_loc` counted from 0; None where there are none."""
+        if self.num_decodes == 0:
+            return None
+        return self if self.num_prefills == 0 else self._view(self.num_prefills, self.num_seqs)
+
+    def _view(self, first: int, last: int) -> AttentionMetadata:
+        decodes = first >= self.num_prefills
+        skip = self.num_prefill_tokens if decodes else 0
+        count = self.num_decode_tokens if decodes else self.num_prefill_tokens
+        query_lens, kv_lens = self.query_lens[first:last], self.kv_lens[first:last]
+        return AttentionMetadata(
+            num_prefills=0 if decodes else self.num_prefills,
+            num_decodes=self.num_decodes if decodes else 0,
+            num_prefill_tokens=0 if decodes else count,
+            num_decode_tokens=count if decodes else 0,
+            query_start_loc=self.query_start_loc[first : last + 1] - skip,
+            seq_lens=self.seq_lens[first:last],
+            context_lens=self.context_lens[first:last],
+            block_table=self.block_table[first:last],
+            slot_mapping=self.slot_mapping[skip : skip + count],
+            block_size=self.block_size,
+            max_query_len=max(query_lens),
+            max_seq_len=max(kv_lens),
+            query_start_loc_cpu=self.query_start_loc_cpu[first : last + 1] - skip,
+            seq_lens_cpu=self.seq_lens_cpu[first:last],
+            block_table_cpu=self.block_table_cpu[first:last],
+        )
+
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        block_size: int,
+        device: torch.device | str = "cpu",
+        decode_query_len: int = 1,
+    ) -> AttentionMetadata:
+        """Lay out one step from host lengths.
+
+        block_tables: for each sequence the physical blocks that hold its context and have room for its new tokens.
+        decode_query_len: most new tokens that still count as DECODE.
+        Sequences that decode must come last; a padding row has query_len 1, context_len -1 (so a length of 0) and no blocks.
+        """
+        num_seqs = len(query_lens)
+        lens = list(zip(query_lens, context_lens, strict=True))
+        num_prefills = sum(Phase.of(q, c, decode_query_len) is not Phase.DECODE for q, c in lens)
+        decodes = [Phase.of(q, c, decode_query_len) is Phase.DECODE for q, c in lens]
+        assert not any(decodes[:num_prefills]), "sequences that prefill or extend must come before those that decode"
+
+        query = torch.tensor(query_lens, dtype=torch.int32)
+        context = torch.tensor(context_lens, dtype=torch.int32)
+        seq_lens = query + context
+        starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
+        torch.cumsum(query, 0, out=starts[1:])
+        widest = max((len(row) for row in block_tables), default=0)
+        table = torch.zeros((num_seqs, max(widest, 1)), dtype=torch.int32)
+        for row, blocks in enumerate(block_tables):
+            table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        num_tokens = int(starts[-1])
+
+        rows = torch.repeat_interleave(torch.arange(num_seqs), query)  # [num_tokens]: the sequence of each token
+        positions = torch.arange(num_tokens) - starts[rows] + context[rows]
+        blocks_of = table[rows, positions.clamp_min(0) // block_size].long()
+        slots = torch.where(positions < 0, -1, blocks_of * block_size + positions % block_size)
+
+        device = torch.device(device)
+        return cls(
+            num_prefills=num_prefills,
+            num_decodes=num_seqs - num_prefills,
+            num_prefill_tokens=int(starts[num_prefills]),
+            num_decode_tokens=num_tokens - int(starts[num_prefills]),
+            query_start_loc=upload(starts, device),
+            seq_lens=upload(seq_lens, device),
+            context_lens=upload(context.clamp_min(0), device),
+            block_table=upload(table, device),
+            slot_mapping=upload(slots, device),
+            block_size=block_size,
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=int(seq_lens.max()) if num_seqs else 0,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=seq_lens,
+            block_table_cpu=table,
+        )

@@ -1,0 +1,146 @@
+"""The one function a model calls: `attention(layer, q, k, v) -> out`, a torch.library op so that compilers leave it alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import count
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import Backends, Plan
+from headway.core.contract.errors import BackendError, HeadwayError
+from headway.core.contract.layout import CacheWriter, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+
+Plans = dict[AttentionSpec, Plan]
+
+
+class PagedAttention:
+    """Cache and backends of all layers of one model. `begin` sets a step up, then each layer calls it once.
+
+    Layers with equal specs share one plan: planning is paid per spec and step, not per layer.
+    """
+
+    def __init__(self, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache], writer: CacheWriter) -> None:
+        assert len(specs) == len(caches)
+        self.specs = list(specs)
+        self.caches = list(caches)
+        self._write = writer
+        self._metadata: AttentionMetadata | None = None
+        self._parts: list[tuple[Phase, slice, Backends, Plans]] = []
+        self._decode_writes: frozenset[AttentionSpec] = frozenset()
+        """Specs whose backend writes k and v itself in the step set up last."""
+        self.debug = os.environ.get("HEADWAY_DEBUG") == "1"
+        self.first_nan: str | None = None
+        """With HEADWAY_DEBUG=1: what made the first NaN of the last step."""
+        self._handle = next(_HANDLES)
+        _LIVE[self._handle] = self
+
+    def begin(self, metadata: AttentionMetadata, prefill: Backends, decode: Backends) -> None:
+        """Plan one step: `prefill` serves its first part (prefill and extend), `decode` the rest."""
+        self._metadata = metadata
+        self._decode_writes = _writing(metadata, decode)
+        self.first_nan = None
+        self._parts = []
+        start = 0
+        for view, backends in ((metadata.prefill, prefill), (metadata.decode, decode)):
+            if view is None:
+                continue
+            try:
+                plans = {spec: backends[spec].plan(view) for spec in dict.fromkeys(self.specs)}
+            except Exception as error:
+                raise _blame(
+                    error, backends, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens"
+                ) from error
+            self._parts.append((view.phase, slice(start, start + view.num_tokens), backends, plans))
+            start += view.num_tokens
+
+    def begin_graph(self, metadata: AttentionMetadata, decode: Backends) -> Plans:
+        """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
+        plans = {spec: decode[spec].plan_for_capture(metadata) for spec in dict.fromkeys(self.specs)}
+        self._metadata = metadata
+        self._decode_writes = _writing(metadata, decode)
+        self._parts = [(Phase.DECODE, slice(0, metadata.num_tokens), decode, plans)]
+        return plans
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """Names of the backends that serve the step set up last."""
+        return tuple(dict.fromkeys(next(iter(backends.values())).name for _, _, backends, _ in self._parts))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
+        out = torch.empty_like(q)
+        torch.ops.headway.attention(q, k, v, out, self._handle, layer)
+        return out
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Body of the op `headway::attention`."""
+        assert self._metadata is not None, "begin() a step first"
+        cache, spec = self.caches[layer], self.specs[layer]
+        if self.debug:
+            self._look_for_nan(layer, "the model's operations before", q, k, v)
+        decode_writes = spec in self._decode_writes
+        if not decode_writes:
+            self._write(k, v, cache, self._metadata.slot_mapping)
+        mixed = len(self._parts) > 1
+        for phase, tokens, backends, plans in self._parts:
+            queries, result = (q[tokens], out[tokens]) if mixed else (q, out)
+            try:
+                if decode_writes:
+                    backends[spec].write_and_decode(queries, k, v, cache, plans[spec], result)
+                elif phase is Phase.DECODE:
+                    backends[spec].decode(queries, cache, plans[spec], result)
+                else:
+                    backends[spec].prefill(queries, k[tokens], v[tokens], cache, plans[spec], result)
+            except Exception as error:
+                shapes = f"layer {layer}, q {list(queries.shape)}, cache {list(cache.key.shape)} in {cache.layout.name}"
+                raise _blame(error, backends, phase, shapes) from error
+        if self.debug:
+            self._look_for_nan(layer, f"{' or '.join(self.serving)}, in", out)
+
+    def _look_for_nan(self, layer: int, where: str, *tensors: Tensor) -> None:
+        """Remember where a step's first NaN came from; waits for the device."""
+        if self.first_nan is None and any(bool(tensor.isnan().any()) for tensor in tensors):
+            self.first_nan = f"the first came from {where} attention layer {layer}"
+
+
+def _writing(metadata: AttentionMetadata, decode: Backends) -> frozenset[AttentionSpec]:
+    """The specs whose backend writes k and v itself: none in a step that is more than decode of one token a sequence."""
+    if metadata.num_prefills or metadata.max_query_len != 1:
+        return frozenset()
+    return frozenset(spec for spec, backend in decode.items() if backend.decode_writes)
+
+
+def _blame(error: Exception, backends: Backends, phase: Phase, work: str) -> HeadwayError:
+    """An error that names the backend, the phase and the shapes."""
+    if isinstance(error, HeadwayError):
+        return error
+    name = next(iter(backends.values())).name
+    return BackendError(f"backend {name} failed in {phase.value} ({work}): {type(error).__name__}: {error}")
+
+
+# torch's op registry is global, and an op takes tensors and numbers only: a number finds the live object again.
+_HANDLES = count()
+_LIVE: WeakValueDictionary[int, PagedAttention] = WeakValueDictionary()
+
+_library = torch.library.Library("headway", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int handle, int layer) -> ()"
+)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, handle: int, layer: int) -> None:
+    _LIVE[handle].run(layer, q, k, v, out)
+
+
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, handle: int, layer: int) -> None:
+    return None
+
+
+_library.impl("attention", _attention, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("attention", _attention_fake, "Meta")  # type: ignore[no-untyped-call]

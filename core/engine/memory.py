@@ -1,0 +1,65 @@
+"""How much device memory the cache may take: what a trial run of the model leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import Backends
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.model import Model
+from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import greedy, sample
+
+_SPARE = 256 * 2**20
+"""Bytes left for what no trial shows: libraries' own workspaces, and graphs beside their activations."""
+
+
+def cache_memory(
+    model: Model, backends: Iterable[Backends], max_num_tokens: int, max_num_seqs: int, utilization: float, device: torch.device
+) -> int:
+    """Bytes of a CUDA device that the cache may take, so that all of the process stays below `utilization` of its memory.
+
+    The largest step is run once, with attention left out, and the most it held is set aside; so are the
+    backends' workspaces.
+
+    :raises ConfigError: the model alone takes more than the share.
+    """
+    held = _most_held(model, max_num_tokens, max_num_seqs, device)
+    workspace = sum(backend.workspace_bytes(max_num_tokens, max_num_seqs) for by_spec in backends for backend in by_spec.values())
+    free, total = torch.cuda.mem_get_info(device)
+    left = int(total * utilization) - (total - free) - held - workspace - _SPARE
+    if left <= 0:
+        gib = 2**30
+        raise ConfigError(
+            "gpu_memory_utilization",
+            f"more than {(total * utilization - left) / total:.2f} for the model, its activations and what else runs on the GPU",
+            f"{utilization} of {total / gib:.1f} GiB, of which {(total - free) / gib:.1f} GiB are taken before the cache",
+            "raise it, lower max_num_batched_tokens, or free the GPU",
+        )
+    return left
+
+
+@torch.inference_mode()
+def _most_held(model: Model, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> int:
+    """Most bytes that a step needs beside weights and cache."""
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.zeros_like(q)
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(max_num_tokens, device=device) % model.max_position_embeddings
+    hidden = model(ids, positions, attention)
+    count = min(max_num_seqs, max_num_tokens)
+    logits = model.compute_logits(hidden[:count])
+    sample(logits, greedy(logits), [SamplingParams(top_p=0.9)] * count, [0] * count, [0] * count)
+    torch.cuda.synchronize(device)
+    held = torch.cuda.max_memory_reserved(device) - before
+    del hidden, logits
+    torch.cuda.empty_cache()
+    return held

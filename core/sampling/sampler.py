@@ -1,0 +1,166 @@
+"""From logits to one token a row, on the device of the logits and without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from headway.core.contract.transfer import upload
+from headway.core.sampling.params import SamplingParams
+
+NOT_A_TOKEN = -1
+"""Stands for the token of a row whose logits hold a NaN."""
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Most likely token of each row of logits [rows, vocab_size]: int64 [rows], NOT_A_TOKEN where a logit is NaN."""
+    best, tokens = logits.max(dim=-1)  # NaN is the largest number to max
+    return torch.where(best.isnan(), NOT_A_TOKEN, tokens)
+
+
+Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logits [rows, vocab_size], scales float32 [rows], keys int64 [rows]) -> one token a row, int64, like `draw`."""
+
+
+def draw(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+    """Draw from each row's softmax(logits * scale), the scale being 1 / temperature; equal keys draw equally."""
+    # The largest of logit - log(e), e drawn from Exp(1), is a draw from the softmax (Gumbel-max), and needs no sum over rows.
+    noise = _exponential(keys, logits.shape[-1])
+    return (logits.float() * scales[:, None] - noise.log_()).argmax(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """The two ways to choose a token; others may stand for torch's where they are faster and choose the same."""
+
+    greedy: Callable[[Tensor], Tensor] = greedy
+    draw: Draw = draw
+
+
+TORCH_SAMPLING = SamplingOps()
+"""torch's operations, on any device."""
+
+
+def sample(
+    logits: Tensor,
+    best: Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    draw: Draw = draw,
+) -> Tensor:
+    """Next token of each row: int64 [rows], NOT_A_TOKEN where a logit is NaN.
+
+    logits: [rows, vocab_size]; best: what `greedy` made of them. seeds, positions: of each row its request's seed and the place
+    of the token in its sequence. A row's token depends on its own logits, parameters, seed and position only: neither batching,
+    nor preemption, nor a token that is sampled in advance and dropped changes another.
+    """
+    rows = [row for row, wish in enumerate(params) if not wish.greedy]
+    if not rows:
+        return best
+    wishes = [params[row] for row in rows]
+    # One copy for all that the device needs of the host: a copy costs more than what it carries.
+    packed = numpy.empty((3, len(rows)), dtype=numpy.int64)
+    packed[0] = rows
+    packed[1] = _keys([seeds[row] for row in rows], [positions[row] for row in rows]).view(numpy.int64)
+    packed[2] = numpy.array([_scale(wish.temperature) for wish in wishes]).view(numpy.int64)
+    at, keys, bits = upload(torch.from_numpy(packed), logits.device)
+    scales = bits.view(torch.float64).float()
+    some = len(rows) < len(params)
+    chosen = logits.index_select(0, at) if some else logits
+    if any(wish.top_k > 0 or wish.top_p < 1 or wish.min_p > 0 for wish in wishes):
+        chosen, scales = _keep_likely(chosen.float() * scales[:, None], wishes), torch.ones_like(scales)
+    drawn = draw(chosen, scales, keys)
+    drawn = torch.where((best.index_select(0, at) if some else best) == NOT_A_TOKEN, NOT_A_TOKEN, drawn)
+    return best.index_copy(0, at, drawn) if some else drawn
+
+
+def _scale(temperature: float) -> float:
+    """1 / temperature, kept where it is neither 0 nor infinite as a float32: times a logit of -inf or of 0 those are NaN."""
+    return max(1 / max(temperature, 2.0**-100), 2.0**-100)
+
+
+def _keep_likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Set what top_k, top_p and min_p leave out to -inf."""
+
+    def column(values: list[float]) -> Tensor:
+        return upload(torch.tensor(values, dtype=logits.dtype), logits.device)[:, None]
+
+    if any(wish.top_k > 0 or wish.top_p < 1 for wish in params):
+        logits = _keep_top(logits, params, column([wish.top_p for wish in params]))
+    if any(wish.min_p > 0 for wish in params):
+        floor = logits.amax(-1, keepdim=True) + column([wish.min_p for wish in params]).log()
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    return logits
+
+
+def _keep_top(logits: Tensor, params: Sequence[SamplingParams], top_p: Tensor) -> Tensor:
+    """Set what top_k and top_p leave out to -inf; top_k first, then top_p over what it kept. The most likely token stays."""
+    vocab = logits.shape[-1]
+    ordered, order = logits.sort(dim=-1, descending=True)
+    kept = torch.tensor([wish.top_k if wish.top_k > 0 else vocab for wish in params])
+    dropped = torch.arange(vocab, device=logits.device) >= upload(kept, logits.device)[:, None]
+    likely = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
+    # The sum before a token already suffices. It may round up to 1, which must cut no row that is here for its neighbours only.
+    dropped |= (likely.cumsum(dim=-1) - likely >= top_p) & (top_p < 1)
+    dropped[:, 0] = False
+    return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
+
+
+LANES = 128
+"""Columns from one number of a counter to its next: neighbouring counters are neighbouring columns, as a kernel reads them."""
+
+
+def _exponential(keys: Tensor, vocab_size: int) -> Tensor:
+    """Exp(1) numbers, float32 [rows, vocab_size], from counters instead of a generator's state (Salmon et al. 2011).
+
+    Each hangs on its row's key and its column alone, so that a draw can be repeated, dropped, or made beside others without
+    changing any other.
+    """
+    groups = -(-vocab_size // (4 * LANES))
+    zero = torch.zeros((), dtype=torch.int64, device=keys.device)
+    counter = torch.arange(groups * LANES, device=keys.device), zero, zero, zero
+    words = _philox(counter, (keys[:, None] & _WORD, (keys[:, None] >> 32) & _WORD))
+    bits = torch.stack([word.view(-1, groups, LANES) for word in words], dim=2).flatten(1)[:, :vocab_size]
+    # All 32 bits, though a float32 near 1 holds only 24: small numbers keep their digits, and they decide the race. The step is
+    # a little under 2^-32, or the largest would round to 1, and the half step keeps 0 out: both have no finite logarithm.
+    uniform = bits.float() * (2.0**-32 - 2.0**-56) + 2.0**-33
+    return -torch.log1p(-uniform)  # which has the digits of a small number, where log(1 - u) has lost them
+
+
+_WORD = 0xFFFFFFFF
+_Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
+    """Philox4x32-7 (Salmon et al. 2011): 7 rounds are the fewest that its authors found to pass every test of BigCrush.
+
+    A counter gives four numbers with two products of 32 bits a round, which a GPU multiplies at once. Words are int64 from 0 to
+    2^32 - 1, for torch has no arithmetic of uint32; a product wraps around, but the bits that are read of it are right.
+    """
+    (a, b, c, d), (left, right) = counter, key
+    for _ in range(7):
+        first, third = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b = ((third >> 32) & _WORD) ^ b ^ left, third & _WORD
+        c, d = ((first >> 32) & _WORD) ^ d ^ right, first & _WORD
+        left, right = (left + 0x9E3779B9) & _WORD, (right + 0xBB67AE85) & _WORD
+    return a, b, c, d
+
+
+def _keys(seeds: Sequence[int], positions: Sequence[int]) -> numpy.ndarray:
+    """SplitMix64 (Steele et al. 2014) of seed and position: uint64 [rows]."""
+
+    def mix(x: numpy.ndarray) -> numpy.ndarray:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+        mixed: numpy.ndarray = x ^ (x >> 31)
+        return mixed
+
+    # Seeds are whole numbers of any sign, and the largest one plus an index is more than an int64 holds.
+    seed, position = (numpy.array([each % 2**64 for each in values], dtype=numpy.uint64) for values in (seeds, positions))
+    golden = 0x9E3779B97F4A7C15
+    return mix(mix(seed * golden) + position * golden)

@@ -1,0 +1,1 @@
+"""Which backend, layout and block size serve a model, and which backend serves a step."""

@@ -1,0 +1,191 @@
+"""Measured times looked up by a step's shape: what each backend would cost. Pure numbers, wherever they come from."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headway.core.contract.metadata import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One part of a step: sequences alike, of one phase."""
+
+    phase: Phase
+    batch: int
+    query_len: int
+    """New tokens of a sequence: 1 in DECODE, 2 to 8 where guesses are verified."""
+    kv_len: int
+    """Cached and new tokens of a sequence."""
+
+    @classmethod
+    def of(cls, phase: Phase, query_lens: Sequence[int], kv_lens: Sequence[int]) -> Shape:
+        """Sequences alike that cost about what these do, at least one.
+
+        DECODE reads keys, so theirs are the means. Prompts pair queries with keys: their lengths are means over the tokens, not
+        over the sequences, so that one long prompt among many short ones, whose work is nearly all there is, counts as that.
+        """
+        count, tokens = len(query_lens), sum(query_lens)
+        if phase is Phase.DECODE:
+            return cls(phase, count, tokens // count, sum(kv_lens) // count)
+        query_len = sum(n * n for n in query_lens) / tokens
+        kv_len = sum(n * length for n, length in zip(query_lens, kv_lens, strict=True)) / tokens
+        return cls(phase, max(1, round(tokens / query_len)), round(query_len), round(kv_len))
+
+    def __str__(self) -> str:
+        return f"{self.phase.value} {self.batch}q{self.query_len}s{self.kv_len}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement of one layer's call."""
+
+    shape: Shape
+    backend: str
+    layout: str | None
+    """None: no cache is read, so the time holds for every layout and block size (a dense prefill)."""
+    block_size: int | None
+    layer_us: float | None
+    """On the device. None: it failed here, or was not tried."""
+    plan_us: float = 0.0
+    """Host time a step, shared by its layers."""
+    host_us: float = 0.0
+    """Host time of the call where it is launched each time: the longer of the two counts. 0: a graph, or not known."""
+
+
+_AXES: dict[Phase, Callable[[Shape], tuple[int, ...]]] = {
+    Phase.PREFILL: lambda shape: (shape.batch, shape.query_len),
+    Phase.EXTEND: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
+    Phase.DECODE: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
+}
+"""What a phase's times depend on, outermost first; the innermost may reach further in one row than in the next."""
+
+_Key = tuple[Phase, str, str | None, int | None]
+
+
+class CostTable:
+    """Times of one kind of layer: log-linear between measured points, and beyond them those of the nearest edge.
+
+    Device and host are looked up apart, and the longer counts: at small sizes the host's time, which hardly grows, hides the
+    device's, and a line between the longer of each would lie far above both.
+
+    Where a point was measured without a backend, or it failed there, its time is infinite, and so between there and its next
+    points: nothing is chosen on a guess.
+    """
+
+    def __init__(
+        self, samples: Iterable[Sample], noise: float, source: str = "", excluded: Mapping[str, str] | None = None
+    ) -> None:
+        """noise: relative difference below which two times are alike. excluded: backend -> why it must not be chosen."""
+        self.noise = noise
+        self.source = source
+        """Where the times come from, in words: for the log."""
+        self.excluded = dict(excluded or {})
+        kept = [sample for sample in samples if sample.backend not in self.excluded]
+        self.shapes: dict[Phase, list[Shape]] = {
+            phase: list(dict.fromkeys(sample.shape for sample in kept if sample.shape.phase is phase)) for phase in Phase
+        }
+        """The measured points of each phase."""
+        times: dict[_Key, dict[Shape, _Leaf]] = {}
+        for sample in kept:
+            if sample.layer_us is not None:
+                key = (sample.shape.phase, sample.backend, sample.layout, sample.block_size)
+                # a graph or a rough time has no host time: the device's stands in, for a line towards a point that has one
+                leaf = sample.layer_us, max(sample.plan_us, 1e-3), sample.host_us or sample.layer_us
+                times.setdefault(key, {})[sample.shape] = tuple(map(math.log, leaf))
+        self._surfaces = {key: _surface(key[0], self.shapes[key[0]], found) for key, found in times.items()}
+
+    def at(self, shape: Shape, backend: str, layout: str, block_size: int) -> tuple[float, float]:
+        """(microseconds a layer, microseconds a step for the plan); infinite where the backend has no time."""
+        surface = self._surfaces.get((shape.phase, backend, layout, block_size))
+        surface = surface or self._surfaces.get((shape.phase, backend, None, None))
+        if surface is None:
+            return math.inf, math.inf
+        device, plan, host = _interpolate(surface, [math.log(max(value, 1)) for value in _AXES[shape.phase](shape)])
+        return math.exp(max(device, host)), math.exp(plan)
+
+    def covers(self, shape: Shape) -> bool:
+        """Whether a shape lies within the measured range of every axis."""
+        points = [_AXES[shape.phase](point) for point in self.shapes[shape.phase]]
+        ranges = zip(_AXES[shape.phase](shape), zip(*points, strict=True), strict=True) if points else ()
+        return bool(points) and all(min(known) <= value <= max(known) for value, known in ranges)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a whole step costs through each backend, over one layout and block size."""
+
+    parts: Sequence[tuple[CostTable, int]]
+    """The table of each distinct kind of layer, and how many layers are of that kind."""
+    layout: str
+    block_size: int
+    noise: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise", max(table.noise for table, _ in self.parts))
+
+    def step_us(self, backend: str, shape: Shape) -> float:
+        """Microseconds of attention in a step: every layer's call, and one plan for each kind of layer."""
+        total = 0.0
+        for table, layers in self.parts:
+            layer, plan = table.at(shape, backend, self.layout, self.block_size)
+            total += plan + layers * layer
+        return total
+
+    def ranking(self, shape: Shape, names: Iterable[str]) -> list[tuple[str, float]]:
+        """(backend, microseconds), fastest first, of those that have a time here."""
+        times = [(name, self.step_us(name, shape)) for name in names]
+        return sorted((pair for pair in times if math.isfinite(pair[1])), key=lambda pair: pair[1])
+
+    def shapes(self, phase: Phase) -> list[Shape]:
+        """Measured points of a phase."""
+        return list(dict.fromkeys(shape for table, _ in self.parts for shape in table.shapes[phase]))
+
+    def winners(self, phase: Phase, names: Sequence[str]) -> list[str]:
+        """Backends that are fastest at some measured point of a phase, the one that wins most first."""
+        wins = [ranked[0][0] for shape in self.shapes(phase) if (ranked := self.ranking(shape, names))]
+        return sorted(dict.fromkeys(wins), key=lambda name: -wins.count(name))
+
+    def covers(self, shape: Shape) -> bool:
+        """Whether every table was measured around this shape."""
+        return all(table.covers(shape) for table, _ in self.parts)
+
+
+_Leaf = tuple[float, ...]
+"""Logarithms of a layer's device time, of the plan's, and of a layer's host time."""
+_Node = tuple[list[float], list["_Node | _Leaf"]]
+
+
+def _surface(phase: Phase, points: Sequence[Shape], times: Mapping[Shape, _Leaf]) -> _Node:
+    """Nested axes of a phase's points, each with logarithms of the times there."""
+    rows = [(_AXES[phase](point), times.get(point, (math.inf,) * 3)) for point in points]
+    return _nest(rows)
+
+
+def _nest(rows: Sequence[tuple[tuple[int, ...], _Leaf]]) -> _Node:
+    groups: dict[int, list[tuple[tuple[int, ...], _Leaf]]] = {}
+    for axes, leaf in rows:
+        groups.setdefault(axes[0], []).append((axes[1:], leaf))
+    keys = sorted(groups)
+    children = [_nest(groups[key]) if groups[key][0][0] else groups[key][-1][1] for key in keys]
+    return [math.log(key) for key in keys], children
+
+
+def _interpolate(node: _Node | _Leaf, at: Sequence[float]) -> _Leaf:
+    if not at:
+        return node  # type: ignore[return-value]
+    keys, children = node
+    assert isinstance(keys, list)
+    assert isinstance(children, list)
+    right = bisect_right(keys, at[0])
+    if right == 0 or right == len(keys):
+        return _interpolate(children[max(right - 1, 0)], at[1:])
+    share = (at[0] - keys[right - 1]) / (keys[right] - keys[right - 1])
+    low = _interpolate(children[right - 1], at[1:])
+    if share < 1e-9:  # exactly on a point: its neighbour may have no time
+        return low
+    high = _interpolate(children[right], at[1:])
+    return tuple((1 - share) * a + share * b for a, b in zip(low, high, strict=True))

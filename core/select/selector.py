@@ -1,0 +1,242 @@
+"""Which backend serves which phase, over which cache layout and block size; and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from headway.core.contract.backend import AttentionBackend, Backends
+from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.layout import CacheLayout, LayoutInfo
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Reason, Support
+from headway.core.select.chooser import Chooser
+from headway.core.select.costs import CostTable, StepCosts
+from headway.core.select.selection import Measured, Selection
+from headway.core.select.workload import PRESETS, Workload
+
+DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
+"""Tried in this order where the user names none: small blocks waste least memory."""
+
+Wish = Mapping[Phase, str]
+"""What a user asked for each phase: a backend's name or "auto"."""
+
+
+class BackendSource(Protocol):
+    """What the selector asks of the Registry."""
+
+    @property
+    def backends(self) -> Mapping[str, object]:
+        """Names of all backends, in the order they were registered."""
+
+    @property
+    def layouts(self) -> Mapping[str, LayoutInfo]:
+        """All layouts, in the order they were registered."""
+
+    def layout(self, name: str) -> LayoutInfo:
+        """One layout; raises ConfigError for an unknown name."""
+
+    def backend(self, name: str) -> type[AttentionBackend]:
+        """A backend's class; raises UnknownBackendError."""
+
+    def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """Whether it can run here and serve this layer."""
+
+    def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+        """Candidates, best guess first."""
+
+
+def parse_wish(text: str) -> Wish:
+    """Read --attn-backend; "prefill" covers EXTEND as well.
+
+    :raises ConfigError: text is not auto, NAME, or prefill=NAME,decode=NAME.
+    """
+    text = text.strip()
+    if "=" not in text and "," not in text and text:
+        return dict.fromkeys(Phase, text)
+    wish = {}
+    for part in text.split(","):
+        key, _, name = (piece.strip() for piece in part.partition("="))
+        if key not in ("prefill", "decode") or not name or key in wish:
+            raise ConfigError("attn_backend", "auto, NAME, or prefill=NAME,decode=NAME", repr(text))
+        wish[key] = name
+    prefill, decode = wish.get("prefill", "auto"), wish.get("decode", "auto")
+    return {Phase.PREFILL: prefill, Phase.EXTEND: prefill, Phase.DECODE: decode}
+
+
+def check_names(source: BackendSource, wish: str, kv_layout: str, options: Mapping[str, object]) -> None:
+    """Check every name a user gave, before anything slow is done for it.
+
+    :raises HeadwayError: a wish of another form, an unknown backend or layout.
+    """
+    for name in (*parse_wish(wish).values(), *options):
+        if name != "auto" and name not in source.backends:
+            source.backend(name)  # raises; one that exists is loaded later, where a refusal carries its hint and a fix
+    if kv_layout != "auto":
+        source.layout(kv_layout)
+
+
+class Selector:
+    """Chooses once at start, then answers each step's question with a dict get.
+
+    With a crossover table `auto` takes the layout and block size of least expected cost over the workload, and then in each step
+    the fastest backend. Without one it takes, for each phase, the first of the rank hook's order that supports every layer.
+    """
+
+    def __init__(
+        self,
+        source: BackendSource,
+        specs: Sequence[AttentionSpec],
+        wish: str = "auto",
+        kv_layout: str = "auto",
+        block_size: int | None = None,
+        options: Mapping[str, Mapping[str, str]] | None = None,
+        costs: Mapping[AttentionSpec, CostTable] | None = None,
+        workload: Workload = PRESETS["chat"],
+    ) -> None:
+        """costs: measured times of each distinct layer; None: there are none.
+
+        :raises HeadwayError: an unknown name, or an explicit wish that cannot be served, with every reason.
+        """
+        self._source = source
+        self._specs = list(dict.fromkeys(specs))
+        self._times: Measured | None = None
+        self._chooser: Chooser | None = None
+        self._options = options or {}
+        self._wish_text = wish
+        self._wish = parse_wish(wish)
+        check_names(source, wish, kv_layout, self._options)
+        for name, chosen in self._options.items():
+            source.backend(name).check_options(chosen)
+        free = [phase for phase, name in self._wish.items() if name == "auto"]
+        if costs and free:
+            parts = [(costs[spec], list(specs).count(spec)) for spec in self._specs]
+            self._times = Measured(parts, workload, free)
+        self.selection = self._select(kv_layout, block_size)
+        others = [name for names in self.selection.others.values() for name in names]
+        self._instances = {name: self._make(name) for name in dict.fromkeys([*self.selection.names.values(), *others])}
+
+    def backends_for(self, phase: Phase, batch: int | None = None, query_len: int = 1, kv_len: int = 1) -> Backends:
+        """The instances, by spec, that serve a phase in this step.
+
+        batch: sequences of that part of the step (of a graph: those it is captured for); None: the phase's usual backend.
+        query_len, kv_len: of each, new tokens and cached plus new ones; of unlike ones see `Shape.of`.
+        """
+        name = None
+        if batch is not None and self._chooser is not None and phase in self.selection.others:
+            name = self._chooser.choose(phase, batch, query_len, kv_len)
+        return self._instances[name or self.selection.names[phase]]
+
+    def decode_candidates(self, batch: int) -> list[str]:
+        """Backends that `backends_for` may name for decodes of this batch size: those worth a captured graph, at most two."""
+        if self._chooser is None or Phase.DECODE not in self.selection.others:
+            return [self.selection.names[Phase.DECODE]]
+        return self._chooser.decode_candidates(batch) or [self.selection.names[Phase.DECODE]]
+
+    def instances_of(self, name: str) -> Backends:
+        """The instances of one of the selection's backends, by spec."""
+        return self._instances[name]
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """Measured times over the selection's layout and block size; None where they did not decide."""
+        return self._chooser.costs if self._chooser is not None else None
+
+    @property
+    def instances(self) -> list[Backends]:
+        """Of every backend that may be called, its instances by spec."""
+        return list(self._instances.values())
+
+    def _make(self, name: str) -> Backends:
+        backend, chosen = self._source.backend(name), self.selection
+        options = self._options.get(name)
+        return {spec: backend(spec, chosen.layout, chosen.block_size, options) for spec in self._specs}
+
+    def _select(self, kv_layout: str, block_size: int | None) -> Selection:
+        choices = self._choices(kv_layout, block_size)
+        found = self._measured(choices) or self._search(self._wish, choices)
+        if found is None:
+            raise self._refusal(choices)
+        return found
+
+    def _measured(self, choices: Sequence[tuple[CacheLayout, int]]) -> Selection | None:
+        """The choice by measured times; None without a table that has any for these layouts and block sizes."""
+        if self._times is None:
+            return None
+        found = self._times.select(choices, self._able)
+        if found is None:
+            return None
+        selection, self._chooser = found
+        return selection
+
+    def _able(self, phase: Phase, layout: CacheLayout, block_size: int) -> list[str]:
+        """Backends that can serve a phase of every layer, in rank order."""
+        names = self._candidates(self._wish, phase)
+        return [name for name in names if not self._reasons(name, phase, layout, block_size)]
+
+    def _choices(self, kv_layout: str = "auto", block_size: int | None = None) -> list[tuple[CacheLayout, int]]:
+        infos = list(self._source.layouts.values()) if kv_layout == "auto" else [self._source.layout(kv_layout)]
+        sizes = DEFAULT_BLOCK_SIZES if block_size is None else (block_size,)
+        return [(info.layout, size) for size in sizes for info in infos]
+
+    def _search(self, wish: Wish, choices: Sequence[tuple[CacheLayout, int]]) -> Selection | None:
+        """The first layout and block size over which the wish covers every phase."""
+        for layout, size in choices:
+            names = {phase: self._first(wish, phase, layout, size) for phase in Phase}
+            served = {phase: name for phase, name in names.items() if name is not None}
+            if len(served) == len(Phase):
+                return Selection(layout, size, served, self._why() if "auto" in wish.values() else "asked for")
+        return None
+
+    def _why(self) -> str:
+        if self._times is None:
+            return "auto: no crossover table, rank order"
+        return f"auto: {self._times.parts[0][0].source} has no times for this layout and block size, rank order"
+
+    def _first(self, wish: Wish, phase: Phase, layout: CacheLayout, block_size: int) -> str | None:
+        """The best candidate of a phase that supports every layer, or None."""
+        candidates = self._candidates(wish, phase)
+        return next((name for name in candidates if not self._reasons(name, phase, layout, block_size)), None)
+
+    def _candidates(self, wish: Wish, phase: Phase) -> Sequence[str]:
+        if wish[phase] != "auto":
+            return (wish[phase],)
+        failed = self._times.excluded if self._times is not None else ()
+        return self._source.rank(self._specs[0], phase, [name for name in self._source.backends if name not in failed])
+
+    def _reasons(self, name: str, phase: Phase, layout: CacheLayout, block_size: int) -> tuple[Reason, ...]:
+        support = Support()
+        for spec in self._specs:
+            support &= self._source.supports(name, spec, layout, block_size, phase)
+        return support.reasons
+
+    def _refusal(self, choices: Sequence[tuple[CacheLayout, int]]) -> UnsupportedError:
+        """Explain the layout and block size that came nearest, and name what would work."""
+
+        def unserved(choice: tuple[CacheLayout, int]) -> list[Phase]:
+            return [phase for phase in Phase if self._first(self._wish, phase, *choice) is None]
+
+        layout, size = nearest = min(choices, key=lambda choice: len(unserved(choice)))
+        reasons: list[Reason] = []
+        for phase in unserved(nearest):
+            for name in self._candidates(self._wish, phase):
+                label = "" if self._wish[phase] != "auto" else f"{name}, "
+                found = self._reasons(name, phase, layout, size)
+                reasons += [reason._replace(what=f"{label}{reason.what}") for reason in found]
+        asked = ", ".join(dict.fromkeys(name for name in self._wish.values() if name != "auto")) or "auto"
+        where = f"attention backend {asked} (kv_layout={layout.name}, block_size={size}, {self._specs[0]})"
+        return UnsupportedError(where, list(dict.fromkeys(reasons)), self._fix(unserved(nearest)))
+
+    def _fix(self, unserved: Sequence[Phase]) -> str:
+        """The smallest change of the wish that this selector would honour, found by trying it."""
+        kept = {phase: "auto" if phase in unserved else name for phase, name in self._wish.items()}
+        if kept[Phase.EXTEND] == "auto":  # one name covers both
+            kept[Phase.PREFILL] = "auto"
+        pair = f"prefill={kept[Phase.PREFILL]},decode={kept[Phase.DECODE]}"
+        pairs = [] if set(kept.values()) == {"auto"} else [pair]
+        for text in (self._wish_text, *pairs, "auto"):
+            found = self._search(parse_wish(text), self._choices())
+            if found is not None:
+                return f"--attn-backend {text} --kv-layout {found.layout.name} --block-size {found.block_size}"
+        return ""

@@ -1,0 +1,92 @@
+"""`headway backends`: what is registered, whose it is, whether it runs here, and what it serves."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway.registry import Registry, create_registry
+
+
+def backends(
+    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+) -> None:
+    """Show every attention backend: available here or the reason why not, phases, layouts, block sizes, dtypes."""
+    if context.invoked_subcommand is not None:
+        return
+    registry = create_registry()
+    rows = [describe(registry, name) for name in registry.backends]
+    if as_json:
+        failures = [
+            {"plugin": failure.name, "owner": failure.owner, "error": str(failure.error)} for failure in registry.failures
+        ]
+        print(json.dumps({"backends": rows, "failures": failures}, indent=2))
+        return
+    out = Console()
+    out.print(_table(rows, out.width))
+    missing = {name: registry.availability(name) for name in registry.backends}
+    for name, support in missing.items():
+        if not support:  # below the table, where a whole sentence fits
+            out.print(Text(f" {name} is not available: ", "red").append(support.brief, "default"))
+    if not all(missing.values()):
+        out.print(" headway doctor: every reason, and what installs the missing ones here", highlight=False)
+    for failure in registry.failures:
+        out.print(Text("plugin not loaded: ", "bold red").append(str(failure), "default"))
+
+
+def describe(registry: Registry, name: str) -> dict[str, Any]:
+    """One backend as plain data; what it serves is known only where its module loads."""
+    from headway.core.contract.metadata import Phase
+    from headway.core.contract.spec import DTYPE_NAMES
+
+    entry = registry.backends[name]
+    available = registry.availability(name)
+    row: dict[str, Any] = {
+        "name": name,
+        "kind": entry.owner,
+        "summary": entry.info.summary,
+        "available": bool(available),
+        "reasons": [str(reason) for reason in available.reasons],
+    }
+    try:
+        claims = registry.backend(name).capabilities
+    except Exception:  # its reason is already in the row
+        return row
+    row |= {
+        "phases": [phase.value for phase in Phase if phase in claims.phases],
+        "layouts": [layout.name for layout in claims.layouts] if claims.layouts is not None else list(registry.layouts),
+        "block_multiple": claims.block_multiple,
+        "head_dims": claims.head_dims,
+        "dtypes": [DTYPE_NAMES.get(dtype, str(dtype)) for dtype in claims.dtypes],
+        "devices": list(claims.devices),
+        "features": sorted(claims.features),
+    }
+    return row
+
+
+def _table(rows: list[dict[str, Any]], width: int) -> Table:
+    """Lists go side by side where there is room, else one word a line: rich would cut words off instead."""
+    gap = " " if width >= _WIDE else "\n"
+    table = Table(title="attention backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("name", style="bold", no_wrap=True)
+    for column in ("kind", "available", "phases", "layouts", "block", "dtypes"):
+        table.add_column(column)
+    for row in rows:
+        start = row["name"], row["kind"].replace(" ", gap), Text("yes", "green") if row["available"] else Text("no", "red")
+        if "phases" not in row:
+            table.add_row(*start, "?", "?", "?", "?")
+            continue
+        block = "any" if row["block_multiple"] == 1 else f"n x {row['block_multiple']}"
+        dtypes = [_SHORT.get(dtype, dtype) for dtype in row["dtypes"]]
+        table.add_row(*start, gap.join(row["phases"]), gap.join(row["layouts"]), block, gap.join(dtypes))
+    return table
+
+
+_WIDE = 120
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -1,0 +1,161 @@
+"""The command `headway bench crossover`: options to a run, the table on the terminal, and files of it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases, run_engine_level
+from headway.bench.crossover.export import check_suffix, export
+from headway.bench.crossover.report import print_view
+from headway.bench.crossover.view import view
+from headway.cli.options import dtype_of, names_of, sizes_of
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
+from headway.models.locate import DEFAULT_MODEL
+from headway.registry import create_registry
+from headway.tuning import store
+from headway.tuning.device import identify_device, resolve_device
+from headway.tuning.points import PHASES, grid
+from headway.tuning.run import BLOCK_SIZES, GRAPH_LEN, CrossoverOptions, run_kernel_level
+from headway.tuning.schema import CrossoverTable, SpecRecord
+from headway.tuning.work import Geometry, make_spec
+
+GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
+"""Of the model that `headway generate` takes on a CPU, and of an 8B model."""
+_FILE_WIDTH = 160
+"""Columns of the table where no terminal says how many it has."""
+
+
+class Level(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
+    """What is timed."""
+
+    kernel = "kernel"
+    engine = "engine"
+
+
+def crossover(
+    level: Annotated[Level, typer.Option(help="Attention kernels one by one, or whole generations.")] = Level.kernel,
+    model: Annotated[str, typer.Option(help="Level engine: smollm2, a folder, a .gguf file, or a hub id.")] = DEFAULT_MODEL,
+    load_format: Annotated[str, typer.Option(help="Level engine: auto, or dummy for random weights.")] = "auto",
+    mixed: Annotated[
+        str | None, typer.Option(help="Level engine: instead of the grid, requests such as 48q128s256_2q8ks8448 (in, in + out).")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Level engine: timed passes at least; of short generations more.")] = 1,
+    cell_limit: Annotated[str, typer.Option(help="Level engine: give a generation up after this long.")] = "120s",
+    crossover_table: Annotated[Path | None, typer.Option(help="Level engine: the table that auto obeys.")] = None,
+    workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",
+    backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
+    geometry: Annotated[str | None, typer.Option(help="num_heads/num_kv_heads/head_dim of the layer.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3, ...")] = "auto",
+    layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: all.")] = None,
+    block_sizes: Annotated[str | None, typer.Option(help=f"Comma-separated. Default: {BLOCK_SIZES}.")] = None,
+    phases: Annotated[str | None, typer.Option(help="Of prefill,extend,decode,verify. Default: all.")] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated, instead of the device's usual ones.")] = None,
+    input_lens: Annotated[str | None, typer.Option(help="Comma-separated lengths, instead of the device's usual ones.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Stop after this long (120s, 5m); what matters most comes first.")] = None,
+    graph_len: Annotated[int, typer.Option(min=1, help="Context for which decode graphs are captured.")] = GRAPH_LEN,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted table.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="The table's file. Default: the one that auto reads, if the grid is whole.")
+    ] = None,
+    export_to: Annotated[
+        list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png; repeatable.")
+    ] = None,
+) -> None:
+    """Measure which backend is fastest where, each checked against float64 first, and keep it as a table that auto obeys."""
+    for path in export_to or ():
+        check_suffix(path)
+    place = resolve_device(device)
+    batches, lens = sizes_of("--batch-sizes", batch_sizes), sizes_of("--input-lens", input_lens)
+    command = shlex.join(["headway", *sys.argv[1:]])
+    if level is Level.engine:
+        usual = SIZES.get(place.type, SIZES["cuda"])
+        llm = {"model": model, "load_format": load_format, "dtype": dtype, "device": device or "auto", "workload": workload}
+        llm |= {"crossover_table": str(crossover_table)} if crossover_table else {}
+        whole = EngineOptions(
+            device=place,
+            llm=llm,
+            cases=[mixed] if mixed else cases(batches or usual[0], lens or usual[1]),
+            backends=names_of(backends),
+            repeat=repeat,
+            cell_limit=parse_seconds("--cell-limit", cell_limit) or 0.0,
+            seed=seed,
+            budget=parse_seconds("--budget", budget),
+            output=output,
+            resume=resume,
+            command=command,
+        )
+        finish(run_engine_level(whole, create_registry(), Console(stderr=True)), output, export_to or [])
+        return
+    spec = layer(geometry, dtype, kv_dtype, place)
+    chosen = names_of(phases) or list(PHASES)
+    if unknown := [name for name in chosen if name not in PHASES]:
+        raise ConfigError("--phases", ", ".join(PHASES), ", ".join(map(repr, unknown)))
+    narrowed = any((backends, phases, batches, lens))
+    options = CrossoverOptions(
+        spec=spec,
+        backends=names_of(backends),
+        layouts=names_of(layouts),
+        block_sizes=sizes_of("--block-sizes", block_sizes) or BLOCK_SIZES,
+        grid=grid(place.type, [phase for phase in PHASES if phase in chosen], batches, lens),
+        budget=parse_seconds("--budget", budget),
+        graph_len=graph_len,
+        seed=seed,
+        output=output or (None if narrowed else store.table_path(identify_device(place), SpecRecord.of(spec))),
+        resume=resume,
+        command=command,
+    )
+    finish(run_kernel_level(options, create_registry(), Console(stderr=True)), options.output, export_to or [])
+
+
+def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> None:
+    """Print a table that was measured, say where it is, and write its other forms."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=_FILE_WIDTH)
+    if not table.cells:
+        raise typer.Exit(130)
+    shown = view(table)
+    print_view(shown, console)
+    for target in exports:
+        export(shown, target)
+    if path is None:
+        console.print(Text("not kept: without every backend, phase and length it is no table for auto; --output FILE keeps it"))
+    for target in [*([path] if path else []), *exports]:
+        console.print(Text(f"written to {target}"), soft_wrap=True)
+
+
+def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device) -> AttentionSpec:
+    """The layer that options describe.
+
+    :raises ConfigError: a geometry or dtype that is none.
+    """
+    heads = Geometry.parse(geometry or GEOMETRY.get(device.type, GEOMETRY["cuda"]))
+    usual = torch.float32 if device.type == "cpu" else torch.bfloat16
+    kv = dtype_of("--kv-dtype", kv_dtype, {**DTYPES, **KV_DTYPES})
+    return make_spec(heads, dtype_of("--dtype", dtype, DTYPES) or usual, kv, device)
+
+
+def parse_seconds(option: str, text: str | None) -> float | None:
+    """Read 120, 120s, or 2m; None stays None.
+
+    :raises ConfigError: none of these.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|)", text.strip())
+    if match is None:
+        raise ConfigError(option, "a time such as 120s or 5m", repr(text))
+    return float(match[1]) * (60 if match[2].startswith("m") else 1)

@@ -1,0 +1,210 @@
+"""`headway bench throughput`: real prompts beside another engine, or random tokens in any batch size and length."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from headway.bench.generate.run import OfflineOptions, run_offline
+from headway.bench.generate.table import print_offline
+from headway.bench.generate.throughput import ThroughputReport, Workload, num_passes, run_throughput
+from headway.bench.generate.workloads import Nano, parse_sizes, random_workloads
+from headway.bench.generate.workloads import Workload as OfflineWorkload
+from headway.core.contract.errors import ConfigError
+from headway.tuning.json_files import write_json
+
+MIN_SAME_TOKENS = 0.9
+"""Below this the engines did not do the same work. Near-ties in float32 may flip a token and so the rest of a text."""
+TEXT_OUTPUT_LEN = 64
+
+
+def throughput(
+    model: Annotated[
+        str, typer.Option(help="smollm2, a folder, a .gguf file, a Hugging Face hub id; as dummy also qwen3-0.6b, llama-3-8b.")
+    ] = "smollm2",
+    compare: Annotated[str | None, typer.Option(help="Another engine in the same run, on texts: transformers.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Texts, all sent at once.")] = 16,
+    workload: Annotated[str | None, typer.Option(help="nano: 256 random prompts as in nano-vllm's bench.")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="Random prompts sent at once: N, or a list 1,16,64.")] = None,
+    input_len: Annotated[str | None, typer.Option(help="Their tokens: N, or a list.")] = None,
+    output_len: Annotated[
+        str | None, typer.Option(help="Tokens written for each: N, or a list that goes with --input-len's. [64, or as the input]")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="For random prompts; 0 is greedy. [0; nano: 0.6]")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed passes after the warm-up; the median counts.")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Passes of random prompts before the timed ones.")] = 1,
+    profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of steps in the middle (random prompts).")] = None,
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "auto",
+    attn_backend: Annotated[str, typer.Option(help="auto, NAME, or prefill=NAME,decode=NAME.")] = "auto",
+    crossover_table: Annotated[Path | None, typer.Option(help="A table whose times auto obeys. [this machine's]")] = None,
+    no_autotune: Annotated[bool, typer.Option("--no-autotune", help="Measure no backend at the first start.")] = False,
+    kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, or a plugin's.")] = "auto",
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block. [the engine's choice]")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences of one step.")] = 256,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens of one step. [the engine's choice]")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and output. [the longest random one]")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU's memory for weights and cache.")] = 0.9,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+) -> None:
+    """Time whole generations: tokens a second, time to first token, time per output token.
+
+    Without --workload or --batch-size the prompts are texts.
+    """
+    engine: dict[str, Any] = {
+        "attn_backend": attn_backend,
+        "crossover_table": str(crossover_table) if crossover_table is not None else None,
+        "autotune_budget": 0.0 if no_autotune else None,
+        "kv_layout": kv_layout,
+        "block_size": block_size,
+        "dtype": dtype,
+        "device": device,
+        "load_format": load_format,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "enforce_eager": enforce_eager,
+    }
+    workloads = _workloads(workload, batch_size, input_len, output_len, temperature)
+    _check(compare, load_format, profile, temperature, workloads)
+    if workloads:
+        _run_offline(model, engine, workloads, OfflineOptions(repeat, warmup, profile), output)
+    else:
+        (size,) = parse_sizes("--output-len", output_len or str(TEXT_OUTPUT_LEN))[:1]
+        _run_texts(model, engine, Workload(num_prompts, size, repeat), compare is not None, output)
+
+
+def _workloads(
+    workload: str | None, batch_size: str | None, input_len: str | None, output_len: str | None, temperature: float | None
+) -> list[OfflineWorkload]:
+    """What the options ask for; nothing for texts."""
+    if workload not in (None, "nano"):
+        raise ConfigError("--workload", "nano", repr(workload))
+    if workload is not None:
+        if batch_size or input_len or output_len:
+            raise ConfigError("--workload", "no --batch-size, --input-len or --output-len beside it", "both", "nano sets its own")
+        return [Nano() if temperature is None else Nano(temperature)]
+    if batch_size is None and input_len is None:
+        if output_len is not None and (len(sizes := parse_sizes("--output-len", output_len)) > 1 or sizes[0] < 2):
+            raise ConfigError(
+                "--output-len", "one number of at least 2 for texts", repr(output_len), "add --batch-size for a list"
+            )
+        return []
+    if batch_size is None or input_len is None:
+        raise ConfigError("--batch-size and --input-len", "both", "one of them")
+    return random_workloads(batch_size, input_len, output_len, temperature or 0.0)
+
+
+def _check(
+    compare: str | None, load_format: str, profile: Path | None, temperature: float | None, workloads: Sequence[OfflineWorkload]
+) -> None:
+    if compare not in (None, "transformers"):
+        raise ConfigError("--compare", "transformers", repr(compare))
+    if compare is not None and (workloads or load_format == "dummy"):
+        got = "random ones" if workloads else "random weights"
+        raise ConfigError("--compare", "texts and a checkpoint", got, "leave --workload, --batch-size and --load-format out")
+    if profile is not None and len(workloads) != 1:
+        need = "one random workload, such as --batch-size 16 --input-len 512"
+        raise ConfigError("--profile", need, f"{len(workloads)} of them")
+    if temperature is not None and not workloads:
+        raise ConfigError("--temperature", "random prompts", "texts, which are greedy", "add --batch-size and --input-len")
+
+
+def _run_offline(
+    model: str, engine: dict[str, Any], workloads: Sequence[OfflineWorkload], options: OfflineOptions, output: Path | None
+) -> None:
+    from headway.llm import LLM
+
+    err = Console(stderr=True)
+    engine["max_model_len"] = engine["max_model_len"] or max(each.max_len for each in workloads)
+    started = time.perf_counter()
+    with err.status(f"loading {model}"):
+        llm = LLM(model, skip_tokenizer_init=True, **engine)
+    ready = time.perf_counter() - started
+    with _progress(err, len(workloads) * (options.warmup + options.repeat)) as advance:
+        report = run_offline(
+            llm,
+            workloads,
+            options,
+            load_format=engine["load_format"],
+            start_seconds=ready,
+            command=_command(),
+            advance=advance,
+        )
+    print_offline(report, Console())
+    _write(err, report, output)
+    if options.trace is not None:
+        err.print(f"trace written to {options.trace}", highlight=False)
+
+
+def _run_texts(model: str, engine: dict[str, Any], workload: Workload, compare: bool, output: Path | None) -> None:
+    from headway.llm import LLM
+
+    err = Console(stderr=True)
+    with err.status(f"loading {model}"):
+        llm = LLM(model, **engine)
+    if llm.tokenizer is None:
+        hint = "--batch-size and --input-len send random tokens"
+        raise ConfigError("--model", "a tokenizer, to read texts", f"{model}, loaded without a tokenizer", hint)
+    with _progress(err, num_passes(workload, compare)) as advance:
+        report = run_throughput(llm, workload, compare, _command(), advance)
+    print_report(report)
+    _write(err, report, output)
+    same = report.results[-1].same_tokens
+    if same is not None and same < MIN_SAME_TOKENS:
+        raise ConfigError("--compare", f"engines that write the same tokens (at least {MIN_SAME_TOKENS:.0%})", f"{same:.0%}")
+
+
+@contextmanager
+def _progress(err: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr; yields what is told after each pass what was run."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task("generating", total=total)
+        yield lambda name: progress.update(task, advance=1, description=f"generated: {name}")
+
+
+def _write(err: Console, report: BaseModel, output: Path | None) -> None:
+    if output is not None:
+        write_json(report, output)
+        err.print(f"written to {output}", highlight=False)
+
+
+def _command() -> str:
+    return shlex.join(["headway", *sys.argv[1:]])
+
+
+def print_report(report: ThroughputReport) -> None:
+    """The table a person reads."""
+    device = report.device
+    threads = f", {device.threads} threads" if device.threads else ""
+    title = (
+        f"{report.model}, {report.dtype}, {report.num_prompts} prompts ({report.prompt_tokens} tokens) x {report.output_len} new "
+        f"tokens, greedy; {device.name}{threads}, torch {device.torch}"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("engine", style="bold")
+    for column in ("tokens/s", "range", "first token ms", "per token ms", "same tokens", "speed"):
+        table.add_column(column, justify="right")
+    for result in report.results:
+        spread = f"{result.slowest:.1f}-{result.fastest:.1f}"
+        same = "" if result.same_tokens is None else f"{result.same_tokens:.1%}"
+        speed = f"{result.tokens_per_second / report.results[-1].tokens_per_second:.2f}x"
+        first, per_token = f"{result.time_to_first_token_ms:.0f}", f"{result.time_per_output_token_ms:.1f}"
+        table.add_row(result.engine, f"{result.tokens_per_second:.1f}", spread, first, per_token, same, speed)
+    Console().print(table)

@@ -1,0 +1,130 @@
+"""`headway diff A B`: the same tokens through two attention backends, or through one and float64 attention."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from headway.models.loader import LoadedModel
+
+_NUM_PROMPTS = 4
+"""Of the built-in prompts, where the user brings none."""
+_RANDOM_LENGTHS = (7, 64, 300, 1000)
+"""Tokens of the prompts where the model has no tokenizer."""
+
+
+def diff(
+    a: Annotated[str, typer.Argument(help="The side in question: a backend, prefill=NAME,decode=NAME, or reference.")],
+    b: Annotated[str, typer.Argument(help="The side it is held against; reference is attention in float64.")] = "reference",
+    model: Annotated[str, typer.Option(help="smollm2, a folder, a .gguf file, or a Hugging Face hub id.")] = "smollm2",
+    prompt: Annotated[list[str] | None, typer.Option(help="A text to run. Repeatable.")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(help="A file with a text on each line.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens that B writes after each text: the decode steps.")] = 16,
+    extend: Annotated[bool, typer.Option(help="Cut texts in two, so that EXTEND is compared too.")] = True,
+    attn_opt: Annotated[list[str] | None, typer.Option(help="An option of a backend: NAME.key=value. Repeatable.")] = None,
+    kv_layout: Annotated[str, typer.Option(help="Cache layout of both: auto (each its own), nhd, hnd, ...")] = "auto",
+    block_size: Annotated[str, typer.Option(help="Tokens in a cache block: auto, or a multiple of 8.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default one a free core.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+) -> None:
+    """Hold attention backend A against B, layer by layer and head by head, and show what it does to the next tokens.
+
+    Exit code 0: within the declared tolerance; 1: beyond it; 2: it could not be compared.
+    """
+    from headway.bench.diff.report import DiffReport, Side
+    from headway.bench.diff.run import check_prompts, compare, num_steps
+    from headway.bench.diff.sides import Wish, check_side, make_side
+    from headway.bench.diff.table import print_report
+    from headway.cli.options import parse_attn_options, parse_block_size
+    from headway.core.contract.spec import DTYPE_NAMES
+    from headway.core.engine.config import EngineConfig
+    from headway.models.loader import load_model
+    from headway.registry import create_registry
+    from headway.threads import set_threads
+    from headway.tuning.device import identify_device, resolve_device
+    from headway.tuning.json_files import write_json
+
+    wish = Wish(kv_layout, parse_block_size(block_size), parse_attn_options(attn_opt or []))
+    EngineConfig(block_size=wish.block_size)  # checks it
+    registry = create_registry()
+    for name in (a, b):
+        check_side(name, registry, wish)
+    texts = _texts(prompt, prompts_file) if prompt or prompts_file else None
+    place = resolve_device(device)
+    if place.type == "cpu":
+        set_threads(num_threads)
+    err = Console(stderr=True)
+    with err.status(f"loading {model}"):
+        loaded = load_model(model, dtype, place, load_format)
+    decoder = loaded.decoder
+    specs = decoder.attention_specs
+    side_a, side_b = (make_side(name, registry, specs, wish) for name in (a, b))
+    prompts = _token_ids(loaded, texts)
+    check_prompts(decoder, prompts, max_tokens)
+    columns = TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task: Any = bar.add_task("", total=num_steps(prompts, max_tokens, extend))
+        phases = compare(decoder, side_a, side_b, prompts, max_tokens, extend, lambda: bar.advance(task))
+    sides = [Side(name=side.name, kv_layout=side.layout.name, block_size=side.block_size) for side in (side_a, side_b)]
+    report = DiffReport(
+        command=shlex.join(["headway", *sys.argv[1:]]),
+        device=identify_device(place),
+        model=loaded.name,
+        dtype=DTYPE_NAMES[specs[0].dtype],
+        a=sides[0],
+        b=sides[1],
+        prompts=len(prompts),
+        max_tokens=max_tokens,
+        phases=phases,
+    )
+    print_report(report, Console())
+    if output is not None:
+        write_json(report, output)
+        err.print(f"written to {output}", highlight=False)
+    if not report.within_tolerance:
+        raise typer.Exit(1)
+
+
+def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
+    """What to run: the texts given and those of the file."""
+    from headway.core.contract.errors import ConfigError, PromptError
+
+    texts = list(prompts or [])
+    if path is not None:
+        need = "a UTF-8 text file with a prompt on each line"
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            raise ConfigError("--prompts-file", need, str(path), str(error)) from error
+        texts += [line for line in lines if line.strip()]
+        if not texts:
+            raise ConfigError("--prompts-file", need, f"{path}, which has none")
+    for number, text in enumerate(texts):
+        if not text:
+            raise PromptError(f"prompt {number}", "at least one character", "an empty text")
+    return texts
+
+
+def _token_ids(model: LoadedModel, texts: list[str] | None) -> list[list[int]]:
+    """Of the texts, or of the first built-in ones; for a model without a tokenizer random ones."""
+    from random import Random
+
+    from headway.bench.generate.prompts import take_prompts
+    from headway.core.contract.errors import ConfigError
+
+    if model.tokenizer is not None:
+        return [list(model.tokenizer(text)["input_ids"]) for text in texts or take_prompts(_NUM_PROMPTS)]
+    if texts:
+        raise ConfigError("--prompt", "a model with a tokenizer", model.name, "leave it out: random token ids are taken")
+    random, longest = Random(0), model.decoder.max_position_embeddings // 2
+    return [[random.randrange(model.decoder.vocab_size) for _ in range(min(length, longest))] for length in _RANDOM_LENGTHS]

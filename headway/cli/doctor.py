@@ -1,0 +1,132 @@
+"""`headway doctor`: one screen with the machine, each backend's state, and what would install the missing ones here."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from headway.core.contract.support import Support
+from headway.doctor import PACKAGES, Advice, advise, library
+from headway.machine import Machine, examine
+from headway.registry import Registry, create_registry
+from headway.version import __version__
+
+_NAME = 14
+"""Columns of the names."""
+_STATE = 9
+_REASON_CHARACTERS = 160
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False) -> None:
+    """Show this machine and every attention backend: ready, or why not and the command that installs it here."""
+    registry = create_registry()
+    names = [library(entry.info.extra) for entry in registry.backends.values()]
+    machine = examine(tuple(name for name in dict.fromkeys([*PACKAGES, *names]) if name not in ("", "torch")))
+    findings = diagnose(registry, machine)
+    if as_json:
+        print(json.dumps(findings, indent=2))
+        return
+    console = Console(highlight=False)
+    for line in screen(findings, machine, min(console.width, 100)):
+        console.print(line, soft_wrap=True)
+
+
+def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
+    """Everything the doctor found, as plain data."""
+    backends = []
+    for name, entry in registry.backends.items():
+        support = registry.availability(name)
+        advice = Advice("") if support else advise(entry.info.extra, support, _devices(registry, name, support), machine)
+        backends.append(
+            {
+                "name": name,
+                "kind": entry.owner,
+                "summary": entry.info.summary,
+                "available": bool(support),
+                "reasons": [reason._asdict() for reason in support.reasons],
+                "advice": asdict(advice),
+            }
+        )
+    failures = [{"plugin": failure.name, "owner": failure.owner, "error": str(failure)} for failure in registry.failures]
+    return {"headway": __version__, "machine": asdict(machine), "backends": backends, "failures": failures}
+
+
+def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]:
+    """The findings in lines of at most `width` columns, as long as no single word is longer."""
+    lines = [line for name, fact in facts(machine) for line in _entry(name, fact, width)]
+    lines += [Text(), Text("attention backends", "bold")]
+    for row in findings["backends"]:
+        advice = row["advice"]
+        if row["available"]:
+            lines += _entry(row["name"], row["summary"], width, Text("ready".ljust(_STATE), "green"))
+            continue
+        lines += _entry(row["name"], _short("; ".join(map(_why, row["reasons"]))), width, Text("missing".ljust(_STATE), "red"))
+        lines += _indented(advice["text"], width)
+        for command in advice["commands"]:
+            lines += [Text(line, "bold") for line in command_lines(command, width)]
+        if advice["note"]:
+            lines += _indented(f"({advice['note']})", width)
+    for failure in findings["failures"]:
+        lines += _entry("plugin", _short(failure["error"]), width, Text("failed".ljust(_STATE), "bold red"))
+    return lines
+
+
+def facts(machine: Machine) -> list[tuple[str, str]]:
+    """The machine in a few lines."""
+    gpus = [f"{gpu.name}, {'{}.{}'.format(*gpu.capability)}, {gpu.memory_gib:g} GiB" for gpu in machine.gpus]
+    counted = [f"{gpus.count(gpu)} x {gpu}" if gpus.count(gpu) > 1 else gpu for gpu in dict.fromkeys(gpus)]
+    cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "no CUDA"
+    tools = (("nvcc", machine.nvcc), ("ninja", machine.ninja), ("C++ compiler", machine.compiler))
+    return [
+        ("headway", f"{__version__}, Python {machine.python}, {machine.system} {machine.arch}"),
+        ("torch", f"{machine.torch} ({cuda}{', works' if machine.cuda_works else ''})"),
+        ("NVIDIA driver", machine.driver or "none"),
+        ("GPUs", "; ".join(counted) or "none"),
+        ("to build with", ", ".join(f"{name} {found or 'not found'}" for name, found in tools)),
+        ("CPU", f"{machine.cores} cores, torch uses {machine.threads} threads, {machine.memory_gib:g} GiB memory"),
+        ("model cache", machine.model_cache),
+        ("libraries", ", ".join(f"{name} {version}" for name, version in machine.installed.items()) or "none"),
+    ]
+
+
+def command_lines(command: str, width: int) -> list[str]:
+    """A command to copy, broken at spaces with backslashes where it is too long for a line."""
+    parts = textwrap.wrap(command, width - 6, break_long_words=False, break_on_hyphens=False)
+    return [f"    {part} \\" for part in parts[:-1]] + [f"    {part}" for part in parts[-1:]]
+
+
+def _devices(registry: Registry, name: str, support: Support) -> tuple[str, ...] | None:
+    """The device types a backend claims; None where its module did not load, which is not tried a second time."""
+    if any(reason.what == "import" for reason in support.reasons):
+        return None
+    return registry.backend(name).capabilities.devices
+
+
+def _entry(name: str, text: str, width: int, state: Text | None = None) -> list[Text]:
+    indent = _NAME + (len(state) if state else 0)
+    wrapped = textwrap.wrap(text, width - indent, break_on_hyphens=False) or [""]
+    first = Text(name.ljust(_NAME), "bold") if len(name) < _NAME else Text(f"{name} ", "bold")
+    lines = [first.append_text(state or Text()).append(wrapped[0], "default")]
+    return lines + [Text(" " * indent + line) for line in wrapped[1:]]
+
+
+def _indented(text: str, width: int) -> list[Text]:
+    wrapped = textwrap.wrap(text, width - 2, break_long_words=False, break_on_hyphens=False)
+    return [Text("  " + line) for line in wrapped]
+
+
+def _why(reason: dict[str, str]) -> str:
+    if "Error" in reason["got"]:  # an exception says by itself what was needed
+        return f"{reason['what']}: {reason['got']}"
+    return f"{reason['what']}: needs {reason['need']}, got {reason['got']}"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _REASON_CHARACTERS else f"{line[:_REASON_CHARACTERS]} ... (whole with --json)"

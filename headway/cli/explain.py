@@ -1,0 +1,231 @@
+"""`headway backends explain`: which backend a step would take, and why each other one would not."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway.cli.bench_crossover import layer
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.select.costs import Shape
+from headway.core.select.selector import Selector
+from headway.core.select.workload import Workload
+from headway.registry import Registry, create_registry
+from headway.tuning import store
+from headway.tuning.autotune import TableWish, costs_for
+from headway.tuning.convert import to_costs
+from headway.tuning.device import identify_device, resolve_device
+from headway.tuning.files import read_table
+from headway.tuning.schema import Cell, CrossoverTable, SpecRecord
+
+
+class PhaseChoice(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
+    """A part of a step."""
+
+    prefill = "prefill"
+    extend = "extend"
+    decode = "decode"
+    verify = "verify"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One backend's case."""
+
+    name: str
+    step_us: float | None
+    """Plan and all layers of a step; None where nothing was measured, or it cannot serve the step."""
+    reasons: tuple[str, ...]
+    """Why it has no time, or takes no part."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `auto` (or a named backend) would do with one step."""
+
+    shape: Shape
+    layers: int
+    selection: str
+    choice: str
+    candidates: list[Candidate]
+    """The choice first, then by time, then those without one."""
+    nearest: Cell | None
+    """The row of the table that lies nearest to the step; None without a table."""
+    table: str
+    age: str
+
+    @property
+    def gap(self) -> tuple[str, float] | None:
+        """(runner-up, its time over the choice's)."""
+        timed = [candidate for candidate in self.candidates if candidate.step_us is not None]
+        if len(timed) < 2 or timed[0].name != self.choice:
+            return None
+        return timed[1].name, (timed[1].step_us or 0.0) / (timed[0].step_us or 1.0)
+
+
+def explain(
+    phase: Annotated[PhaseChoice, typer.Option(help="Of the step, or of its part.")] = PhaseChoice.decode,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in it.")] = 1,
+    length: Annotated[int, typer.Option("--len", min=1, help="Tokens of a sequence, cached and new.")] = 1024,
+    query_len: Annotated[int | None, typer.Option(min=1, help="New tokens of a sequence. Default: as the phase has.")] = None,
+    attn_backend: Annotated[str, typer.Option(help="auto, NAME, or prefill=NAME,decode=NAME.")] = "auto",
+    kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, or a plugin's.")] = "auto",
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block. Default: auto.")] = None,
+    workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
+    geometry: Annotated[str | None, typer.Option(help="num_heads/num_kv_heads/head_dim of the layers.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="How many layers share a step's plan.")] = 32,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
+    crossover_table: Annotated[Path | None, typer.Option(help="A table file, of any machine. Default: this one's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say which backend a step takes, the runner-up and the gap, and why each other one does not."""
+    spec = layer(geometry, dtype, "auto", resolve_device(device))
+    registry = create_registry()
+    table = _table(crossover_table, spec, registry)
+    shape = _shape(phase, batch, query_len, length)
+    costs = None if table is None else {spec: to_costs(table)}
+    asked = attn_backend, kv_layout, block_size
+    selector = Selector(registry, [spec] * layers, *asked, costs=costs, workload=Workload.parse(workload))
+    found = explanation(selector, registry, spec, shape, layers, table)
+    if as_json:
+        print(json.dumps(_plain(found), indent=2))
+    else:
+        _print(found, Console())
+
+
+def explanation(
+    selector: Selector, registry: Registry, spec: AttentionSpec, shape: Shape, layers: int, table: CrossoverTable | None
+) -> Explanation:
+    """Every backend's case for one step."""
+    backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
+    choice = next(iter(backends.values())).name
+    chosen = selector.selection
+    failed = {} if table is None else {record.name: record.reason for record in table.backends if record.available}
+    candidates = []
+    for name in registry.backends:
+        support = registry.supports(name, spec, chosen.layout, chosen.block_size, shape.phase)
+        reasons = [str(reason) for reason in support.reasons] + ([failed[name]] if failed.get(name) else [])
+        us = selector.costs.step_us(name, shape) if selector.costs is not None and not reasons else float("inf")
+        if us == float("inf") and not reasons:
+            reasons = [_unmeasured(name, shape, table)]
+        candidates.append(Candidate(name, us if us < float("inf") else None, tuple(reasons)))
+    candidates.sort(key=lambda candidate: (candidate.name != choice, candidate.step_us is None, candidate.step_us or 0.0))
+    nearest = None if table is None else _nearest(table, shape, choice, chosen.layout.name, chosen.block_size)
+    age = "" if table is None else _age(table.date)
+    title = "" if table is None else table.title
+    return Explanation(shape, layers, str(chosen), choice, candidates, nearest, title, age)
+
+
+def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
+    """The table asked for, as it is; else the one that auto would use, unless there is none."""
+    if path is not None:
+        table = read_table(path)
+        if table.spec.kind != SpecRecord.of(spec).kind:
+            raise ConfigError("--crossover-table", f"a table for {spec}", f"one for {table.spec}", "say --geometry and --dtype")
+        return table
+    usable = costs_for([spec], registry, "auto", TableWish(budget=0.0))
+    return read_table(store.table_path(identify_device(spec.device), SpecRecord.of(spec))) if usable else None
+
+
+def _shape(phase: PhaseChoice, batch: int, query_len: int | None, length: int) -> Shape:
+    usual = {"prefill": length, "extend": min(256, max(length // 2, 1)), "decode": 1, "verify": 4}
+    new = query_len or usual[phase.value]
+    if new > length or (new == length and phase is not PhaseChoice.prefill):
+        raise ConfigError("--len", f"more than the {new} new tokens of a sequence, for {phase.value}", length)
+    if phase is PhaseChoice.prefill and new != length:
+        raise ConfigError("--query-len", f"{length} as --len in prefill, where nothing is cached", new, "--phase extend")
+    core = Phase.DECODE if phase is PhaseChoice.verify else Phase(phase.value)
+    return Shape(core, batch, new, length)
+
+
+def _unmeasured(name: str, shape: Shape, table: CrossoverTable | None) -> str:
+    """Why a backend that could serve a step has no time."""
+    if table is None:
+        return "no crossover table: headway bench crossover measures one"
+    phase = "verify" if shape.phase is Phase.DECODE and shape.query_len > 1 else shape.phase.value
+    known = [cell for cell in table.cells if cell.backend == name and cell.phase == phase]
+    reason = next((cell.reason for cell in known if cell.reason and cell.median_us is None), "")
+    return f"not measured around here{f' ({reason})' if reason else ''}"
+
+
+def _nearest(table: CrossoverTable, shape: Shape, name: str, layout: str, block_size: int) -> Cell | None:
+    """The measured row nearest to a step, in octaves."""
+    phases = {"decode", "verify"} if shape.phase is Phase.DECODE else {shape.phase.value}
+    places = ((layout, block_size), (None, None))
+    rows = [
+        cell for cell in table.cells if cell.backend == name and cell.phase in phases and (cell.layout, cell.block_size) in places
+    ]
+
+    def far(cell: Cell) -> float:
+        pairs = ((cell.batch, shape.batch), (cell.query_len, shape.query_len), (cell.kv_len, shape.kv_len))
+        return sum(abs(math.log2(a / b)) for a, b in pairs)
+
+    return min(rows, key=far, default=None)
+
+
+def _age(date: str) -> str:
+    try:
+        days = (datetime.now(UTC) - datetime.fromisoformat(date)).days
+    except (ValueError, TypeError):
+        return f"measured {date}"
+    return f"measured {date}, {f'{days} days ago' if days > 0 else 'today'}"
+
+
+def _print(found: Explanation, console: Console) -> None:
+    shape = found.shape
+    step = f"{shape.batch} sequences, {shape.query_len} new of {shape.kv_len} tokens"
+    console.print(Text(f"{shape.phase.value}, {step}: ", "bold").append(found.choice, "bold green"), soft_wrap=True)
+    if found.gap is not None:
+        name, factor = found.gap
+        verdict = "as fast within a hundredth" if abs(factor - 1) < 0.01 else f"{factor:.2f} times as long"
+        console.print(Text(f"runner-up {name}: {verdict}"), soft_wrap=True)
+    console.print(Text(f"{found.selection}", "dim"), soft_wrap=True)
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("backend", no_wrap=True)
+    shown.add_column(f"us a step of {found.layers} layers", justify="right")
+    shown.add_column("why not", overflow="fold")
+    for candidate in found.candidates:
+        us = "" if candidate.step_us is None else f"{candidate.step_us:,.0f}"
+        style = "bold green" if candidate.name == found.choice else ""
+        more = f"; and {len(candidate.reasons) - 1} more" if len(candidate.reasons) > 1 else ""
+        shown.add_row(Text(candidate.name, style), us, Text("".join(candidate.reasons[:1]) + more))
+    console.print(shown)
+    if found.nearest is not None:
+        cell = found.nearest
+        spread = f"(p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})"
+        time = "no time" if cell.median_us is None else f"{cell.median_us:.1f} us a layer {spread}"
+        where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
+        row = f"nearest row of the table: {cell.phase} {cell.case}, {cell.backend}, {where}: {time}, {cell.status}"
+        console.print(Text(row), soft_wrap=True)
+        console.print(Text(f"table: {found.table}, {found.age}", "dim"), soft_wrap=True)
+
+
+def _plain(found: Explanation) -> dict[str, object]:
+    gap = found.gap
+    return {
+        "phase": found.shape.phase.value,
+        "batch": found.shape.batch,
+        "query_len": found.shape.query_len,
+        "kv_len": found.shape.kv_len,
+        "selection": found.selection,
+        "choice": found.choice,
+        "runner_up": None if gap is None else {"name": gap[0], "factor": gap[1]},
+        "candidates": [{"name": c.name, "step_us": c.step_us, "reasons": list(c.reasons)} for c in found.candidates],
+        "nearest_row": None if found.nearest is None else found.nearest.model_dump(),
+        "table": found.table,
+        "age": found.age,
+    }

@@ -1,0 +1,70 @@
+"""Options that commands share: lists of names and sizes, element types, and the options of backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from headway.core.contract.errors import ConfigError
+
+
+def names_of(text: str | None) -> list[str] | None:
+    """Names from a comma-separated text; None where there are none."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return names or None
+
+
+def sizes_of(option: str, text: str | None) -> Sequence[int] | None:
+    """Positive numbers from a comma-separated text; None where there are none.
+
+    :raises ConfigError: something else is among them.
+    """
+    names = names_of(text)
+    if names is None:
+        return None
+    if not all(name.isdigit() and int(name) > 0 for name in names):
+        raise ConfigError(option, "positive numbers, comma-separated, such as 16,256", repr(text))
+    return [int(name) for name in names]
+
+
+def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dtype | None:
+    """An element type by name; None for auto.
+
+    :raises ConfigError: an unknown one.
+    """
+    if name == "auto":
+        return None
+    if name not in known:
+        raise ConfigError(option, f"auto or one of {', '.join(known)}", repr(name))
+    return known[name]
+
+
+def parse_attn_options(texts: list[str]) -> dict[str, dict[str, str]]:
+    """Backend name -> option -> value from texts like NAME.key=value (a name may itself have dots).
+
+    :raises ConfigError: a text of another form.
+    """
+    options: dict[str, dict[str, str]] = {}
+    for text in texts:
+        target, equals, value = text.partition("=")
+        name, dot, key = target.rpartition(".")
+        if not (equals and dot and name and key):
+            raise ConfigError("--attn-opt", "NAME.key=value", repr(text))
+        options.setdefault(name, {})[key] = value
+    return options
+
+
+def parse_block_size(text: str) -> int | None:
+    """A number, or None for auto.
+
+    :raises ConfigError: neither.
+    """
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError("block_size", "auto or a multiple of 8", repr(text)) from None

@@ -1,0 +1,205 @@
+"""`headway table`: look at crossover tables, compare them, put them together, and see whether they fit this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headway.core.contract.errors import ConfigError
+
+table = typer.Typer(help="Crossover tables: show, compare, merge, draw, check, judge.", no_args_is_help=True)
+
+_FILE = typer.Argument(help="A table file. Default: the newest that auto keeps for this machine.")
+
+
+@table.command()
+def show(
+    file: Annotated[Path | None, _FILE] = None,
+    layout: Annotated[str | None, typer.Option("--kv-layout", help="Default: the fastest.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Default: the fastest.")] = None,
+    export_to: Annotated[list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png.")] = None,
+) -> None:
+    """Print a table over one layout and block size: a column a backend, the winner, and by how much."""
+    from headway.bench.crossover.export import check_suffix, export
+    from headway.bench.crossover.report import print_view
+    from headway.bench.crossover.view import view
+    from headway.tuning.files import read_table
+
+    for target in export_to or ():
+        check_suffix(target)
+    shown = view(read_table(_found(file)), layout, block_size)
+    console = _console()
+    print_view(shown, console)
+    for target in export_to or ():
+        export(shown, target)
+        console.print(Text(f"written to {target}"), soft_wrap=True)
+
+
+@table.command()
+def plot(
+    file: Annotated[Path, typer.Argument(help="A table file.")],
+    picture: Annotated[Path, typer.Argument(help="Where to: .png or .html.")],
+    layout: Annotated[str | None, typer.Option("--kv-layout", help="Default: the fastest.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Default: the fastest.")] = None,
+) -> None:
+    """Draw the winners and their speed-ups as a heat-map."""
+    from headway.bench.crossover.export import check_suffix, export
+    from headway.bench.crossover.view import view
+    from headway.tuning.files import read_table
+
+    check_suffix(picture)
+    export(view(read_table(file), layout, block_size), picture)
+    _console().print(Text(f"written to {picture}"), soft_wrap=True)
+
+
+@table.command()
+def check(file: Annotated[Path | None, _FILE] = None) -> None:
+    """Say whether a table still fits this machine: device, driver, libraries. Exit code 1: it does not."""
+    from headway.registry import create_registry
+    from headway.tuning.compare import differences, remarks
+    from headway.tuning.device import identify_device, resolve_device
+    from headway.tuning.files import read_table
+
+    path = _found(file)
+    known = read_table(path)
+    registry = create_registry()
+    here = identify_device(resolve_device(None if known.device.type == "cuda" else known.device.type))
+    reasons = differences(known, here)
+    console = _console()
+    console.print(Text(f"{path}: {known.title}, {len(known.cells)} cells, measured {known.date}"), soft_wrap=True)
+    for line in remarks(known, here, [name for name in registry.backends if registry.availability(name)]):
+        console.print(Text(f"  note: {line}"), soft_wrap=True)
+    for reason in reasons:
+        console.print(Text(f"  {reason.what}: the table has {reason.need}, this machine {reason.got}", "red"), soft_wrap=True)
+    if reasons:
+        console.print(Text("does not fit this machine: auto does not use it; headway bench crossover measures again"))
+        raise typer.Exit(1)
+    console.print(Text("fits this machine", "green"))
+
+
+@table.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A table file.")],
+    second: Annotated[Path, typer.Argument(help="Another.")],
+    at_least: Annotated[float, typer.Option(min=0.0, help="Least relative difference of two times that is shown.")] = 0.05,
+) -> None:
+    """Show which cells differ: times beyond the noise, and what has no time in one of them."""
+    from headway.tuning import compare
+    from headway.tuning.files import read_table
+
+    tables = read_table(first), read_table(second)
+    console = _console()
+    for reason in compare.differences(tables[0], tables[1].device, tables[1].spec):
+        console.print(Text(f"{reason.what}: {reason.need} in the first, {reason.got} in the second"), soft_wrap=True)
+    changes = compare.diff(*tables, at_least)
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("phase", "case", "backend", "layout", "first us", "second us", "factor", "what"):
+        shown.add_column(column, justify="right" if column in ("first us", "second us", "factor") else "left")
+    for change in changes:
+        cell = change.cell
+        where = f"{cell.layout} {cell.block_size}" if cell.layout else "any"
+        times = [f"{us:.1f}" if us is not None else "-" for us in (change.before_us, change.after_us)]
+        factor = f"{change.factor:.2f}" if change.factor is not None else ""
+        shown.add_row(cell.phase, cell.case, cell.backend, where, *times, factor, change.status)
+    if changes:
+        console.print(shown)
+    console.print(Text(f"{len(changes)} cells differ, of {len(tables[0].cells)} and {len(tables[1].cells)}"))
+
+
+@table.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="Table files of one machine and one kind of layer.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to.")],
+) -> None:
+    """Put tables together; where two have the same cell, the later one's counts."""
+    from headway.tuning import compare
+    from headway.tuning.files import read_table
+    from headway.tuning.json_files import write_json
+
+    if len(files) < 2:
+        raise ConfigError("headway table merge", "two files or more", len(files))
+    merged = compare.merge([read_table(path) for path in files])
+    write_json(merged, output)
+    console = _console()
+    console.print(Text(f"{len(merged.cells)} cells written to {output}"), soft_wrap=True)
+    if partly := compare.partly_measured(merged):
+        console.print(Text(f"note: {partly} points were not measured for every backend; there auto considers the others only"))
+
+
+@table.command()
+def regret(
+    file: Annotated[Path | None, _FILE] = None,
+    points: Annotated[int, typer.Option(min=1, help="Held-out random points to measure.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Of the points and their inputs.")] = 1,
+    workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
+    without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave each point of the table out.")] = False,
+    anywhere: Annotated[bool, typer.Option("--anywhere", help="Also against every other layout and block size.")] = False,
+    trials: Annotated[Path | None, typer.Option(help="Measure nothing: judge by the times of this earlier --output.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+) -> None:
+    """Measure how much auto, obeying this table, loses to the best backend at points that are not in it."""
+    from headway.bench.crossover.regret import judge_again, leave_one_out, measure_regret, read_report
+    from headway.core.select.workload import Workload
+    from headway.registry import create_registry
+    from headway.tuning.device import resolve_device
+    from headway.tuning.files import read_table
+    from headway.tuning.json_files import write_json
+
+    if without and trials is not None:
+        raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
+    known = read_table(_found(file))
+    if without:
+        report = leave_one_out(known)
+    elif trials is not None:
+        report = judge_again(read_report(trials), known, Workload.parse(workload))
+    else:
+        device = resolve_device(None if known.device.type == "cuda" else known.device.type)
+        expected, progress = Workload.parse(workload), Console(stderr=True)
+        here = (known, create_registry(), device, points, seed, expected)
+        report = measure_regret(*here, console=progress, anywhere=anywhere)
+    shown = Table(title=report.selection, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("phase", "case", "auto", "best", "auto us", "best us", "regret"):
+        shown.add_column(column, justify="right" if column in ("auto us", "best us", "regret") else "left")
+    for trial in report.trials:
+        row = (trial.phase, trial.case, trial.chosen, trial.best, f"{trial.chosen_us:.0f}", f"{trial.best_us:.0f}")
+        shown.add_row(*row, f"{trial.regret:.3f}", style="bold" if trial.regret > 1.05 else "")
+    console = _console()
+    console.print(shown)
+    for line in report.untimed:
+        console.print(Text(f"no time: {line}"), soft_wrap=True)
+    summary = (
+        f"regret over {len(report.trials)} held-out points: geometric mean {report.geometric_mean:.3f}, worst {report.worst:.3f}"
+    )
+    console.print(Text(summary, "bold"))
+    if anywhere or trials:
+        mean, worst = report.geometric_mean_anywhere, report.worst_anywhere
+        console.print(Text(f"against the best of every layout and block size: geometric mean {mean:.3f}, worst {worst:.3f}"))
+    if output is not None:
+        write_json(report, output)
+        console.print(Text(f"written to {output}"), soft_wrap=True)
+
+
+def _found(file: Path | None) -> Path:
+    """The file asked for, or the newest that auto keeps.
+
+    :raises ConfigError: there is none.
+    """
+    from headway.tuning import store
+
+    if file is not None:
+        return file
+    known = store.stored()
+    if not known:
+        raise ConfigError("table", f"a file, or one in {store.folder()}", "none", "headway bench crossover measures one")
+    return known[0]
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=160)

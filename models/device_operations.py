@@ -1,0 +1,37 @@
+"""The operations of a decoder and of sampling that are fastest on a device."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from headway.models.operations import Operations, Plain
+
+log = logging.getLogger("headway")
+
+
+def operations_for(inv_freq: Tensor, rope_factor: float) -> Operations:
+    """The fused kernels on a GPU with Triton, else torch's operations. inv_freq: float32 [head_dim / 2], on its device."""
+    if inv_freq.device.type != "cuda":
+        return Plain(inv_freq, rope_factor)
+    try:
+        from headway.models.fused.operations import Fused
+    except ImportError:  # torch for a GPU brings Triton, but not on every system
+        return Plain(inv_freq, rope_factor)
+    return Fused(inv_freq, rope_factor)
+
+
+def fastest_sampling(device: torch.device) -> SamplingOps:
+    """What chooses tokens fastest."""
+    if device.type == "cuda":
+        try:
+            from headway.models.fused.draw import FusedSampling
+        except ImportError as error:
+            log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
+        else:
+            fused = FusedSampling(device)
+            return SamplingOps(fused.greedy, fused.draw)
+    return TORCH_SAMPLING

@@ -1,0 +1,1 @@
+"""What a backend is tested with: cases, the float64 reference, and the conformance kit."""

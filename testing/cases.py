@@ -1,0 +1,102 @@
+"""One grammar for batches, in tests and benchmarks alike: `2q512_1q64s1k_32q1s4k`.
+
+A case is groups joined by "_"; a group is [count]q<query_len>[s<kv_len>], with "k" for 1024. kv_len counts cached and new tokens
+and defaults to query_len (a prompt without context). `8q1s1k` is eight sequences that decode at length 1024. After vLLM's
+batch-spec grammar (vllm-project/vllm#26835).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import CacheGeometry, CacheLayout, CacheWriter, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+
+_GROUP = re.compile(r"(\d+)?q(\d+)(k)?(?:s(\d+)(k)?)?")
+
+
+def parse_case(text: str, decode_query_len: int = 1) -> list[tuple[int, int]]:
+    """(query_len, kv_len) of each sequence, those that decode last.
+
+    :raises ConfigError: the text is not of the grammar, or a kv_len is shorter than its query_len.
+    """
+    lens: list[tuple[int, int]] = []
+    for group in text.split("_"):
+        match = _GROUP.fullmatch(group)
+        if match is None:
+            raise ConfigError("case", "groups like 8q1s1k or 2q512, joined by '_'", repr(text))
+        count, query, query_k, kv, kv_k = match.groups()
+        query_len = int(query) * (1024 if query_k else 1)
+        kv_len = int(kv) * (1024 if kv_k else 1) if kv else query_len
+        if query_len < 1 or kv_len < query_len:
+            raise ConfigError("case", "query_len of at least 1 and kv_len no shorter", repr(group))
+        lens += [(query_len, kv_len)] * int(count or 1)
+    return sorted(lens, key=lambda qs: Phase.of(qs[0], qs[1] - qs[0], decode_query_len) is Phase.DECODE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A filled cache and one step over it: what a backend is tested and timed on."""
+
+    spec: AttentionSpec
+    metadata: AttentionMetadata
+    cache: LayerCache
+    q: torch.Tensor
+    """[num_tokens, num_heads, head_dim]"""
+    k: torch.Tensor
+    """[num_tokens, num_kv_heads, head_dim]: this step's; already in the cache."""
+    v: torch.Tensor
+
+
+def make_case(
+    lens: Sequence[tuple[int, int]],
+    spec: AttentionSpec,
+    layout: CacheLayout,
+    block_size: int,
+    writer: CacheWriter,
+    *,
+    seed: int = 0,
+    poison: float | None = None,
+    spare_blocks: int = 3,
+    padding_rows: int = 0,
+    decode_query_len: int = 1,
+) -> Case:
+    """Random q, k, v and context in shuffled blocks, written by the layout's writer in two goes, context first.
+
+    poison: fills every slot that holds no token, in partly used blocks and in `spare_blocks` unused ones (NaN finds stray reads).
+    padding_rows: rows of length 0 with slot -1 at the end, as a CUDA graph's unused rows are.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    query_lens = [q for q, _ in lens] + [1] * padding_rows
+    context_lens = [kv - q for q, kv in lens] + [-1] * padding_rows
+    blocks_of = [-(-kv // block_size) for _, kv in lens]
+    order = torch.randperm(sum(blocks_of) + spare_blocks, generator=generator).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in blocks_of] + [[]] * padding_rows
+    num_blocks = sum(blocks_of) + spare_blocks
+    geometry = CacheGeometry(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
+    cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
+    if poison is not None:
+        cache.key.fill_(poison)
+        cache.value.fill_(poison)
+
+    def rows(count: int, heads: int) -> torch.Tensor:
+        random = torch.randn(count, heads, spec.head_dim, generator=generator, dtype=torch.float32)
+        return random.to(device=spec.device, dtype=spec.dtype)
+
+    cached = [(length, table) for length, table in zip(context_lens, tables, strict=True) if length > 0]
+    if cached:
+        lengths = [length for length, _ in cached]
+        past = AttentionMetadata.build(lengths, [0] * len(cached), [table for _, table in cached], block_size, spec.device)
+        heads = spec.num_kv_heads
+        writer(rows(sum(lengths), heads), rows(sum(lengths), heads), cache, past.slot_mapping)
+    metadata = AttentionMetadata.build(query_lens, context_lens, tables, block_size, spec.device, decode_query_len)
+    tokens = metadata.num_tokens
+    q, k, v = (rows(tokens, heads) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+    writer(k, v, cache, metadata.slot_mapping)
+    return Case(spec, metadata, cache, q, k, v)

@@ -1,0 +1,76 @@
+"""Attention in float64, sharing no code with any backend: what every answer is compared with before it counts or is timed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import AttentionBackend
+from headway.testing.cases import Case
+
+_SCORES = 2**27
+"""Scores held at a time (1 GiB), so that long prompts fit."""
+
+
+def reference(case: Case) -> Tensor:
+    """The step's output, float64 [num_tokens, num_heads, head_dim]; rows of padding sequences are zero."""
+    spec, metadata = case.spec, case.metadata
+    out = torch.zeros(case.q.shape, dtype=torch.float64, device=case.q.device)
+    token = 0
+    for row, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
+        if kv_len:
+            positions = torch.arange(kv_len, device=out.device)
+            blocks = metadata.block_table[row].long()[positions // metadata.block_size]
+            k, v = case.cache.gather(blocks * metadata.block_size + positions % metadata.block_size)
+            keys, values = k.double() * spec.k_scale, v.double() * spec.v_scale
+            rows = max(1, _SCORES // (kv_len * spec.num_heads))
+            for first in range(0, query_len, rows):
+                last = min(first + rows, query_len)
+                at = positions[kv_len - query_len + first : kv_len - query_len + last]
+                tokens = slice(token + first, token + last)
+                out[tokens] = _attend(case, case.q[tokens], keys, values, at, positions)
+        token += query_len
+    return out
+
+
+def _attend(case: Case, queries: Tensor, keys: Tensor, values: Tensor, at: Tensor, positions: Tensor) -> Tensor:
+    """Queries [n, num_heads, head_dim] at positions `at` over keys and values [kv_len, num_kv_heads, head_dim]."""
+    spec = case.spec
+    n = len(queries)
+    grouped = queries.double().view(n, spec.num_kv_heads, spec.group_size, -1).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = grouped @ keys.permute(1, 2, 0) * spec.scale  # [num_kv_heads, group_size * n, kv_len]
+    scores = scores.view(spec.num_heads, n, -1)  # query head h reads kv head h // group_size
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    ago = at[:, None] - positions[None, :]
+    if spec.alibi_slopes is not None:
+        scores = scores - torch.tensor(spec.alibi_slopes, dtype=scores.dtype, device=scores.device)[:, None, None] * ago
+    hidden = ago < 0
+    if spec.sliding_window is not None:
+        hidden |= ago >= spec.sliding_window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    largest = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True)
+    if spec.sinks is not None:
+        total = total + torch.exp(torch.tensor(spec.sinks, dtype=scores.dtype, device=scores.device)[:, None, None] - largest)
+    weights = (weights / total).view(spec.num_kv_heads, spec.group_size * n, -1)
+    return (weights @ values.permute(1, 0, 2)).view(spec.num_heads, n, -1).transpose(0, 1)
+
+
+def run_backend(backend: AttentionBackend, case: Case) -> Tensor:
+    """One step through one backend, as the engine calls it, into an output filled with NaN so that a missed row shows."""
+    metadata, out = case.metadata, torch.full_like(case.q, torch.nan)
+    n = metadata.num_prefill_tokens
+    if metadata.prefill is not None:
+        backend.prefill(case.q[:n], case.k[:n], case.v[:n], case.cache, backend.plan(metadata.prefill), out[:n])
+    if metadata.decode is not None:
+        backend.decode(case.q[n:], case.cache, backend.plan(metadata.decode), out[n:])
+    return out
+
+
+def relative_error(out: Tensor, expected: Tensor, case: Case) -> float:
+    """||out - expected|| / ||expected|| over the rows that are not padding; NaN if any element there is."""
+    lens = torch.tensor(case.metadata.query_lens)
+    real = torch.repeat_interleave(torch.tensor(case.metadata.kv_lens) > 0, lens).to(out.device)
+    return float((out[real].double() - expected[real]).norm() / expected[real].norm())

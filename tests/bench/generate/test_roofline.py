@@ -1,0 +1,82 @@
+"""The floor counts what a model's own tensors hold, and what its steps must read and compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.bench.generate.roofline import Rates, Roofline, keys_seen, measure_read_gbps
+from headway.core.engine.stats import EngineStats
+from headway.models.config import DecoderConfig
+from headway.models.decoder import Decoder
+from headway.models.dummy import DummyWeights
+from headway.models.loader import read_config
+from headway.models.locate import SHAPES
+from tiny_bench import CPU, QUICK
+
+META = torch.device("meta")
+
+
+class MetaWeights(DummyWeights):
+    """Shapes without memory; counts the numbers that are taken."""
+
+    def __init__(self) -> None:
+        self.dtype, self.device, self.count = torch.bfloat16, META, 0
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype, device=META)
+        self.count += tensor.numel()
+        return tensor
+
+
+@pytest.fixture(params=["qwen3-0.6b", "llama-3-8b"])
+def model(request: pytest.FixtureRequest) -> tuple[Decoder, int]:
+    weights = MetaWeights()
+    config = DecoderConfig.from_transformers(read_config(SHAPES / request.param))
+    return Decoder(config, weights), weights.count
+
+
+def test_weights_read_a_step_are_those_of_the_model_less_norms_and_a_separate_embedding(model: tuple[Decoder, int]) -> None:
+    decoder, count = model
+    config = decoder.config
+    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim * config.qk_norm
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    assert Roofline(config, decoder.attention_specs).weight_bytes == 2 * (count - norms - embedding)
+
+
+def test_the_shapes_that_ship_are_of_the_published_sizes() -> None:
+    sizes = {}
+    for folder in SHAPES.iterdir():
+        weights = MetaWeights()
+        decoder = Decoder(DecoderConfig.from_transformers(read_config(folder)), weights)
+        sizes[folder.name] = (weights.count, Roofline(decoder.config, decoder.attention_specs).kv_bytes)
+    assert sizes == {"qwen3-0.6b": (596_049_920, 114_688), "llama-3-8b": (8_030_261_248, 131_072)}
+
+
+def test_the_floor_is_bytes_over_the_read_rate_and_operations_over_the_matrix_rate(model: tuple[Decoder, int]) -> None:
+    decoder, _ = model
+    roofline = Roofline(decoder.config, decoder.attention_specs)
+    stats = EngineStats(num_steps=10, kv_tokens_read=1000)
+    rates = Rates(read_gbps=4000.0, matrix_tflops=700.0)
+    floor = roofline.floor(stats, [8192], 16384, rates)
+    assert floor.decode == pytest.approx((10 * roofline.weight_bytes + 1000 * roofline.kv_bytes) / 4e12)
+    saved = roofline.weight_bytes / 4e12  # the prompt's one step reads the weights while it computes
+    assert floor.prefill == pytest.approx(roofline.prefill_flops([8192]) / 7e14 - saved)
+    assert roofline.floor(stats, [1], 16384, rates).prefill == 0, "one token computes less than it reads"
+
+
+def test_a_prompts_operations_are_two_a_weight_and_token_and_four_a_key(model: tuple[Decoder, int]) -> None:
+    decoder, _ = model
+    config, roofline = decoder.config, Roofline(decoder.config, decoder.attention_specs)
+    head = config.vocab_size * config.hidden_size
+    products = 2 * ((roofline.weight_bytes // 2 - head) * 3 + head)
+    assert roofline.prefill_flops([3]) == products + 4 * config.num_layers * config.num_heads * config.head_dim * (1 + 2 + 3)
+
+
+@pytest.mark.parametrize(("length", "window"), [(7, None), (7, 7), (7, 9), (7, 3), (1, 1), (5, 1)])
+def test_keys_are_those_that_causality_and_window_show(length: int, window: int | None) -> None:
+    assert keys_seen(length, window) == sum(min(at + 1, window or length) for at in range(length))
+
+
+def test_the_read_rate_is_a_number_of_this_machine() -> None:
+    assert measure_read_gbps(CPU, QUICK) > 0.1

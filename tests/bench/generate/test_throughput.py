@@ -1,0 +1,60 @@
+"""The end-to-end benchmark times the same work on both sides, and says so in its file."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.bench.generate.prompts import PROMPTS, take_prompts
+from headway.bench.generate.throughput import ThroughputReport, Workload, num_passes, run_throughput, same_tokens
+from headway.llm import LLM
+from sandbox import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(str(save_tiny_model(tmp_path_factory.mktemp("model"))), kv_cache_memory="16MiB", num_threads=1)
+
+
+def test_both_engines_write_the_same_tokens_and_every_pass_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tiny model's byte tokens make the long prompts longer than its 256 positions.
+    monkeypatch.setattr(
+        "headway.bench.generate.throughput.take_prompts", lambda count: ["a cache of", "the quick", "lazy dog", "k"][:count]
+    )
+    workload = Workload(num_prompts=4, output_len=12, repeat=2)
+    told: list[str] = []
+    report = run_throughput(llm, workload, compare=True, command="headway bench throughput", advance=told.append)
+    assert told == ["headway"] * 3 + ["transformers"] * 3
+    assert len(told) == num_passes(workload, compare=True)
+    ours, theirs = report.results
+    assert (ours.same_tokens, theirs.same_tokens) == (None, 1.0)
+    for result in (ours, theirs):
+        assert 0 < result.slowest <= result.tokens_per_second <= result.fastest
+        assert result.time_to_first_token_ms > 0
+        assert result.time_per_output_token_ms > 0
+    assert report.speedup == ours.tokens_per_second / theirs.tokens_per_second
+    again = ThroughputReport.model_validate_json(report.model_dump_json(by_alias=True))
+    assert again == report
+    assert '"schema":"headway.throughput/1"' in report.model_dump_json(by_alias=True)
+
+
+def test_a_pass_does_not_live_off_the_one_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = "the quick brown fox jumps over the lazy dog" * 3
+    monkeypatch.setattr("headway.bench.generate.throughput.take_prompts", lambda _: [prompt])
+    run_throughput(llm, Workload(num_prompts=1, output_len=4, repeat=1), compare=False, command="")
+    (output,) = llm.generate(prompt, use_tqdm=False)
+    assert output.num_cached_tokens > 0, "the prompt is long enough to be cached"
+    llm.engine.blocks.forget_prefixes()
+    (output,) = llm.generate(prompt, use_tqdm=False)
+    assert output.num_cached_tokens == 0
+
+
+def test_tokens_are_compared_up_to_the_end_of_a_text() -> None:
+    eos = frozenset({9})
+    assert same_tokens([[1, 2, 9, 5]], [[1, 2, 7, 7]], eos) == 1.0
+    assert same_tokens([[1, 2, 3, 4]], [[1, 2, 8, 4]], eos) == 0.5, "after the first difference the texts are different texts"
+    assert same_tokens([[1, 2], [3, 4]], [[1, 2], [5, 4]], eos) == 0.5
+
+
+def test_prompts_are_all_different_however_many_are_wanted() -> None:
+    assert take_prompts(5) == PROMPTS[:5]
+    assert len(set(take_prompts(40))) == 40

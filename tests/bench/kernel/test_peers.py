@@ -1,0 +1,110 @@
+"""Libraries called bare: who is there, who is not and why, and that nobody is imported unasked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from headway.bench import kernel
+from headway.bench.kernel.peer import Peer
+from headway.bench.kernel.peers import all_peers, page_lists
+from headway.bench.kernel.run import KernelOptions, run_kernel_bench
+from headway.core.contract.layout import NHD
+from headway.core.contract.support import YES
+from headway.registry import Registry
+from headway.testing.reference import reference
+from headway.tuning.work import build_case
+from tiny_bench import CPU, QUICK, SMALL, cell_of
+
+
+def test_absent_peers_are_listed_with_the_reason(registry: Registry) -> None:
+    options = KernelOptions(geometries=[SMALL], cases=["2q1s9"], backends=["sdpa"], block_sizes=[16], device=CPU, timer=QUICK)
+    report = run_kernel_bench(options, registry)
+    peers = {contender.name: contender for contender in report.contenders if contender.owner == "peer"}
+    assert {"flash_attn", "flashinfer.fa2", "flashinfer.fa3", "flash_attn_4", "xformers.splitk"} <= set(peers)
+    for peer in peers.values():
+        assert not peer.available
+        assert "device: needs cuda, got cpu" in peer.reason
+    assert [cell.backend for cell in report.cells] == ["sdpa"]
+
+
+def test_a_missing_package_is_a_reason_before_the_device_is() -> None:
+    peer = next(peer for peer in all_peers() if peer.name == "flash_attn_4")
+    peer.package, peer.distribution = "a_package_nobody_has", "nobodys-package"
+    assert peer.version == ""
+    reasons = peer.available(torch.device("cuda")).reasons
+    assert [(reason.what, reason.got, reason.hint) for reason in reasons] == [
+        ("package", "not installed", "pip install nobodys-package")
+    ]
+
+
+def test_a_package_that_breaks_on_import_is_not_available() -> None:
+    peer = next(peer for peer in all_peers() if peer.name == "flash_attn")
+    peer.package = "torch"  # installed: the probe decides
+
+    def probe() -> None:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    peer.probe = probe
+    assert "OSError: libcudart.so.12" in str(peer.available(torch.device("cuda")))
+
+
+def test_peers_refuse_what_the_bare_call_cannot_do() -> None:
+    flash, fa2 = (next(peer for peer in all_peers() if peer.name == name) for name in ("flash_attn", "flashinfer.fa2"))
+    half = {"dtype": torch.bfloat16}
+    assert flash.supports(cell_of("decode", "2q1s40", **half))
+    assert flash.supports(cell_of("decode", "2q4s40", **half))
+    assert "query_len" in str(fa2.supports(cell_of("decode", "2q4s40", **half)))
+    assert "query_len" in str(flash.supports(cell_of("decode", "1q1s40_1q2s40", **half)))
+    assert "dtype" in str(flash.supports(cell_of("decode", "2q1s40")))
+    assert "kv_dtype" in str(flash.supports(cell_of("decode", "2q1s40", kv_dtype=torch.float8_e4m3fn, **half)))
+    assert "extend" in str(flash.supports(cell_of("prefill", "1q7s20", **half)))
+
+
+def test_a_peer_stands_beside_backends_in_one_run(registry: Registry) -> None:
+    class Plain(Peer):
+        """What a library would be: the reference, unplanned."""
+
+        name, distribution, package, block_size = "plain", "torch", "torch", 8
+
+        def available(self, device):
+            return YES
+
+        def probe(self):
+            return None
+
+        def decode(self, case):
+            assert case.cache.layout == NHD
+            assert case.cache.block_size == 8
+            return lambda: reference(case).to(case.q.dtype)[:, None]
+
+        def prefill(self, case):
+            return lambda: reference(case).to(case.q.dtype) * 2  # wrong
+
+    for phase, case, status in (("decode", "2q1s20", "ok"), ("prefill", "2q5", "incorrect")):
+        options = KernelOptions(phase, ["sdpa"], [Plain()], [SMALL], [case], torch.bfloat16, device=CPU, timer=QUICK)
+        cell = run_kernel_bench(options, registry).cells[-1]
+        assert (cell.backend, cell.owner, cell.status) == ("plain", "peer", status), cell.reason
+        assert cell.block_size == (8 if phase == "decode" else None)
+
+
+def test_flashinfers_form_of_a_block_table() -> None:
+    step = build_case(cell_of("decode", "1q1s32_1q1s33_1q1s5"), NHD, 16, seed=0).metadata
+    indptr, blocks, last = page_lists(step)
+    assert indptr.tolist() == [0, 2, 5, 6]
+    assert last.tolist() == [16, 1, 5]
+    assert blocks.tolist() == [*step.block_table_cpu[0, :2], *step.block_table_cpu[1, :3], step.block_table_cpu[2, 0]]
+    assert {tensor.dtype for tensor in (indptr, blocks, last)} == {torch.int32}
+
+
+def test_importing_the_benchmark_imports_no_attention_library() -> None:
+    modules = [f"headway.bench.kernel.{path.stem}" for path in Path(kernel.__file__).parent.glob("*.py")]
+    code = (
+        f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
+        "print([name for name in ('flash_attn', 'flashinfer', 'xformers', 'cutlass') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"

@@ -1,0 +1,92 @@
+"""Step metadata: phases follow from lengths, views are consistent, slots point where the block table says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.testing.cases import parse_case
+
+
+def test_phase_follows_from_lengths() -> None:
+    assert Phase.of(5, 0) is Phase.PREFILL
+    assert Phase.of(1, 0) is Phase.PREFILL
+    assert Phase.of(5, 3) is Phase.EXTEND
+    assert Phase.of(1, 3) is Phase.DECODE
+    assert Phase.of(4, 3, decode_query_len=4) is Phase.DECODE
+
+
+def test_a_mixed_step_and_its_views() -> None:
+    metadata = AttentionMetadata.build([3, 2, 1, 1], [0, 5, 8, 1], [[4], [2, 6], [1, 0, 3], [7]], block_size=4)
+    assert (metadata.num_prefills, metadata.num_decodes, metadata.num_prefill_tokens, metadata.num_decode_tokens) == (2, 2, 5, 2)
+    assert metadata.slot_mapping.tolist() == [16, 17, 18, 6 * 4 + 1, 6 * 4 + 2, 3 * 4 + 0, 7 * 4 + 1]
+    assert (metadata.max_query_len, metadata.max_seq_len) == (3, 9)
+    prefill, decode = metadata.prefill, metadata.decode
+    assert prefill is not None
+    assert decode is not None
+    assert prefill.phase is Phase.EXTEND
+    assert decode.phase is Phase.DECODE
+    assert prefill.query_start_loc.tolist() == [0, 3, 5]
+    assert decode.query_start_loc.tolist() == [0, 1, 2]
+    assert (prefill.kv_lens, decode.kv_lens) == ([3, 7], [9, 2])
+    assert (prefill.max_query_len, decode.max_query_len, decode.max_seq_len) == (3, 1, 9)
+    assert decode.block_table[0, :3].tolist() == [1, 0, 3]
+    assert decode.slot_mapping.tolist() == metadata.slot_mapping.tolist()[5:]
+    with pytest.raises(AssertionError, match="two phases"):
+        _ = metadata.phase
+
+
+def test_a_step_of_one_kind_is_its_own_view() -> None:
+    metadata = AttentionMetadata.build([2, 3], [0, 0], [[0], [1]], block_size=4)
+    assert metadata.prefill is metadata
+    assert metadata.decode is None
+    assert metadata.phase is Phase.PREFILL
+
+
+def test_padding_rows_have_length_zero_and_no_slot() -> None:
+    metadata = AttentionMetadata.build([1, 1, 1], [4, -1, -1], [[0, 2], [], []], block_size=4)
+    assert metadata.seq_lens.tolist() == [5, 0, 0]
+    assert metadata.context_lens.tolist() == [4, 0, 0]
+    assert metadata.slot_mapping.tolist() == [8, -1, -1]
+    assert metadata.num_decodes == 3
+
+
+def test_decodes_before_prefills_are_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="must come before"):
+        AttentionMetadata.build([1, 3], [4, 0], [[0, 1], [2]], block_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=8),
+    block_size=st.sampled_from([1, 3, 8]),
+    verify=st.integers(1, 4),
+)
+def test_slots_are_where_the_block_table_puts_each_position(lens: list[tuple[int, int]], block_size: int, verify: int) -> None:
+    lens = sorted(lens, key=lambda qc: Phase.of(*qc, verify) is Phase.DECODE)
+    tables, used = [], 0
+    for query, context in lens:
+        count = -(-(query + context) // block_size)
+        tables.append(list(range(used, used + count))[::-1])
+        used += count
+    queries, contexts = [q for q, _ in lens], [c for _, c in lens]
+    metadata = AttentionMetadata.build(queries, contexts, tables, block_size, decode_query_len=verify)
+    expected = [
+        table[p // block_size] * block_size + p % block_size
+        for (query, context), table in zip(lens, tables, strict=True)
+        for p in range(context, context + query)
+    ]
+    assert metadata.slot_mapping.tolist() == expected
+    parts = [view for view in (metadata.prefill, metadata.decode) if view]
+    assert torch.cat([view.slot_mapping for view in parts]).tolist() == expected
+    assert [q for view in parts for q in view.query_lens] == queries
+    assert sum(view.num_tokens for view in parts) == metadata.num_tokens == len(expected)
+
+
+def test_the_case_grammar() -> None:
+    assert parse_case("8q1s1k") == [(1, 1024)] * 8
+    assert parse_case("2q2k_q3s5") == [(2048, 2048), (2048, 2048), (3, 5)]
+    assert parse_case("1q1s9_1q4") == [(4, 4), (1, 9)], "decodes come last"

@@ -1,0 +1,52 @@
+"""The pool's size, and the memory texts users write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grid import spec
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import NHD
+from headway.core.engine import pool
+
+SPECS = [spec()] * 3  # 2 kv heads x 32 x 4 bytes, key and value: 512 bytes a token and layer
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2GiB", 2 * 1024**3), ("512MB", 512 * 10**6), ("1.5g", 3 * 512 * 1024**2), ("64K", 65536), ("1000", 1000), (77, 77)],
+)
+def test_memory_texts(text: str | int, expected: int) -> None:
+    assert pool.parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1GiB", "many", "1TB", "nan", "1 2", 0, -5])
+def test_bad_memory_texts_are_refused(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        pool.parse_memory(text)
+
+
+def test_the_pool_fills_the_memory_but_never_more_than_all_sequences_could() -> None:
+    size = pool.pool_size(SPECS, block_size=16, max_model_len=100, max_num_seqs=8, memory=1_000_000)
+    assert size.num_bytes == size.num_blocks * 16 * 512 * 3
+    assert 1_000_000 - 16 * 512 * 3 < size.num_bytes <= 1_000_000
+    roomy = pool.pool_size(SPECS, 16, max_model_len=100, max_num_seqs=2, memory=10**9)
+    assert roomy.num_blocks == 2 * 7
+    layers = pool.allocate(SPECS, NHD, size)
+    assert sum(layer.key.nbytes + layer.value.nbytes for layer in layers) == size.num_bytes
+
+
+def test_a_pool_too_small_for_one_sequence_says_what_fits_and_that_hint_works() -> None:
+    with pytest.raises(ConfigError) as caught:
+        pool.pool_size(SPECS, 16, max_model_len=4096, max_num_seqs=8, memory=1_000_000)
+    assert "max_model_len=4096" in caught.value.reason.need
+    fits = int(caught.value.reason.hint.split()[-1])
+    assert pool.pool_size(SPECS, 16, fits, 8, 1_000_000).num_blocks * 16 >= fits
+    assert pool.longest_that_fits(SPECS, 16, 1_000_000, at_most=4096) == fits
+
+
+def test_without_a_wish_the_pool_holds_at_least_one_sequence() -> None:
+    size = pool.pool_size(SPECS, 16, max_model_len=2048, max_num_seqs=4, memory=None)
+    assert size.num_tokens >= 2048
+    assert torch.device("cpu") == SPECS[0].device

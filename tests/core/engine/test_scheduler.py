@@ -1,0 +1,317 @@
+"""Scheduler and block manager under random work: no block leaked, none owned twice, every request finishes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.contract.metadata import Phase
+from headway.core.engine.blocks import BlockManager
+from headway.core.engine.deterministic import IndependentScheduler
+from headway.core.engine.scheduler import Scheduled, Scheduler
+from headway.core.engine.sequence import Sequence
+from headway.core.sampling.params import SamplingParams
+
+
+def next_token(length: int) -> int:
+    """What follows a sequence of so many tokens."""
+    return length % 2
+
+
+@dataclass
+class Arrival:
+    step: int
+    prompt: list[int]
+    max_tokens: int
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        step=st.integers(0, 12),
+        prompt=st.one_of(
+            st.lists(st.integers(0, 1), min_size=1, max_size=30),  # two tokens only: many equal prefixes
+            st.integers(1, 30).map(lambda length: [0] * length),
+        ),
+        max_tokens=st.integers(1, 12),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+MAX_MODEL_LEN = 48
+
+
+def sequence(name: str, prompt: list[int], max_tokens: int) -> Sequence:
+    return Sequence(name, 0, prompt, SamplingParams(temperature=0, max_tokens=max_tokens), frozenset(), MAX_MODEL_LEN)
+
+
+class Cache:
+    """Stands for the pool: what each slot holds, so that a sequence reading a block that is not its own is seen."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self.blocks = blocks
+        self.slots: dict[int, tuple[int, ...]] = {}
+
+    def run(self, share: Scheduled) -> None:
+        """Check that the context is there, then write the new tokens, each as the whole prefix it stands for."""
+        seq, count = share.seq, share.num_new_tokens
+        size, first = self.blocks.block_size, share.context_len
+        assert first == seq.num_computed
+        slots = [seq.blocks[p // size] * size + p % size for p in range(first + count)]
+        tokens = list(seq.token_ids)
+        tokens += [next_token(len(tokens) + ahead) for ahead in range(seq.num_pending)]  # what the device already knows
+        for position, slot in enumerate(slots):
+            prefix = tuple(tokens[: position + 1])
+            if position < first:
+                assert self.slots[slot] == prefix, f"{seq.request_id} reads another's cache at {position}"
+            else:
+                assert self.blocks._ref_counts[slot // size] == 1, f"{seq.request_id} writes into a shared block"
+                self.slots[slot] = prefix
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    arrivals=ARRIVALS,
+    block_size=st.sampled_from([1, 2, 4, 8]),
+    spare=st.integers(0, 12),
+    budget=st.integers(1, 40),
+    max_num_seqs=st.integers(1, 6),
+    prefix_caching=st.booleans(),
+    chunked=st.booleans(),
+    aborted=st.sets(st.integers(0, 11)),
+    overlapped=st.booleans(),
+    stop=st.sampled_from([frozenset(), frozenset({0}), frozenset({1})]),
+)
+def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
+    arrivals: list[Arrival],
+    block_size: int,
+    spare: int,
+    budget: int,
+    max_num_seqs: int,
+    prefix_caching: bool,
+    chunked: bool,
+    aborted: set[int],
+    overlapped: bool,
+    stop: frozenset[int],
+) -> None:
+    max_model_len = MAX_MODEL_LEN
+    budget = budget if chunked else max(budget, max_model_len)
+    blocks = BlockManager(-(-max_model_len // block_size) + spare, block_size, prefix_caching)
+    scheduler = Scheduler(blocks, budget, max_num_seqs, chunked)
+    cache = Cache(blocks)
+    coming = sorted(enumerate(arrivals), key=lambda item: item[1].step)
+    seqs: list[Sequence] = []
+    flying: list[Scheduled] = []
+    step = 0
+    while coming or scheduler.has_unfinished:
+        while coming and coming[0][1].step <= step:
+            number, arrival = coming.pop(0)
+            seqs.append(sequence(str(number), arrival.prompt, arrival.max_tokens))
+            seqs[-1].stop_token_ids = stop
+            scheduler.add(seqs[-1])
+        if step == 8:
+            for seq in seqs:
+                if int(seq.request_id) in aborted and not seq.finished:
+                    seq.finish("abort")
+            scheduler.remove_finished()
+        step += 1
+        assert step < 3000, "no progress"
+        if not scheduler.has_unfinished:
+            continue
+
+        shares = scheduler.schedule()
+        assert shares or flying, "unfinished work, and nothing scheduled"
+        assert sum(share.num_new_tokens for share in shares) <= budget
+        assert len(shares) <= len(scheduler.running) <= max_num_seqs
+        assert len({id(share.seq) for share in shares}) == len(shares)
+        rows = [seq.row for seq in scheduler.running]
+        assert len(set(rows)) == len(rows)
+        assert all(row in range(max_num_seqs) for row in rows)
+        phases = [share.phase is Phase.DECODE for share in shares]
+        assert phases == sorted(phases), "prefill and extend come before decode"
+        blocks.check_integrity(scheduler.running)
+        assert all(not seq.blocks for seq in scheduler.waiting), "a waiting sequence holds blocks"
+
+        for share in shares:
+            assert share.num_new_tokens > 0
+            cache.run(share)
+        scheduler.launched(shares)
+        read, flying = (flying, shares) if overlapped else (shares, [])
+        for share in read:
+            if share.samples:
+                share.seq.num_pending -= 1
+                if not share.seq.finished:
+                    share.seq.append(next_token(len(share.seq.token_ids)))
+        scheduler.remove_finished()
+        blocks.check_integrity(scheduler.running)
+
+    assert blocks.num_free == blocks.num_blocks
+    for seq in seqs:
+        assert seq.finished
+        if seq.finish_reason == "length":
+            assert len(seq.output_token_ids) == min(seq.params.max_tokens, max_model_len - seq.num_prompt_tokens)
+        if seq.finish_reason == "stop":
+            assert [token in stop for token in seq.output_token_ids] == [False] * (len(seq.output_token_ids) - 1) + [True]
+
+
+def run_step(scheduler: Scheduler) -> list[Scheduled]:
+    """Schedule, run and read one step; every sequence that samples gets token 1."""
+    shares = scheduler.schedule()
+    scheduler.launched(shares)
+    for share in shares:
+        if share.samples:
+            share.seq.num_pending -= 1
+            share.seq.append(1)
+    scheduler.remove_finished()
+    return shares
+
+
+def finish(scheduler: Scheduler, *seqs: Sequence) -> None:
+    for seq in seqs:
+        scheduler.add(seq)
+    while scheduler.has_unfinished:
+        run_step(scheduler)
+
+
+def test_first_come_is_first_served() -> None:
+    scheduler = Scheduler(BlockManager(64, 4), max_num_batched_tokens=64, max_num_seqs=2)
+    seqs = [sequence(str(n), [n] * 5, 3) for n in range(4)]
+    for seq in seqs:
+        scheduler.add(seq)
+    assert [share.seq for share in scheduler.schedule()] == seqs[:2]
+
+
+def test_a_long_prompt_is_cut_into_chunks_beside_decodes() -> None:
+    scheduler = Scheduler(BlockManager(64, 4), max_num_batched_tokens=8, max_num_seqs=4)
+    short, long = sequence("short", [1] * 4, 9), sequence("long", [2] * 20, 1)
+    scheduler.add(short)
+    run_step(scheduler)
+    scheduler.add(long)
+    shares = run_step(scheduler)
+    assert [(share.seq, share.num_new_tokens, share.phase) for share in shares] == [
+        (long, 7, Phase.PREFILL),
+        (short, 1, Phase.DECODE),
+    ]
+    assert not shares[0].samples, "the middle of a prompt has no next token"
+    assert [(s.seq, s.phase) for s in scheduler.schedule()] == [(long, Phase.EXTEND), (short, Phase.DECODE)]
+
+
+def test_the_youngest_is_preempted_and_admitted_first_again() -> None:
+    scheduler = Scheduler(BlockManager(4, 4, enable_prefix_caching=False), max_num_batched_tokens=64, max_num_seqs=4)
+    seqs = [sequence("old", [1] * 7, 9), sequence("young", [2] * 7, 9), sequence("waiting", [3] * 7, 9)]
+    for seq in seqs:
+        scheduler.add(seq)
+    for _ in range(3):  # seven tokens and one fit two blocks each; the next token needs a fifth block
+        run_step(scheduler)
+    assert scheduler.running == [seqs[0]]
+    assert list(scheduler.waiting) == seqs[1:]
+    assert seqs[1].num_preemptions == 1
+    assert not seqs[1].blocks
+
+
+def test_an_equal_prefix_is_found_after_its_owner_is_gone() -> None:
+    blocks = BlockManager(32, 4)
+    scheduler = Scheduler(blocks, 64, 4)
+    finish(scheduler, sequence("first", list(range(10)), 2))
+    second = sequence("second", [*range(9), 77], 2)
+    other = sequence("other", [5, *range(1, 10)], 2)  # differs in the first block, so no later block may be shared
+    finish(scheduler, second, other)
+    assert (second.num_cached_tokens, other.num_cached_tokens) == (8, 0)
+
+
+def test_a_whole_cached_prompt_still_computes_its_last_token() -> None:
+    scheduler = Scheduler(BlockManager(32, 4), 64, 4)
+    finish(scheduler, sequence("first", list(range(8)), 1))
+    again = sequence("again", list(range(8)), 1)
+    finish(scheduler, again)
+    assert again.num_cached_tokens == 4
+    assert len(again.output_token_ids) == 1
+
+
+def test_the_least_recently_freed_content_is_given_up_first() -> None:
+    blocks = BlockManager(6, 4)
+    scheduler = Scheduler(blocks, 64, 4)
+    finish(scheduler, sequence("a", [1] * 8, 1))
+    finish(scheduler, sequence("b", [2] * 8, 1))
+    finish(scheduler, sequence("big", [3] * 15, 1))  # takes the two empty blocks and the two freed longest ago
+    b, a = sequence("b again", [2] * 9, 1), sequence("a again", [1] * 9, 1)
+    finish(scheduler, b)
+    finish(scheduler, a)
+    assert (b.num_cached_tokens, a.num_cached_tokens) == (8, 0)
+
+
+def test_forgotten_prefixes_are_not_found() -> None:
+    blocks = BlockManager(32, 4)
+    scheduler = Scheduler(blocks, 64, 4)
+    finish(scheduler, sequence("first", list(range(10)), 2))
+    blocks.forget_prefixes()
+    again = sequence("again", list(range(10)), 2)
+    finish(scheduler, again)
+    assert again.num_cached_tokens == 0
+    blocks.check_integrity([])
+
+
+def test_a_token_under_way_is_scheduled_before_the_host_has_seen_it() -> None:
+    scheduler = Scheduler(BlockManager(8, 4), 64, 4)
+    seq = sequence("ahead", [1] * 4, 3)
+    scheduler.add(seq)
+    for expected in ((4, 0), (1, 4), (1, 5)):
+        (share,) = scheduler.schedule()
+        assert (share.num_new_tokens, share.context_len) == expected
+        scheduler.launched([share])
+    assert scheduler.schedule() == [], "the third token ends it by length: nothing is computed for a fourth"
+    assert seq.output_token_ids == []
+    assert seq.num_published == 1, "the second block holds tokens nobody knows yet"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arrivals=ARRIVALS,
+    others=ARRIVALS,
+    block_size=st.sampled_from([1, 4, 8]),
+    spare=st.integers(0, 12),
+    budget=st.integers(1, 40),
+    max_num_seqs=st.integers(1, 6),
+    chunked=st.booleans(),
+)
+def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
+    arrivals: list[Arrival],
+    others: list[Arrival],
+    block_size: int,
+    spare: int,
+    budget: int,
+    max_num_seqs: int,
+    chunked: bool,
+) -> None:
+    budget = budget if chunked else max(budget, MAX_MODEL_LEN)
+
+    def shares(batch: list[Arrival]) -> dict[int, list[int]]:
+        """Tokens of each step of each sequence that is there from the start or comes later."""
+        blocks = BlockManager(-(-MAX_MODEL_LEN // block_size) + spare, block_size, False)
+        scheduler = IndependentScheduler(blocks, budget, max_num_seqs, chunked)
+        coming = {number: sequence(str(number), a.prompt, a.max_tokens) for number, a in enumerate(batch)}
+        steps: dict[int, list[int]] = {number: [] for number in coming}
+        time = 0
+        while time <= 12 or scheduler.has_unfinished:
+            for number, arrival in enumerate(batch):
+                if arrival.step == time:
+                    scheduler.add(coming[number])
+            time += 1
+            assert time < 2000, "no progress"
+            if scheduler.has_unfinished:
+                step = run_step(scheduler)
+                assert sum(share.num_new_tokens for share in step) <= budget
+                for share in step:
+                    steps[int(share.seq.request_id)].append(share.num_new_tokens)
+            blocks.check_integrity(scheduler.running)
+        assert scheduler.num_preemptions == 0
+        assert blocks.num_free == blocks.num_blocks
+        assert all(seq.finish_reason == "length" for seq in coming.values())
+        return steps
+
+    together = shares([*arrivals, *others])
+    assert all(shares([arrival])[0] == together[number] for number, arrival in enumerate(arrivals))

@@ -1,0 +1,59 @@
+"""Incremental text equals the whole text, never shows half a character, and ends before a stop text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.sampling.detokenizer import Detokenizer
+
+
+class ByteTokenizer:
+    """One token a byte: the hardest case, since most characters beyond ASCII are split."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+@given(st.text(max_size=40))
+def test_pieces_join_to_the_whole_and_never_end_in_half_a_character(text: str) -> None:
+    detokenizer = Detokenizer(ByteTokenizer())
+    shown = ""
+    for byte in text.encode():
+        detokenizer.append(byte)
+        assert detokenizer.text.startswith(shown)
+        shown = detokenizer.text
+        assert text.startswith(shown)
+    assert detokenizer.flush() == text
+
+
+def test_an_incomplete_end_is_shown_only_when_nothing_more_comes() -> None:
+    detokenizer = Detokenizer(ByteTokenizer())
+    for byte in "né".encode()[:-1]:
+        detokenizer.append(byte)
+    assert detokenizer.text == "n"
+    assert detokenizer.flush() == "n\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("stop", ["END", "\n\n", "é"])
+def test_the_text_ends_before_a_stop_text_and_nothing_of_it_is_shown_early(stop: str) -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [stop, "never comes"])
+    stopped, shown = False, ""
+    for byte in f"some text{stop}and more".encode():
+        stopped = detokenizer.append(byte)
+        assert detokenizer.safe_text.startswith(shown)
+        shown = detokenizer.safe_text
+        assert stop[0] not in shown.removeprefix("some text")
+        if stopped:
+            break
+    assert stopped
+    assert detokenizer.flush() == "some text"
+
+
+def test_text_that_only_looked_like_a_stop_is_shown_in_the_end() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), ["ENDING"])
+    for byte in b"the END":
+        detokenizer.append(byte)
+    assert detokenizer.safe_text == "the "
+    assert detokenizer.flush() == "the END"

@@ -1,0 +1,248 @@
+"""Sampling: the distribution that was asked for, and nothing but the request's own seed decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy
+import pytest
+import torch
+
+from headway.core.contract.errors import ConfigError
+from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, _exponential, _keep_top, _keys, _philox, greedy, sample
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -50.0])
+
+
+def take(logits: torch.Tensor, params: list[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    return sample(logits, greedy(logits), params, seeds, positions)
+
+
+def draws(params: SamplingParams, count: int = 4000) -> torch.Tensor:
+    """Shares of the tokens over many draws of one request."""
+    tokens = take(LOGITS.repeat(count, 1), [params] * count, [7] * count, range(count))
+    return torch.bincount(tokens, minlength=len(LOGITS)) / count
+
+
+def test_greedy_takes_the_most_likely() -> None:
+    logits = torch.randn(7, 50)
+    assert torch.equal(take(logits, [SamplingParams(temperature=0)] * 7, [0] * 7, [0] * 7), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperature_gives_the_softmax(temperature: float) -> None:
+    expected = (LOGITS / temperature).softmax(-1)
+    torch.testing.assert_close(draws(SamplingParams(temperature=temperature)), expected, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(top_k=2), [0, 1]),
+        (SamplingParams(top_k=0), [0, 1, 2, 3, 4]),
+        (SamplingParams(top_p=0.5), [0]),  # the first alone has 0.64
+        (SamplingParams(top_p=0.7), [0, 1]),
+        (SamplingParams(top_p=1e-9), [0]),
+        (SamplingParams(top_k=3, top_p=0.95), [0, 1, 2]),
+        (SamplingParams(min_p=0.2), [0, 1]),
+    ],
+    ids=str,
+)
+def test_what_is_left_out_never_comes_and_the_rest_keeps_its_proportions(params: SamplingParams, kept: list[int]) -> None:
+    mask = torch.full_like(LOGITS, -math.inf)
+    mask[kept] = 0
+    torch.testing.assert_close(draws(params), (LOGITS + mask).softmax(-1), rtol=0, atol=0.03)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9)
+    logits = torch.randn(5, 100)
+    alone = [int(take(logits[row : row + 1], [params], [row], [row + 3])) for row in range(5)]
+    others = [params, SamplingParams(temperature=0), params, SamplingParams(temperature=3, top_k=5), params]
+    together = take(logits, others, range(5), range(3, 8)).tolist()
+    assert [together[row] for row in (0, 2, 4)] == [alone[row] for row in (0, 2, 4)]
+    assert together[1] == int(logits[1].argmax())
+
+
+def test_seed_and_position_alone_decide_a_draw() -> None:
+    logits = torch.zeros(200, 50)
+    params = [SamplingParams()] * 200
+    first, again = (take(logits, params, [3] * 200, range(200)) for _ in range(2))
+    assert torch.equal(first, again)
+    other_seed, other_place = take(logits, params, [4] * 200, range(200)), take(logits, params, [3] * 200, range(1, 201))
+    assert float((first == other_seed).float().mean()) < 0.1
+    assert float((first == other_place).float().mean()) < 0.1
+    assert torch.equal(first[1:], other_place[:-1]), "a draw hangs on its own position only"
+
+
+def test_rare_tokens_come_as_often_as_they_should() -> None:
+    """The noise needs a fine grain where it decides: one token in 100,000 of a flat vocabulary."""
+    vocab, count = 100_000, 300
+    tokens = take(torch.zeros(count, vocab), [SamplingParams()] * count, range(count), [0] * count).double()
+    assert abs(float(tokens.mean()) / vocab - 0.5) < 5 * (1 / 12 / count) ** 0.5
+    assert len(tokens.unique()) > 0.98 * count
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=5, min_p=0.1)], ids=str)
+def test_a_row_with_a_nan_has_no_token_and_the_others_do(params: SamplingParams) -> None:
+    logits = torch.randn(3, 20)
+    logits[1, 4] = math.nan
+    tokens = take(logits, [params] * 3, [1, 2, 3], [5, 5, 5]).tolist()
+    assert tokens[1] == NOT_A_TOKEN
+    assert min(tokens[0], tokens[2]) >= 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", math.nan),
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 2.0),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", True),
+        ("n", 0),
+        ("seed", "x"),
+        ("stop", ""),
+        ("stop_token_ids", ["a"]),
+    ],
+)
+def test_bad_values_are_named_with_what_is_needed(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.reason.what == field
+    assert caught.value.reason.need
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_keys_are_splitmix64() -> None:
+    """The published generator: with seed 0 its first outputs are the hashes of its increments."""
+    assert int(_keys([0], [1])[0]) == 0xE220A8397B1DCDAF
+    assert int(_keys([0], [2])[0]) == 0x6E789E6AA1B965F4
+
+
+def test_a_neighbours_top_k_cuts_nothing_from_a_row_without_limits() -> None:
+    """The sum of its probabilities rounds up to 1 long before its end."""
+    logits = torch.randn(2, 50000, generator=torch.Generator().manual_seed(2)) * 5
+    wishes = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=5)]
+    likely = logits[0].softmax(-1).sort(descending=True).values
+    assert float((likely.cumsum(-1) - likely)[-1]) >= 1
+    kept = _keep_top(logits, wishes, torch.ones(2, 1)).isfinite().sum(-1)
+    assert kept.tolist() == [50000, 5]
+
+
+def test_any_seed_that_is_accepted_makes_a_key() -> None:
+    keys = _keys([-(2**63), -1, 0, 2**63 - 1], [3] * 4)
+    assert len(set(keys.tolist())) == 4
+    assert _keys([2**63], [3]) == keys[0], "a seed beyond the last goes round to the first"
+
+
+def words(*values: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor([value]) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+        ),
+    ],
+)
+def test_the_noise_is_philox(counter: Sequence[int], key: Sequence[int], expected: Sequence[int]) -> None:
+    """The known answers that its authors publish with Random123."""
+    assert tuple(int(word) for word in _philox(words(*counter), words(*key))) == expected  # type: ignore[arg-type]
+
+
+def uniform(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """What the Exp(1) numbers were made of, float64 [rows, count]."""
+    return -torch.expm1(-_exponential(keys, count).double())
+
+
+def test_the_uniform_numbers_are_uniform_to_their_tails() -> None:
+    count = 2**20
+    u = uniform(torch.tensor([0x0123456789ABCDEF]), count)[0]
+    assert abs(float(u.mean()) - 1 / 2) < 4 * (1 / 12 / count) ** 0.5
+    assert abs(float(u.var()) - 1 / 12) < 4 * (1 / 180 / count) ** 0.5
+    # In equal bins, and in the tails, where a share of 2^-16 has 16 numbers.
+    bins = torch.bincount((u * 256).long(), minlength=256).double()
+    assert chi_square(bins, torch.full_like(bins, count / 256)) < 4
+    for tail in (u, 1 - u):
+        for bits in (8, 12, 16):
+            expected = count * 2.0**-bits
+            assert abs(int((tail < 2.0**-bits).sum()) - expected) < 4 * expected**0.5, bits
+    assert len(u[u < 2**-8].unique()) > 0.999 * int((u < 2**-8).sum()), "small numbers keep their digits"
+
+
+def test_the_extreme_bits_have_finite_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 rounds the largest 32 bits up to 2^32."""
+    for bits, expected in ((0, 2.0**-33), (0xFFFFFFFF, 24 * math.log(2))):
+        monkeypatch.setattr("headway.core.sampling.sampler._philox", lambda *_, bits=bits: (torch.full((1, LANES), bits),) * 4)
+        noise = _exponential(torch.zeros(1, dtype=torch.int64), 4 * LANES)
+        torch.testing.assert_close(noise, torch.full_like(noise, expected))
+        assert noise.log().isfinite().all()
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """How many deviations the sum lies above its mean."""
+    degrees = len(counts) - 1
+    return float((((counts - expected) ** 2 / expected).sum() - degrees) / (2 * degrees) ** 0.5)
+
+
+def test_tokens_come_as_often_as_the_softmax_says() -> None:
+    """Over seeds, over places, and with a temperature; in a vocabulary that uses all of a counter's numbers and two groups."""
+    vocab, count = 4 * LANES + 40, 40_000
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(5))
+    expected = (logits / 0.7).double().softmax(-1) * count
+    params = [SamplingParams(temperature=0.7)] * 2000
+    for over_seeds in (True, False):
+        counts = torch.zeros(vocab, dtype=torch.float64)
+        for start in range(0, count, len(params)):
+            moving, fixed = range(start, start + len(params)), [11] * len(params)
+            seeds, positions = (moving, fixed) if over_seeds else (fixed, moving)
+            counts += torch.bincount(take(logits.expand(len(params), vocab), params, seeds, positions), minlength=vocab)
+        assert chi_square(counts, expected) < 4
+
+
+@pytest.mark.parametrize("over", ["seeds", "positions", "raw keys", "high halves"])
+def test_neighbours_are_uncorrelated(over: str) -> None:
+    """Rows of neighbouring keys, and neighbouring columns: any number of a counter, and any counter beside the next."""
+    rows, vocab = 64, 4 * LANES * 16
+    keys = {
+        "seeds": _keys(range(rows), [9] * rows),
+        "positions": _keys([9] * rows, range(rows)),
+        "raw keys": numpy.arange(rows, dtype=numpy.uint64),
+        "high halves": numpy.arange(rows, dtype=numpy.uint64) << 32,
+    }[over]
+    u = uniform(torch.from_numpy(keys.view(numpy.int64)), vocab) - 0.5
+    for first, second in [
+        (u[1:], u[:-1]),
+        (u[:, 1:], u[:, :-1]),
+        *((u[:, by:], u[:, :-by]) for by in (2, 4, 32, LANES, 2 * LANES, 3 * LANES, 4 * LANES)),
+        (u[1:, LANES:], u[:-1, :-LANES]),
+    ]:
+        products = first * second
+        assert abs(float(products.mean())) < 4 / 12 / products.numel() ** 0.5
+    # Correlation of a row with every other, and of the parity of its numbers' highest bits.
+    for x in (u * 12**0.5, u.sign()):
+        others = (x @ x.T / vocab**0.5).fill_diagonal_(0)
+        assert float(others.abs().max()) < 5.5
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-30, 1e30, 1e300])
+def test_an_extreme_temperature_draws_a_token_all_the_same(temperature: float) -> None:
+    logits = torch.tensor([0.0, -math.inf, 3.0, -2.0])
+    tokens = take(logits.repeat(400, 1), [SamplingParams(temperature=temperature)] * 400, [1] * 400, range(400))
+    assert set(tokens.tolist()) == ({2} if temperature < 1 else {0, 2, 3})

@@ -1,0 +1,155 @@
+"""Costs looked up by shape: between measured points, beyond them, and where there is no time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.contract.metadata import Phase
+from headway.core.select.costs import CostTable, Sample, Shape, StepCosts
+
+HERE = ("nhd", 16)
+
+
+def decode(batch: int, kv_len: int, query_len: int = 1) -> Shape:
+    return Shape(Phase.DECODE, batch, query_len, kv_len)
+
+
+def sample(
+    shape: Shape,
+    us: float | None,
+    backend: str = "a",
+    place: tuple[str | None, int | None] = HERE,
+    plan: float = 0,
+    host: float = 0,
+) -> Sample:
+    return Sample(shape, backend, *place, us, plan, host)
+
+
+def layer_us(table: CostTable, shape: Shape, backend: str = "a") -> float:
+    return table.at(shape, backend, *HERE)[0]
+
+
+def test_a_measured_point_is_returned_as_it_is() -> None:
+    points = {decode(batch, kv_len): 1.0 * batch + kv_len for batch in (1, 8) for kv_len in (64, 512)}
+    table = CostTable([sample(shape, us, plan=2 * us) for shape, us in points.items()], 0.02)
+    for shape, us in points.items():
+        assert table.at(shape, "a", *HERE) == pytest.approx((us, 2 * us))
+
+
+def test_between_points_logarithms_are_linear() -> None:
+    # us = 3 * batch^0.5 * kv_len^0.9 is a plane in logarithms, so every point between is exact
+    def law(shape: Shape) -> float:
+        return 3 * shape.batch**0.5 * shape.kv_len**0.9
+
+    table = CostTable([sample(s, law(s)) for s in (decode(b, n) for b in (1, 4, 64) for n in (32, 1024, 4096))], 0.02)
+    for shape in (decode(2, 100), decode(17, 2000), decode(64, 33)):
+        assert layer_us(table, shape) == pytest.approx(law(shape))
+
+
+def test_device_and_host_are_looked_up_apart_and_the_longer_counts() -> None:
+    # the host takes 60 us whatever the size; the device 16, then 256: between them the host's share does not make it 124 us
+    table = CostTable([sample(decode(1, n), us, host=60.0) for n, us in ((64, 16.0), (1024, 256.0))], 0.02)
+    assert layer_us(table, decode(1, 64)) == pytest.approx(60)
+    assert layer_us(table, decode(1, 128)) == pytest.approx(60)
+    assert layer_us(table, decode(1, 256)) == pytest.approx(64)
+    assert layer_us(table, decode(1, 1024)) == pytest.approx(256)
+
+
+def test_without_a_host_time_the_devices_stands_in() -> None:
+    table = CostTable([sample(decode(1, 64), 10.0), sample(decode(1, 64, 4), 20.0, host=90.0)], 0.02)
+    assert layer_us(table, decode(1, 64)) == pytest.approx(10)
+    assert layer_us(table, decode(1, 64, 2)) == pytest.approx(30)
+    assert layer_us(table, decode(1, 64, 4)) == pytest.approx(90)
+
+
+def test_beyond_the_range_the_nearest_edge_holds() -> None:
+    table = CostTable([sample(decode(b, n), 10.0 * b + n) for b in (2, 8) for n in (64, 512)], 0.02)
+    assert layer_us(table, decode(1, 10)) == pytest.approx(84)
+    assert layer_us(table, decode(100, 10**6)) == pytest.approx(592)
+    assert layer_us(table, decode(8, 512, query_len=5)) == pytest.approx(592)
+    assert not table.covers(decode(1, 64))
+    assert table.covers(decode(3, 100))
+    assert not table.covers(Shape(Phase.PREFILL, 2, 64, 64))
+
+
+def test_a_row_may_reach_less_far_than_the_next() -> None:
+    table = CostTable([sample(decode(1, 64), 1.0), sample(decode(1, 4096), 8.0), sample(decode(16, 64), 4.0)], 0.02)
+    assert layer_us(table, decode(1, 4096)) == pytest.approx(8)
+    assert layer_us(table, decode(16, 4096)) == pytest.approx(4)
+    assert layer_us(table, decode(4, 4096)) == pytest.approx(math.sqrt(8 * 4))
+
+
+@pytest.mark.parametrize(
+    "failed", [sample(decode(1, 512), None, "b"), None], ids=["it failed there", "it was not measured there"]
+)
+def test_nothing_is_guessed_next_to_a_point_without_a_time(failed: Sample | None) -> None:
+    both = [sample(decode(1, n), 5.0, name) for n in (64, 2048) for name in "ab"]
+    table = CostTable([*both, sample(decode(1, 512), 5.0), *([failed] if failed else [])], 0.02)
+    assert layer_us(table, decode(1, 64), "b") == pytest.approx(5)
+    assert layer_us(table, decode(1, 2048), "b") == pytest.approx(5)
+    for between in (100, 512, 1000):
+        assert layer_us(table, decode(1, between), "b") == math.inf
+        assert layer_us(table, decode(1, between), "a") == pytest.approx(5)
+
+
+def test_a_backend_or_place_without_times_costs_infinitely_much() -> None:
+    table = CostTable([sample(decode(1, 64), 5.0)], 0.02)
+    assert layer_us(table, decode(1, 64), "b") == math.inf
+    assert table.at(decode(1, 64), "a", "nhd", 64)[0] == math.inf
+
+
+def test_a_time_without_a_place_holds_everywhere() -> None:
+    shape = Shape(Phase.PREFILL, 2, 64, 64)
+    table = CostTable([sample(shape, 5.0, place=(None, None))], 0.02)
+    assert table.at(shape, "a", "hnd", 256)[0] == pytest.approx(5)
+
+
+def test_an_excluded_backend_has_no_times() -> None:
+    table = CostTable([sample(decode(1, 64), 5.0), sample(decode(1, 64), 1.0, "b")], 0.02, excluded={"b": "wrong"})
+    assert layer_us(table, decode(1, 64), "b") == math.inf
+
+
+def test_a_step_is_every_layer_and_one_plan_for_each_kind() -> None:
+    kinds = [CostTable([sample(decode(1, 64), us, plan=100.0)], noise) for us, noise in ((5.0, 0.02), (7.0, 0.05))]
+    costs = StepCosts([(kinds[0], 3), (kinds[1], 2)], *HERE)
+    assert costs.step_us("a", decode(1, 64)) == pytest.approx(2 * 100 + 3 * 5 + 2 * 7)
+    assert costs.noise == 0.05
+
+
+def test_a_ranking_is_fastest_first_and_leaves_out_who_has_no_time() -> None:
+    table = CostTable([sample(decode(1, 64), 5.0), sample(decode(1, 64), 3.0, "b"), sample(decode(1, 64), None, "c")], 0.02)
+    ranked = StepCosts([(table, 1)], *HERE).ranking(decode(1, 64), ["a", "b", "c", "d"])
+    assert [name for name, _ in ranked] == ["b", "a"]
+    assert [us for _, us in ranked] == pytest.approx([3, 5], rel=1e-2)
+
+
+def test_the_plan_can_decide() -> None:
+    shape = decode(1, 64)
+    table = CostTable([sample(shape, 5.0, "a", plan=100.0), sample(shape, 6.0, "b", plan=1.0)], 0.02)
+    assert StepCosts([(table, 1)], *HERE).ranking(shape, "ab")[0][0] == "b"
+    assert StepCosts([(table, 1000)], *HERE).ranking(shape, "ab")[0][0] == "a"
+
+
+def test_unlike_sequences_count_as_alike_ones_of_their_cost() -> None:
+    assert Shape.of(Phase.DECODE, [1, 1, 1], [10, 20, 33]) == Shape(Phase.DECODE, 3, 1, 21)
+    assert Shape.of(Phase.PREFILL, [512] * 4, [512] * 4) == Shape(Phase.PREFILL, 4, 512, 512)
+    assert Shape.of(Phase.EXTEND, [16, 16], [2048, 2048]) == Shape(Phase.EXTEND, 2, 16, 2048)
+    lens = [128] * 64 + [8192]  # 98 % of the work is one prompt's
+    mixed = Shape.of(Phase.PREFILL, lens, lens)
+    assert mixed.kv_len == mixed.query_len > 4000
+    assert mixed.batch <= 4
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**5), st.integers(0, 10**5)), min_size=1, max_size=80))
+def test_alike_sequences_have_the_tokens_and_the_work_of_the_unlike_ones(lens: list[tuple[int, int]]) -> None:
+    query_lens, kv_lens = [n for n, _ in lens], [n + cached for n, cached in lens]
+    shape = Shape.of(Phase.EXTEND, query_lens, kv_lens)
+    tokens, work = sum(query_lens), sum(n * kv for n, kv in zip(query_lens, kv_lens, strict=True))
+    assert 1 <= shape.batch <= len(lens)
+    assert min(query_lens) <= shape.query_len <= max(query_lens)
+    assert shape.batch * shape.query_len == pytest.approx(tokens, rel=0.5)
+    assert shape.kv_len == pytest.approx(work / tokens, abs=0.5)

@@ -1,0 +1,161 @@
+"""The command line: what it prints where, and that `headway backends` can be read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import headway as package
+from headway.cli.options import parse_attn_options, parse_block_size
+from headway.core.contract.errors import ConfigError
+from headway.registry import create_registry
+from sandbox import REFUSING, TOY, Result, install, run_headway
+
+Headway = Callable[..., Result]
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working plugin and one whose backends refuse, found by this process."""
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    install(folder, "headway_toy", TOY)
+    install(folder, "headway_odd", REFUSING)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def test_the_version_is_printed(headway: Headway) -> None:
+    assert headway("--version") == Result(0, f"headway {package.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [((), ("generate", "backends", "bench")), (("bench",), ("throughput",))], ids=str
+)
+def test_a_command_alone_prints_its_help(headway: Headway, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    alone, asked = headway(*arguments), headway(*arguments, "--help")
+    assert asked.code == 0
+    assert (alone.out + alone.err).strip() == asked.out.strip()
+    for word in ("Usage:", *words):
+        assert word in asked.out
+
+
+@pytest.mark.parametrize("command", [("generate",), ("backends",), ("bench", "throughput")], ids=" ".join)
+def test_every_option_has_a_help_text(headway: Headway, command: tuple[str, ...]) -> None:
+    lines = headway(*command, "--help", columns=200).out.splitlines()
+    options = [line.strip("│ ") for line in lines if line.strip("│* ").startswith("--")]
+    assert options
+    for line in options:
+        assert len(line.split("  ")) > 1, line
+
+
+def test_generate_writes_the_text_to_stdout_and_the_rest_to_stderr(tiny_model_folder: Path, tmp_path: Path) -> None:
+    arguments = ("generate", "--model", str(tiny_model_folder), "--max-tokens", "12", "--ignore-eos")
+    first = run_headway(*arguments, "the quick fox", cwd=tmp_path)
+    assert first.code == 0, first
+    assert first.out.strip()
+    assert "tokens/s" not in first.out
+    for word in ("tokens/s", "12 tokens", "length", "attention: ", "kv_layout=", "block_size="):
+        assert word in first.err
+    assert "Traceback" not in first.err
+    options = (
+        "--attn-backend",
+        "prefill=sdpa,decode=sdpa.math",
+        "--kv-layout",
+        "vllm_5d",
+        "--block-size",
+        "64",
+        "--dtype",
+        "float32",
+    )
+    second = run_headway(*arguments, *options, "the quick fox", cwd=tmp_path)
+    assert second.out == first.out
+    assert "prefill=sdpa, extend=sdpa, decode=sdpa.math; kv_layout=vllm_5d, block_size=64" in second.err
+
+
+def test_a_prompt_that_begins_with_a_dash_goes_after_two_dashes(headway: Headway, tiny_model_folder: Path) -> None:
+    result = headway("generate", "--model", str(tiny_model_folder), "--max-tokens", "2", "--", "--the fox")
+    assert result.code == 0, result
+    assert "tokens/s" in result.err
+
+
+def test_sampled_text_is_repeated_by_its_seed(headway: Headway, tiny_model_folder: Path) -> None:
+    arguments = ("generate", "--model", str(tiny_model_folder), "--temperature", "2.5", "--ignore-eos", "--max-tokens", "16")
+    one, again, other = (headway(*arguments, "--seed", seed, "the fox") for seed in ("1", "1", "2"))
+    assert one.out == again.out
+    assert one.out != other.out
+
+
+def test_json_has_a_row_for_every_backend_with_its_claims(headway: Headway, plugins: Path) -> None:
+    result = headway("backends", "--json")
+    assert (result.code, result.err) == (0, "")
+    answer = json.loads(result.out)
+    assert answer.keys() == {"backends", "failures"}
+    rows = {row["name"]: row for row in answer["backends"]}
+    assert list(rows) == list(create_registry().backends)
+    for row in rows.values():
+        assert {"name", "kind", "summary", "available", "reasons"} <= row.keys()
+        assert bool(row["reasons"]) != row["available"]
+    toy = rows["toy.decode"]
+    assert (toy["kind"], toy["available"], toy["phases"]) == ("headway_toy 1.0", True, ["decode"])
+    assert (toy["layouts"], toy["block_multiple"], toy["devices"], toy["features"]) == (["hnd"], 64, ["cpu"], [])
+    sdpa = rows["sdpa"]
+    assert (sdpa["kind"], sdpa["phases"]) == ("built-in", ["prefill", "extend", "decode"])
+    assert sdpa["layouts"] == ["nhd", "hnd", "vllm_5d"]
+    assert (sdpa["head_dims"], sdpa["dtypes"]) == (None, ["float32", "bfloat16", "float16"])
+    missing = rows["missing_library"]
+    assert "libkernel>=2" in missing["reasons"][0]
+    assert "compute capability 9.0" in rows["other_machine"]["reasons"][0]
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_table_of_backends_fits_and_cuts_nothing_off(headway: Headway, plugins: Path, columns: int) -> None:
+    result = headway("backends", columns=columns)
+    assert (result.code, result.err) == (0, "")
+    assert max(map(len, result.out.splitlines())) <= columns
+    assert "…" not in result.out
+    seen = Counter(re.findall(r"[^\s()│]+", result.out))
+    for word in ("name", "kind", "phases", "layouts", "dtypes", "'libkernel>=2'", "capability", "ImportError:", "Hopper"):
+        assert seen[word], word
+    rows = json.loads(headway("backends", "--json").out)["backends"]
+    for row in rows:
+        assert seen[row["name"]], row
+        assert seen[row["kind"].split()[0]], row
+    for key, words in {"phases": ("prefill", "extend", "decode"), "layouts": ("nhd", "hnd", "vllm_5d")}.items():
+        for word in words:
+            assert seen[word] >= sum(word in row.get(key, ()) for row in rows), word
+    assert max(seen["bf16"], seen["bfloat16"]) == sum("bfloat16" in row.get("dtypes", ()) for row in rows)
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_no_column_of_the_table_is_empty(headway: Headway, columns: int) -> None:
+    """The columns are found by the two rows of built-ins that every machine has: at no place is a whole column blank."""
+    lines = headway("backends", columns=columns).out.splitlines()
+    header = next(number for number, line in enumerate(lines) if "kind" in line)
+    starts = [lines[header].index(word) for word in ("name", "kind", "avail", "phases", "layouts", "block", "dtypes")]
+    assert starts == sorted(starts)
+    row = next(line for line in lines if line.strip("│ ").startswith("sdpa "))
+    for start, end in zip(starts, [*starts[1:], len(row)], strict=True):
+        assert row[start:end].strip("│ "), (start, row)
+
+
+def test_options_of_backends_are_read() -> None:
+    texts = ["sdpa.math.a=1", "sdpa.b=x=y", "sdpa.c=", "sdpa.b=2"]
+    assert parse_attn_options(texts) == {"sdpa.math": {"a": "1"}, "sdpa": {"b": "2", "c": ""}}
+    assert parse_attn_options([]) == {}
+
+
+@pytest.mark.parametrize(("text", "size"), [("auto", None), ("16", 16), ("256", 256)])
+def test_a_block_size_is_a_number_or_auto(text: str, size: int | None) -> None:
+    assert parse_block_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "Auto", "1.5", "16k"])
+def test_any_other_block_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="block_size: needs auto or a multiple of 8"):
+        parse_block_size(text)

@@ -1,0 +1,245 @@
+"""`headway bench crossover`, `headway table` and `headway backends explain`, as typed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headway.tuning import store
+from headway.tuning.files import read_table
+from headway.tuning.json_files import write_json
+from headway.tuning.schema import BackendRecord, CrossoverTable, SpecRecord
+from sandbox import Result, assert_refused
+from tables import SPEC, a_cell, a_device, a_table
+
+Headway = Callable[..., Result]
+TINY = ("--device", "cpu", "--geometry", "4/2/32")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def crossing() -> CrossoverTable:
+    """sdpa wins short decodes and sdpa.math long ones, which nobody would believe of a real one."""
+    cells = [
+        a_cell(us, backend=name, case=f"{batch}q1s{kv_len}", kv_len=kv_len, batch=batch)
+        for batch in (1, 64)
+        for kv_len, times in ((64, (10.0, 30.0)), (4096, (200.0, 100.0)))
+        for name, us in zip(("sdpa", "sdpa.math"), times, strict=True)
+    ]
+    for phase, case, query_len, kv_len in (("prefill", "1q64", 64, 64), ("extend", "1q64s128", 64, 128)):
+        shape = {"phase": phase, "case": case, "query_len": query_len, "kv_len": kv_len}
+        cells += [a_cell(us, backend=name, **shape) for name, us in (("sdpa", 5.0), ("sdpa.math", 9.0))]
+    return a_table(*cells)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write_json(crossing(), tmp_path / "t.json")
+    return tmp_path / "t.json"
+
+
+@pytest.fixture
+def kept() -> Path:
+    """The table that auto would use for the tiny layer on this machine."""
+    place = store.table_path(a_device(), SpecRecord.of(SPEC))
+    write_json(crossing(), place)
+    return place
+
+
+def test_a_small_table_is_measured_printed_exported_and_not_kept_for_auto(headway: Headway, tmp_path: Path) -> None:
+    files = [tmp_path / "x.csv", tmp_path / "x.md", tmp_path / "x.html"]
+    exports = [word for file in files for word in ("--export", str(file))]
+    grid = ("--phases", "decode,prefill", "--batch-sizes", "1,2", "--input-lens", "8", "--layouts", "nhd", "--block-sizes", "16")
+    result = headway("bench", "crossover", *TINY, *grid, *exports, columns=200)
+    assert result.code == 0, result
+    assert "CROSSOVER ANALYSIS" in result.out
+    assert "decode, batch size 2" in result.out
+    assert "not kept" in result.out
+    assert store.stored() == []
+    assert all(file.exists() for file in files)
+    path = tmp_path / "t.json"
+    assert headway("bench", "crossover", *TINY, *grid, "--output", str(path)).code == 0
+    table = read_table(path)
+    assert table.complete
+    assert {cell.case for cell in table.cells} == {"1q1s8", "2q1s8", "1q8", "2q8"}
+    assert headway("bench", "crossover", *TINY, *grid, "--output", str(path), "--resume").code == 0
+    assert read_table(path).cells == table.cells
+    assert "decode" in headway("table", "show", str(path)).out
+
+
+def test_a_whole_grid_is_kept_for_auto(headway: Headway) -> None:
+    result = headway("bench", "crossover", *TINY, "--layouts", "nhd", "--block-sizes", "16", "--budget", "0s")
+    assert result.code == 0, result
+    (kept,) = store.stored()
+    assert kept == store.table_path(a_device(), SpecRecord.of(SPEC))
+    assert not read_table(kept).complete
+    assert str(kept) in result.out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--phases", "decode,nonsense"), "--phases: needs decode, prefill, extend, verify, got 'nonsense'"),
+        (("--budget", "soon"), "--budget: needs a time such as 120s or 5m"),
+        (("--geometry", "4/3/32"), "--geometry"),
+        (("--batch-sizes", "0"), "--batch-sizes"),
+        (("--export", "x.xlsx"), ".json or .csv or .md or .html or .png"),
+        (("--backends", "nope"), "'nope'"),
+        (("--layouts", "nope"), "kv_layout"),
+        (("--backends", "triton"), "triton: needs a backend that runs"),
+        (("--level", "engine", "--mixed", "2q8"), "512 tokens in, 512 out"),
+        (("--level", "engine", "--backends", "nope"), "'nope'"),
+    ],
+)
+def test_a_mistake_is_one_message(headway: Headway, words: tuple[str, ...], said: str) -> None:
+    assert_refused(headway("bench", "crossover", "--device", "cpu", *words, columns=400), said)
+
+
+def test_a_table_that_fits_is_said_to(headway: Headway, path: Path) -> None:
+    result = headway("table", "check", str(path), columns=200)
+    assert (result.code, "fits this machine" in result.out) == (0, True)
+
+
+def test_a_table_that_does_not_fit_says_why_and_fails(headway: Headway, path: Path) -> None:
+    write_json(crossing().model_copy(update={"device": a_device(driver="1.0", name="GPU of old")}), path)
+    result = headway("table", "check", str(path))
+    assert result.code == 1
+    assert "driver: the table has 1.0, this machine none" in result.out
+    assert "device: the table has GPU of old" in result.out
+
+
+def test_two_tables_are_compared_and_put_together(headway: Headway, path: Path, tmp_path: Path) -> None:
+    other = crossing()
+    other.cells[0] = other.cells[0].model_copy(update={"median_us": 20.0, "p20_us": 20.0, "p80_us": 20.0})
+    write_json(other, tmp_path / "u.json")
+    shown = headway("table", "diff", str(path), str(tmp_path / "u.json"), columns=200).out
+    assert "2.00" in shown
+    assert "slower" in shown
+    assert "1 cells differ" in shown
+    merged = headway("table", "merge", str(path), str(tmp_path / "u.json"), "-o", str(tmp_path / "m.json"))
+    assert merged.code == 0
+    assert len(read_table(tmp_path / "m.json").cells) == len(other.cells)
+    assert_refused(headway("table", "merge", str(path), "-o", str(tmp_path / "m.json")), "two files or more")
+
+
+@pytest.mark.parametrize("command", [("table", "show"), ("table", "check"), ("table", "diff"), ("table", "plot")])
+def test_a_faulty_file_is_refused_with_the_line(headway: Headway, path: Path, command: tuple[str, ...]) -> None:
+    path.write_text(path.read_text().replace('"batch": 64', '"batch": "many"', 1))
+    words = [str(path)] if command[1] in ("show", "check") else [str(path), str(path.with_suffix(".html"))]
+    words = [str(path), str(path)] if command[1] == "diff" else words
+    line = next(number for number, text in enumerate(path.read_text().splitlines(), 1) if '"many"' in text)
+    assert_refused(headway(*command, *words, columns=400), f"line {line}: cells.4.batch")
+
+
+def test_without_any_table_the_way_to_one_is_said(headway: Headway) -> None:
+    assert_refused(headway("table", "show", columns=300), "headway bench crossover measures one")
+
+
+def test_choices_are_judged_and_judged_again_by_the_same_times(headway: Headway, path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "regret.json"
+    result = headway("table", "regret", str(path), "--leave-one-out", "--output", str(output))
+    assert result.code == 0, result.err
+    assert "geometric mean" in result.out
+    again = headway("table", "regret", str(path), "--trials", str(output))
+    assert again.code == 0, again.err
+    assert "against the best of every layout and block size" in again.out
+    wrong = headway("table", "regret", str(path), "--trials", str(path), columns=400)
+    assert_refused(wrong, "needs a file that headway table regret --output wrote")
+    both = headway("table", "regret", str(path), "--leave-one-out", "--trials", str(output), columns=400)
+    assert_refused(both, "needs --leave-one-out or --trials, got both")
+
+
+def test_a_picture_can_be_asked_for_alone(headway: Headway, path: Path, tmp_path: Path) -> None:
+    assert headway("table", "plot", str(path), str(tmp_path / "p.html")).code == 0
+    assert "sdpa.math" in (tmp_path / "p.html").read_text()
+    assert_refused(headway("table", "plot", str(path), str(tmp_path / "p.bmp"), columns=300), ".html or .png")
+
+
+def test_explain_names_choice_runner_up_gap_row_and_age(headway: Headway, kept: Path) -> None:
+    result = headway("backends", "explain", *TINY, "--batch", "2", "--len", "4000", "--layers", "4", columns=200)
+    assert result.code == 0, result
+    lines = result.out.splitlines()
+    assert lines[0] == "decode, 2 sequences, 1 new of 4000 tokens: sdpa.math"
+    assert lines[1].startswith("runner-up sdpa: 1.9")
+    assert "kv_layout=nhd, block_size=16 (auto: crossover table of 2026-11-21" in result.out
+    assert "triton" in result.out
+    assert "needs a CUDA GPU" in result.out
+    assert "nearest row of the table: decode 1q1s4096, sdpa.math, nhd 16: 100.0 us a layer" in result.out
+    assert "measured 2026-11-21T10:00:00+00:00, " in result.out
+    short = headway("backends", "explain", *TINY, "--len", "64", columns=200).out
+    assert short.splitlines()[0].endswith("tokens: sdpa")
+
+
+def test_explain_is_data_too(headway: Headway, kept: Path) -> None:
+    found = json.loads(headway("backends", "explain", *TINY, "--phase", "prefill", "--len", "64", "--layers", "2", "--json").out)
+    assert found["choice"] == "sdpa"
+    assert found["runner_up"]["name"] == "sdpa.math"
+    assert found["runner_up"]["factor"] == pytest.approx((2 * 9 + 1) / (2 * 5 + 1))
+    assert found["candidates"][0] == {"name": "sdpa", "step_us": pytest.approx(11.0), "reasons": []}
+    assert found["nearest_row"]["case"] == "1q64"
+
+
+def test_explain_without_a_table_says_so(headway: Headway) -> None:
+    out = headway("backends", "explain", *TINY, columns=200).out
+    assert "rank order" in out
+    assert "no crossover table: headway bench crossover measures one" in out
+
+
+def test_explain_says_who_failed_its_self_test_and_who_was_not_measured(headway: Headway, path: Path) -> None:
+    table = crossing()
+    records = [record for record in table.backends if record.name != "sdpa.math"]
+    records.append(BackendRecord(name="sdpa.math", owner="built-in", available=True, reason="self-test: decode is wrong"))
+    write_json(table.model_copy(update={"backends": records}), path)
+    options = (*TINY, "--crossover-table", str(path))
+    assert "self-test: decode is wrong" in headway("backends", "explain", *options, "--len", "4000", columns=200).out
+    write_json(a_table(*(cell for cell in table.cells if cell.backend == "sdpa")), path)
+    assert "not measured around here" in headway("backends", "explain", *options, columns=200).out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--phase", "prefill", "--len", "64", "--query-len", "8"), "--query-len: needs 64 as --len in prefill"),
+        (("--phase", "decode", "--len", "1"), "--len: needs more than the 1 new tokens"),
+        (("--attn-backend", "nope"), "'nope'"),
+        (("--workload", "party"), "workload: needs chat, long, batch, or BATCHxINPUT+OUTPUT"),
+        (("--crossover-table", "none.json"), "No such file"),
+    ],
+)
+def test_explain_refuses_what_cannot_be(headway: Headway, words: tuple[str, ...], said: str) -> None:
+    assert_refused(headway("backends", "explain", *TINY, *words, columns=400), said)
+
+
+def test_explain_refuses_a_table_of_another_layer(headway: Headway, path: Path) -> None:
+    refused = headway(
+        "backends", "explain", "--device", "cpu", "--geometry", "8/2/32", "--crossover-table", str(path), columns=400
+    )
+    assert_refused(refused, "say --geometry and --dtype")
+
+
+def test_the_list_of_backends_is_what_it_was(headway: Headway) -> None:
+    assert headway("backends", columns=160).out.startswith("attention backends")
+    assert "backends" in json.loads(headway("backends", "--json").out)
+
+
+def test_generate_obeys_a_table_and_survives_a_faulty_one(headway: Headway, tiny_model_folder: Path, tmp_path: Path) -> None:
+    model = ("--model", str(tiny_model_folder), "--device", "cpu", "--max-tokens", "2")
+    record = SpecRecord.of(SPEC).model_copy(update={"head_dim": 8, "scale": 8**-0.5})
+    path = tmp_path / "t.json"
+    write_json(crossing().model_copy(update={"spec": record}), path)
+    result = headway("generate", *model, "--crossover-table", str(path), "hello")
+    assert result.code == 0, result
+    assert "decode=sdpa" in result.err
+    assert "crossover table of 2026-11-21" in result.err
+    path.write_text(path.read_text()[:500])
+    result = headway("generate", *model, "--crossover-table", str(path), "hello", columns=400)
+    assert result.code == 0
+    assert "no crossover table, rank order" in result.err
+    assert_refused(headway("generate", *model, "--workload", "party", "hello", columns=300), "workload: needs chat")

@@ -1,0 +1,113 @@
+"""`headway diff` on the command line: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headway.bench.diff.report import DiffReport
+from headway.core.contract.metadata import Phase
+from sandbox import TOY, Result, assert_refused, install
+
+Headway = Callable[..., Result]
+WRONG = TOY.replace("weights, v)", "weights, v) * (1.0 if queries > 1 else 1.01)")
+"""The toy backend, one percent too large in decode."""
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("the quick fox\n\nthe lazy dog jumps over\n")
+    return path
+
+
+@pytest.fixture
+def diff(headway: Headway, tiny_model_folder: Path, texts: Path) -> Headway:
+    return lambda *arguments: headway(
+        "diff", "--model", str(tiny_model_folder), "--prompts-file", str(texts), "--max-tokens", "3", *arguments
+    )
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    install(folder, "headway_wrong", WRONG)  # a name of its own: modules are imported once a process
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_a_backend_against_the_reference(diff: Headway, tmp_path: Path) -> None:
+    output = tmp_path / "out" / "diff.json"
+    result = diff("sdpa", "--output", str(output))
+    assert result.code == 0, result
+    report = DiffReport.model_validate_json(output.read_text())
+    assert (report.a.name, report.b.name, report.prompts, report.max_tokens) == ("sdpa", "reference", 2, 3)
+    assert {phase.phase for phase in report.phases} == set(Phase)
+    assert '"schema": "headway.diff/1"' in output.read_text()
+    for words in ("prefill, ", "extend, ", "decode, 6 tokens", "sdpa against reference", "worst head", "within tolerance"):
+        assert words in result.out
+
+
+def test_a_backend_against_itself_in_a_layout(diff: Headway) -> None:
+    result = diff("sdpa", "sdpa", "--kv-layout", "hnd", "--block-size", "8", "--no-extend", "--prompt", "dog")
+    assert result.code == 0, result
+    assert "A = sdpa (kv_layout=hnd, block_size=8)" in result.out
+    assert "3 prompts" in result.out
+    assert "e-0" not in result.out.replace("tolerance 4.0e-06", ""), "nothing but zeros"
+    assert "extend" not in result.out
+
+
+def test_a_wrong_plugin_is_told_by_its_phase_and_exit_code_1(diff: Headway, plugins: None) -> None:
+    result = diff("toy")
+    assert result.code == 1, result
+    assert result.err == ""
+    last = " ".join(result.out.split("next tokens, free-running")[1].split())
+    assert "beyond tolerance: decode, first in layer 0: 1.0e-02 (tolerance 2.0e-06); worst head" in last
+    assert "4 of 4 heads beyond it" in last
+    assert "beyond tolerance: prefill" not in last
+
+
+BAD = {
+    "unknown backend": (["flsh"], ("'flsh'", "sdpa.math")),
+    "unknown second backend": (["sdpa", "flsh"], ("'flsh'", "sdpa.math")),
+    "unknown layout": (["sdpa", "--kv-layout", "x"], ("kv_layout", "nhd, hnd, vllm_5d")),
+    "block size 12": (["sdpa", "--block-size", "12"], ("block_size", "a multiple of 8", "got 12")),
+    "unknown option": (["sdpa", "--attn-opt", "sdpa.x=1"], ("--attn-opt", "got sdpa.x")),
+    "no such file": (["sdpa", "--prompts-file", "nowhere"], ("--prompts-file", "got nowhere", "No such file")),
+    "empty prompt": (["sdpa", "--prompt", ""], ("prompt 0", "an empty text")),
+    "too long": (["sdpa", "--prompt", "fox " * 300], ("prompt 0", "1 to 253 tokens", "lower --max-tokens")),
+    "unknown device": (["sdpa", "--device", "tpu"], ("--device", "cpu", "got 'tpu'")),
+    "unknown dtype": (["sdpa", "--dtype", "int8"], ("dtype", "float32", "got 'int8'")),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_users_mistake_is_one_message(diff: Headway, name: str) -> None:
+    arguments, words = BAD[name]
+    assert_refused(diff(*arguments), *words)
+
+
+def test_a_backend_that_cannot_serve_the_model_is_refused_with_reasons(diff: Headway, plugins: None) -> None:
+    result = diff("sdpa", "toy.decode")
+    assert_refused(result, "toy.decode", "phase: needs decode, got prefill")
+    assert "--attn-backend" not in result.err, "not an option here"
+
+
+def test_random_weights_and_tokens_where_there_is_nothing_but_a_config(headway: Headway, model_copy: Path) -> None:
+    for path in model_copy.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    arguments = ("diff", "sdpa", "--model", str(model_copy), "--load-format", "dummy", "--max-tokens", "2")
+    result = headway(*arguments)
+    assert result.code == 0, result
+    assert "decode, 8 tokens" in result.out
+    assert_refused(headway(*arguments, "--prompt", "fox"), "--prompt", "a model with a tokenizer", "leave it out")
+
+
+def test_a_file_without_prompts_is_refused(diff: Headway, texts: Path) -> None:
+    texts.write_text("\n\n")
+    assert_refused(diff("sdpa"), "--prompts-file", "which has none")
+    texts.write_bytes(b"\xff\xfe\xff")
+    assert_refused(diff("sdpa"), "--prompts-file", "UTF-8")

@@ -1,0 +1,250 @@
+"""Where the times behind auto come from: a file that fits, or a measurement, or neither; and no fault ends a start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway.bench.crossover.regret import Trial, judge_again, leave_one_out, measure_regret, read_report
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.metadata import Phase
+from headway.core.select.costs import Shape
+from headway.core.select.selector import Selector
+from headway.core.select.workload import Workload
+from headway.registry import Registry
+from headway.tuning import autotune, store
+from headway.tuning.autotune import TableWish, costs_for
+from headway.tuning.files import read_table
+from headway.tuning.json_files import write_json
+from headway.tuning.points import Point
+from headway.tuning.run import run_kernel_level
+from headway.tuning.schema import SpecRecord
+from tables import POINTS, QUICK, SPEC, a_cell, a_device, a_table, quick
+from tiny_bench import CPU, half_of_the_rows, with_backend
+
+DECODE = Shape(Phase.DECODE, 1, 1, 8)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, and a quick grid."""
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET", raising=False)
+    monkeypatch.setattr(autotune, "_TURNS", QUICK)
+    return tmp_path
+
+
+@pytest.fixture
+def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = autotune.CrossoverOptions
+    monkeypatch.setattr(autotune, "CrossoverOptions", lambda **options: real(**options, grid=POINTS))
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_the_first_start_measures_and_the_next_one_reads(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
+    first = costs_for([SPEC, SPEC], registry, "auto", TableWish(budget=60))
+    assert "measuring the attention backends" in caplog.text
+    path = store.table_path(a_device(), SpecRecord.of(SPEC))
+    assert store.stored() == [path]
+    assert read_table(path).complete
+    caplog.clear()
+    second = costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    assert caplog.text == ""
+    assert first is not None
+    assert second is not None
+    assert first[SPEC].at(DECODE, "sdpa", "nhd", 16) == second[SPEC].at(DECODE, "sdpa", "nhd", 16)
+    selector = Selector(registry, [SPEC], costs=second)
+    assert "crossover table" in str(selector.selection)
+
+
+def test_without_a_budget_nothing_is_measured(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert costs_for([SPEC], registry, "auto", TableWish(budget=0)) is None
+    monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "0")
+    assert costs_for([SPEC], registry, "auto", TableWish()) is None
+    assert not (cache / "crossover").exists()
+    monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "soon")
+    with pytest.raises(ConfigError, match="HEADWAY_AUTOTUNE_BUDGET: needs seconds"):
+        costs_for([SPEC], registry, "auto", TableWish())
+
+
+def test_named_backends_need_no_table(registry: Registry, cache: Path) -> None:
+    assert costs_for([SPEC], registry, "sdpa", TableWish()) is None
+    assert costs_for([SPEC], registry, "prefill=sdpa,decode=sdpa.math", TableWish()) is None
+    assert not (cache / "crossover").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ('{"schema": "headway.crossover/1", "cells": [', "line 1"),
+        ('{"schema": "headway.crossover/2"}', "newer release"),
+        ("nonsense", "line 1"),
+    ],
+)
+def test_a_faulty_kept_table_is_logged_and_left_alone(
+    registry: Registry, caplog: pytest.LogCaptureFixture, content: str, word: str
+) -> None:
+    path = store.table_path(a_device(), SpecRecord.of(SPEC))
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert costs_for([SPEC], registry, "auto", TableWish(budget=0)) is None
+    assert word in caplog.text
+    assert path.read_text() == content
+
+
+def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(
+    registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "mine.json"
+    cells = [a_cell(us, backend=name) for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))]
+    write_json(a_table(*cells), path)
+    costs = costs_for([SPEC], registry, "auto", TableWish(path))
+    assert costs is not None
+    assert costs[SPEC].at(Shape(Phase.DECODE, 1, 1, 64), "sdpa", "nhd", 16)[0] == pytest.approx(10)
+    write_json(a_table(*cells, device=a_device(driver="old", torch="1.0")), path)
+    assert costs_for([SPEC], registry, "auto", TableWish(path, budget=60)) is None
+    assert "torch: the table has 1.0" in caplog.text
+    assert "driver: the table has old" in caplog.text
+    assert costs_for([replace(SPEC, head_dim=64)], registry, "auto", TableWish(path)) is None
+
+
+def test_a_table_asked_for_must_be_there(registry: Registry, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"crossover_table: needs a table file, got .*none\.json, which does not exist"):
+        costs_for([SPEC], registry, "auto", TableWish(tmp_path / "none.json"))
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
+    costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    more = with_backend("newcomer")
+    costs = costs_for([SPEC], more, "auto", TableWish(budget=60))
+    assert "backends: newcomer not in it" in caplog.text
+    assert costs is not None
+    assert costs[SPEC].at(DECODE, "newcomer", "nhd", 16)[0] < float("inf")
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_a_backend_that_computes_wrongly_here_is_left_out_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    registry = with_backend("wrong", decode=half_of_the_rows)
+    costs = costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    assert costs is not None
+    assert "auto leaves out wrong: self-test: decode" in caplog.text
+    assert "wrong" in costs[SPEC].excluded
+    selector = Selector(registry, [SPEC], costs=costs)
+    assert "wrong" not in selector.selection.names.values()
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_rank_order(
+    registry: Registry, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache / "crossover").write_text("a file where the folder should be")
+    assert costs_for([SPEC], registry, "auto", TableWish(budget=60)) is None
+    assert "rank order instead" in caplog.text
+
+
+def test_one_backend_alone_leaves_nothing_to_measure(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "backends", {"sdpa": registry.backends["sdpa"]})
+    assert costs_for([SPEC], registry, "auto", TableWish(budget=60)) is None
+    assert not (cache / "crossover").exists()
+
+
+def test_the_file_is_named_by_device_and_kind_of_layer() -> None:
+    paths = {
+        store.table_path(a_device(), SpecRecord.of(SPEC)),
+        store.table_path(a_device(), SpecRecord.of(replace(SPEC, scale=0.9))),
+        store.table_path(a_device(), SpecRecord.of(replace(SPEC, sliding_window=4))),
+        store.table_path(a_device(name="NVIDIA H200"), SpecRecord.of(SPEC)),
+    }
+    assert len(paths) == 3
+    assert any(path.name.startswith("nvidia-h200-4-2-32-float32-") for path in paths)
+
+
+def slow(self, q, cache, plan, out):
+    from headway.backends.sdpa import SDPA
+
+    for _ in range(30):
+        SDPA.decode(self, q, cache, plan, out)
+
+
+def test_regret_is_what_the_choice_loses_at_points_nobody_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = with_backend("slow", decode=slow)
+    table = run_kernel_level(quick(backends=["sdpa", "slow"], block_sizes=[16]), registry)
+    points = [Point("decode", 3, 1, 30), Point("prefill", 2, 11, 11)]
+    monkeypatch.setattr("headway.bench.crossover.regret.held_out", lambda *_: points)
+    report = measure_regret(table, registry, CPU, 2, 0, Workload(1, 16, 16), layers=4)
+    assert [(trial.phase, trial.case) for trial in report.trials] == [("decode", "3q1s30"), ("prefill", "2q11")]
+    decode = report.trials[0]
+    assert (decode.chosen, decode.best) == ("sdpa", "sdpa")
+    assert decode.regret == 1.0
+    assert {key.split()[0] for key in decode.times_us} == {"sdpa", "slow"}
+    assert report.worst >= report.geometric_mean >= 1.0
+    bad = decode.model_copy(update={"chosen_us": 3 * decode.best_us})
+    assert bad.regret == pytest.approx(3)
+    assert report.worst_anywhere == report.worst
+
+
+def test_regret_is_also_judged_against_layouts_that_were_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = with_backend("slow", decode=slow)
+    table = run_kernel_level(quick(backends=["sdpa"], layouts=["nhd", "hnd"], block_sizes=[16]), registry)
+    monkeypatch.setattr("headway.bench.crossover.regret.held_out", lambda *_: [Point("decode", 3, 1, 30)])
+    report = measure_regret(table, registry, CPU, 1, 0, Workload(1, 16, 16), layers=4, anywhere=True)
+    (trial,) = report.trials
+    assert set(trial.times_us) == {"sdpa nhd 16", "sdpa hnd 16"}
+    (other,) = (key for key, us in trial.times_us.items() if us != trial.chosen_us)
+    half = trial.model_copy(update={"times_us": {**trial.times_us, other: trial.chosen_us / 2}})
+    assert half.regret_anywhere == pytest.approx(2)
+    assert half.regret == 1.0
+    assert report.worst_anywhere == trial.regret_anywhere
+
+
+def test_another_table_is_judged_by_the_times_of_an_earlier_report(tmp_path: Path) -> None:
+    cells = [
+        a_cell(us, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len, plan_us=0.0)
+        for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))
+        for kv_len in (64, 1024)
+    ]
+    dense = [
+        a_cell(us, phase="prefill", backend=name, case="1q64", query_len=64, kv_len=64, layout=None, block_size=None)
+        for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))
+    ]
+    extend = [a_cell(10.0, phase="extend", backend="sdpa", case="1q16s64", query_len=16, kv_len=64)]
+    table = a_table(*cells, *dense, *extend)
+    place = f"{cells[0].layout} {cells[0].block_size}"
+    trials = [
+        {
+            "phase": "decode",
+            "case": "1q1s200",
+            "times_us": {f"sdpa {place}": 30.0, f"sdpa.math {place}": 20.0, "sdpa hnd 64": 10.0},
+        },
+        {"phase": "prefill", "case": "1q70", "times_us": {"sdpa": 5.0, "sdpa.math": 8.0}},
+        {"phase": "decode", "case": "1q1s300", "times_us": {"sdpa hnd 64": 10.0}},
+    ]
+    blank = {"chosen": "", "best": "", "chosen_us": 1.0, "best_us": 1.0}
+    old = leave_one_out(table).model_copy(update={"trials": [Trial(**blank, **trial) for trial in trials]})
+    write_json(old, tmp_path / "old.json")
+    report = judge_again(read_report(tmp_path / "old.json"), table, Workload(1, 64, 64))
+    decode, prefill = report.trials
+    assert (decode.chosen, decode.best, decode.regret, decode.regret_anywhere) == ("sdpa", "sdpa.math", 1.5, 3.0)
+    assert (prefill.chosen, prefill.regret) == ("sdpa", 1.0)
+    assert len(report.untimed) == 1
+    assert report.worst == 1.5
+    (tmp_path / "old.json").write_text("{}")
+    with pytest.raises(ConfigError, match="headway table regret --output wrote, got"):
+        read_report(tmp_path / "old.json")
+
+
+def test_leaving_a_point_out_shows_what_the_lookup_would_have_lost() -> None:
+    lens, times = (64, 256, 1024), {"sdpa": (10.0, 40.0, 30.0), "sdpa.math": (20.0, 20.0, 20.0)}
+    cells = [
+        a_cell(us, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len, plan_us=0.0)
+        for name, row in times.items()
+        for kv_len, us in zip(lens, row, strict=True)
+    ]
+    report = leave_one_out(a_table(*cells), layers=1)
+    (trial,) = report.trials  # the ends cannot be left out: nothing spans them
+    # between 10 and 30 the lookup expects sdpa to take 17.3, and it takes 40
+    assert (trial.case, trial.chosen, trial.best) == ("1q1s256", "sdpa", "sdpa.math")
+    assert trial.regret == pytest.approx(2, rel=1e-3)
+    assert report.worst == report.geometric_mean == pytest.approx(2, rel=1e-3)

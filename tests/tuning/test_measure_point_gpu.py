@@ -1,0 +1,47 @@
+"""The kernel level on a GPU: decode is timed as a graph's replay, and right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.core.contract.layout import NHD
+from headway.registry import Registry
+from headway.testing.reference import reference, relative_error
+from headway.tuning.attempt import checked
+from headway.tuning.points import Point
+from headway.tuning.replay import captures, graph_attempt
+from headway.tuning.run import run_kernel_level
+from headway.tuning.timing import Turns
+from headway.tuning.work import Geometry, build_case, make_cell, make_spec
+from tables import quick
+
+pytestmark = pytest.mark.gpu
+GEOMETRY = Geometry(8, 2, 64)
+POINTS = [Point("decode", 4, 1, 100), Point("verify", 2, 4, 70), Point("prefill", 2, 50, 50), Point("extend", 2, 9, 60)]
+
+
+def test_the_table_of_a_gpu_has_graphs_and_host_times(registry: Registry) -> None:
+    spec = make_spec(GEOMETRY, torch.bfloat16, None, torch.device("cuda"))
+    table = run_kernel_level(
+        quick(spec=spec, backends=["triton", "sdpa"], grid=POINTS, turns=Turns(1, 0.1), graph_len=512), registry
+    )
+    assert table.complete
+    assert table.graph_len == 512
+    for cell in table.cells:
+        assert cell.median_us is not None, cell.reason
+        assert cell.relative_error <= cell.tolerance
+        assert cell.graph == (cell.backend == "triton" and cell.phase in ("decode", "verify"))
+        assert cell.graph or cell.status == "dropped" or cell.host_us > 0
+
+
+@pytest.mark.parametrize("text", ["4q1s100", "2q4s70", "1q1s3_1q1s500"])
+def test_a_replay_is_right_at_lengths_other_than_the_captured_one(registry: Registry, text: str) -> None:
+    spec = make_spec(GEOMETRY, torch.bfloat16, None, torch.device("cuda"))
+    case = build_case(make_cell("decode", text, GEOMETRY, spec), NHD, 16, seed=0)
+    expected = reference(case)
+    backend = registry.backend("triton")(spec, NHD, 16)
+    assert captures(backend, case)
+    attempt = graph_attempt(backend, case, lambda out: relative_error(out, expected, case), graph_len=1024)
+    assert checked(attempt) <= attempt.tolerance
+    assert checked(attempt) <= attempt.tolerance  # a second replay into poison

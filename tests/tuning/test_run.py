@@ -1,0 +1,304 @@
+"""The kernel level on tiny grids: right answers are timed, all others say why, and an interrupted run goes on."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headway.backends.sdpa import SDPA
+from headway.core.contract.capabilities import Capabilities
+from headway.core.contract.errors import UnknownBackendError, UnsupportedError
+from headway.core.contract.layout import HND, NHD
+from headway.core.contract.metadata import Phase
+from headway.registry import Registry, create_registry
+from headway.tuning import run as module
+from headway.tuning.files import read_table
+from headway.tuning.halving import losers, surviving_pairs
+from headway.tuning.points import GRIDS, PHASES, Point, grid, held_out
+from headway.tuning.run import run_kernel_level
+from headway.tuning.schema import Cell, CrossoverTable
+from tables import POINTS, SPEC, a_cell, quick
+from tiny_bench import half_of_the_rows, plugin, with_backend
+
+
+def by_backend(table: CrossoverTable, phase: str, case: str) -> dict[str, Cell]:
+    return {cell.backend: cell for cell in table.cells if (cell.phase, cell.case) == (phase, case)}
+
+
+def test_every_backend_is_checked_and_timed_at_every_point(registry: Registry) -> None:
+    table = run_kernel_level(quick(layouts=["nhd", "vllm_5d"], block_sizes=[8, 16]), registry)
+    assert table.complete
+    assert [record.name for record in table.backends if record.usable] == ["sdpa", "sdpa.math"]
+    assert "needs a CUDA GPU" in next(record.reason for record in table.backends if record.name == "triton")
+    dense = sum(point.phase == "prefill" for point in POINTS)
+    assert len(table.cells) == 2 * (dense + (len(POINTS) - dense) * 4)  # backends, layouts x block sizes
+    for cell in table.cells:
+        assert cell.status in ("ok", "tie", "dropped"), cell.reason
+        if cell.status == "dropped" and cell.median_us is None:
+            continue  # on a busy machine a thread that waits for its turn makes a clear loser
+        assert cell.median_us > 0
+        assert cell.relative_error <= cell.tolerance
+    assert 0.01 <= table.noise <= 0.10
+
+
+def test_a_dense_prefill_is_timed_once_for_all_layouts() -> None:
+    claims = replace(SDPA.capabilities, dense_prefill=True)
+    registry = with_backend("dense", capabilities=claims)
+    table = run_kernel_level(quick(backends=["dense", "sdpa"], layouts=["nhd", "hnd"]), registry)
+    prefills = [
+        (cell.backend, cell.layout, cell.block_size) for cell in table.cells if (cell.phase, cell.case) == ("prefill", "1q9")
+    ]
+    assert ("dense", None, None) in prefills
+    assert len([row for row in prefills if row[0] == "dense"]) == 1
+
+
+def test_all_but_a_prefill_pay_for_the_write_into_the_cache(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    layout = Registry.layout
+
+    def counting(self: Registry, name: str) -> object:
+        info = layout(self, name)
+        write = info.load_writer(torch.device("cpu"))
+
+        def counted(k: torch.Tensor, *rest: object) -> None:
+            written.append(len(k))
+            write(k, *rest)
+
+        return SimpleNamespace(layout=info.layout, load_writer=lambda device: counted)
+
+    monkeypatch.setattr(Registry, "layout", counting)
+    prefills = [point for point in POINTS if point.phase == "prefill"]
+    run_kernel_level(quick(backends=["sdpa"], grid=prefills), registry)
+    untimed = Counter(written)  # of the self-test, once each
+    table = run_kernel_level(quick(backends=["sdpa"]), registry)
+    assert {cell.status for cell in table.cells} <= {"ok", "tie"}  # what is written is what was there: the answers stay right
+    timed = Counter(written) - untimed - untimed
+    assert set(timed) == {point.batch * point.query_len for point in POINTS if point not in prefills}
+    assert min(timed.values()) > 5
+
+
+def wrong_at_five(self, q, cache, plan, out):
+    SDPA.decode(self, q, cache, plan, out)
+    if len(q) == 5:
+        out *= 2
+
+
+def raising(self, q, cache, plan, out):
+    SDPA.decode(self, q, cache, plan, out)
+    if len(q) == 5:
+        raise RuntimeError("too many\nsequences")
+
+
+def out_of_memory(self, q, cache, plan, out):
+    SDPA.decode(self, q, cache, plan, out)
+    if len(q) == 5:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("decode", "status", "reason"),
+    [
+        (wrong_at_five, "incorrect", "relative error 1, tolerance"),
+        (raising, "error", "RuntimeError: too many sequences"),
+        (out_of_memory, "oom", "OutOfMemoryError"),
+    ],
+)
+def test_what_goes_wrong_costs_that_cell_alone(decode: object, status: str, reason: str) -> None:
+    fives = [Point("decode", 5, 1, 40), Point("decode", 1, 1, 8)]
+    registry = with_backend("odd", decode=decode)
+    table = run_kernel_level(quick(backends=["odd", "sdpa"], grid=fives), registry)
+    cells = by_backend(table, "decode", "5q1s40")
+    assert (cells["odd"].status, cells["odd"].median_us) == (status, None)
+    assert reason in cells["odd"].reason
+    assert cells["sdpa"].status in ("ok", "tie")
+    assert by_backend(table, "decode", "1q1s8")["odd"].median_us is not None
+
+
+def test_a_backend_that_fails_its_self_test_takes_no_part() -> None:
+    registry = with_backend("wrong", decode=half_of_the_rows)
+    table = run_kernel_level(quick(backends=["wrong", "sdpa"], grid=POINTS[:1]), registry)
+    record = table.backends[0]
+    assert (record.name, record.available, record.usable) == ("wrong", True, False)
+    assert record.reason.startswith("self-test: decode")
+    assert {cell.backend for cell in table.cells} == {"sdpa"}
+
+
+def test_a_phase_that_a_backend_does_not_serve_is_unsupported_with_the_reason() -> None:
+    claims = Capabilities(phases=frozenset({Phase.DECODE}), devices=("cpu",))
+    table = run_kernel_level(quick(backends=["sdpa", "part"]), with_backend("part", capabilities=claims))
+    cell = by_backend(table, "prefill", "1q9")["part"]
+    assert (cell.status, cell.layout) == ("unsupported", None)
+    assert "phase: needs decode, got prefill" in cell.reason
+    assert by_backend(table, "decode", "1q1s8")["part"].median_us
+
+
+def test_a_layout_that_a_backend_does_not_read_is_left_out() -> None:
+    claims = replace(SDPA.capabilities, layouts=(HND,), dense_prefill=False)
+    table = run_kernel_level(
+        quick(backends=["sdpa", "picky"], layouts=["nhd", "hnd"]), with_backend("picky", capabilities=claims)
+    )
+    assert {cell.layout for cell in table.cells if cell.backend == "picky"} == {"hnd"}
+
+
+def slow(self, q, cache, plan, out):
+    SDPA.decode(self, q, cache, plan, out)
+    time.sleep(0.1)
+
+
+def test_a_clear_loser_is_timed_roughly_and_marked() -> None:
+    table = run_kernel_level(quick(backends=["sdpa", "slow"], grid=POINTS[:1]), with_backend("slow", decode=slow))
+    cell = by_backend(table, "decode", "1q1s8")["slow"]
+    assert (cell.status, cell.median_us is None) == ("dropped", False)
+    assert "times the fastest" in cell.reason
+
+
+def slower(self, q, cache, plan, out):
+    SDPA.decode(self, q, cache, plan, out)
+    time.sleep(0.004)
+
+
+def test_a_loser_whose_timing_costs_nothing_is_timed_in_full() -> None:
+    table = run_kernel_level(quick(backends=["sdpa", "slower"], grid=POINTS[:1]), with_backend("slower", decode=slower))
+    cell = by_backend(table, "decode", "1q1s8")["slower"]
+    assert cell.status in ("ok", "tie")
+    assert cell.median_us > 4000
+
+
+def test_a_slow_start_is_no_loss() -> None:
+    calls = [0]
+
+    def waking(self, q, cache, plan, out):
+        SDPA.decode(self, q, cache, plan, out)
+        calls[0] += self.spec == SPEC and len(q) == 5
+        if 0 < calls[0] <= 3:  # the check and the first two runs
+            time.sleep(0.014)
+
+    fives = [Point("decode", 5, 1, 40)]
+    table = run_kernel_level(quick(backends=["sdpa", "waking"], grid=fives), with_backend("waking", decode=waking))
+    cell = by_backend(table, "decode", "5q1s40")["waking"]
+    assert cell.status in ("ok", "tie")
+    assert cell.median_us < 15_000
+    assert calls[0] > 5
+
+
+def test_an_interrupted_run_keeps_what_is_done_and_goes_on(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "t.json", module.measure_point
+    counted: list[Point] = []
+
+    def interrupted(point: Point, *rest: object) -> list[Cell]:
+        counted.append(point)
+        if len(counted) == 3:
+            raise KeyboardInterrupt
+        return real(point, *rest)
+
+    monkeypatch.setattr(module, "measure_point", interrupted)
+    partial = run_kernel_level(quick(output=path), registry)
+    assert not partial.complete
+    assert read_table(path) == partial
+    assert len({cell.point for cell in partial.cells}) == 2
+    whole = run_kernel_level(quick(output=path, resume=True), registry)
+    assert whole.complete
+    assert whole.cells[: len(partial.cells)] == partial.cells
+    assert len({cell.point for cell in whole.cells}) == len(POINTS)
+    assert len(counted) == 3 + len(POINTS) - 2
+    assert read_table(path) == whole
+
+
+def test_another_layers_table_cannot_be_gone_on_with(registry: Registry, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    run_kernel_level(quick(output=path, grid=POINTS[:1]), registry)
+    with pytest.raises(UnsupportedError, match="attention layer"):
+        run_kernel_level(quick(output=path, resume=True, spec=replace(SPEC, num_kv_heads=4)), registry)
+    with pytest.raises(UnsupportedError, match="backends: needs sdpa, sdpa.math, got sdpa"):
+        run_kernel_level(quick(output=path, resume=True, backends=["sdpa"]), registry)
+
+
+def test_a_budget_stops_early_and_says_that_the_table_is_not_complete(registry: Registry) -> None:
+    table = run_kernel_level(quick(budget=0.0), registry)
+    assert not table.complete
+    assert len({cell.point for cell in table.cells}) == 1  # never nothing
+
+
+def test_unknown_names_and_no_backend_at_all_are_refused(registry: Registry) -> None:
+    with pytest.raises(UnknownBackendError, match="'nope'"):
+        run_kernel_level(quick(backends=["nope"]), registry)
+    with pytest.raises(UnsupportedError, match="triton: needs a backend that runs"):
+        run_kernel_level(quick(backends=["triton"]), registry)
+
+
+def test_several_plugins_compete() -> None:
+    registry = create_registry({name: plugin(name) for name in ("x", "y")}, load_entry_points=False)
+    table = run_kernel_level(quick(backends=["x", "y", "sdpa"], grid=POINTS[:2]), registry)
+    assert {cell.backend for cell in table.cells} == {"x", "y", "sdpa"}
+
+
+@pytest.mark.parametrize("device", GRIDS)
+def test_a_grid_spans_every_phase_and_starts_with_its_corners(device: str) -> None:
+    points = grid(device)
+    assert {point.phase for point in points} == set(PHASES)
+    assert len({(point.phase, point.case) for point in points}) == len(points)
+    levels = [point.level for point in points]
+    assert levels == sorted(levels)
+    assert {point.phase for point in points[:8]} == set(PHASES)
+    for point in points:
+        work = point.work(SPEC)
+        assert {(q, kv) for q, kv in work.lens} == {(point.query_len, point.kv_len)}
+        assert len(work.lens) == point.batch
+        assert work.attention_phase is point.shape.phase
+
+
+def test_batches_and_lengths_can_be_asked_for() -> None:
+    points = grid("cpu", ["decode", "prefill"], [3], [70, 90])
+    assert {(p.phase, p.batch, p.query_len, p.kv_len) for p in points} == {
+        ("decode", 3, 1, 70),
+        ("decode", 3, 1, 90),
+        ("prefill", 3, 70, 70),
+        ("prefill", 3, 90, 90),
+    }
+
+
+def test_held_out_points_are_new_and_repeatable() -> None:
+    known = {point.case for point in grid("cuda")}
+    points = held_out("cuda", 60, 1, known)
+    assert points == held_out("cuda", 60, 1, known)
+    assert not {point.case for point in points} & known
+    assert {point.phase for point in points} == set(PHASES)
+    assert len(set(points)) == 60
+
+
+def cells(**times: tuple[float, ...]) -> list[Cell]:
+    """Decode cells: backend -> its time at each length."""
+    return [
+        a_cell(us, backend=name, case=f"1q1s{2**number}", kv_len=2**number)
+        for name, row in times.items()
+        for number, us in enumerate(row, start=4)
+    ]
+
+
+def test_halving_gives_up_who_never_comes_near() -> None:
+    found = cells(best=(10, 20, 30), near=(40, 22, 90), far=(30, 60, 90), farther=(90, 90, 90))
+    dropped = losers(found, "decode", ["best", "near", "far", "farther"])
+    assert set(dropped) == {"far", "farther"} or set(dropped) == {"farther"}
+    assert "near" not in dropped
+    assert "3.00 times" in dropped["farther"]
+    assert losers(found, "prefill", ["best", "far"]) == {}
+    assert losers(cells(only=(10, 10)), "decode", ["only"]) == {}
+
+
+def test_halving_keeps_the_better_layouts() -> None:
+    pairs = [(NHD, 16), (HND, 16), (NHD, 64), (HND, 64)]
+    times = dict(zip(pairs, (12.0, 10.0, 30.0, 11.0), strict=True))
+    found = [a_cell(us, layout=layout.name, block_size=size) for (layout, size), us in times.items()]
+    assert surviving_pairs(found, pairs) == [(HND, 16), (HND, 64)]
+    close = zip(pairs, (10.15, 10.0, 10.1, 9.9), strict=True)
+    even = [a_cell(us, layout=layout.name, block_size=size) for (layout, size), us in close]
+    assert surviving_pairs(even, pairs) == pairs[:2]
+    assert surviving_pairs(found, pairs[:1]) == pairs[:1]

@@ -1,0 +1,80 @@
+"""The cells of the kernel benchmark: what is in their caches, and how much work they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.core.contract.layout import HND, NHD, VLLM_5D
+from headway.registry import Registry
+from headway.testing.reference import reference, relative_error, run_backend
+from headway.tuning.attempt import writer_attempt
+from headway.tuning.work import DEFAULT_CASES, Geometry, build_case, build_write
+from tiny_bench import CPU, cell_of
+
+
+@pytest.mark.parametrize("layout", [NHD, HND, VLLM_5D], ids=lambda layout: layout.name)
+def test_a_writer_that_forgets_or_strays_is_wrong(registry: Registry, layout: object) -> None:
+    right = registry.layout(layout.name).load_writer(CPU)
+
+    def forgets(k, v, cache, slots):
+        right(k[1:], v[1:], cache, slots[1:])
+
+    def strays(k, v, cache, slots):
+        right(k, v, cache, slots)
+        cache.logical_value[slots[0] // cache.block_size - 1, 15] = 1
+
+    case = build_write(cell_of("write", "1q20_3q1s17"), layout, 16, seed=0)
+    for writer, wrong in ((right, False), (forgets, True), (strays, True)):
+        attempt = writer_attempt(writer, case)
+        attempt.poison()
+        assert (attempt.error(attempt.call()) > attempt.tolerance) is wrong
+
+
+@pytest.mark.parametrize("case", ["3q1s40_1q1s7", "2q4s21"])
+@pytest.mark.parametrize("layout", [HND, VLLM_5D], ids=lambda layout: layout.name)
+def test_every_layout_and_block_size_holds_the_same_numbers(registry: Registry, case: str, layout: object) -> None:
+    cell = cell_of("decode", case)
+    first, second = build_case(cell, NHD, 16, seed=3), build_case(cell, layout, 8, seed=3)
+    assert torch.equal(first.q, second.q)
+    assert torch.equal(first.k, second.k)
+    assert torch.equal(reference(first), reference(second))
+    k, v = first.cache.gather(first.metadata.slot_mapping)
+    assert torch.equal(k, first.k)
+    assert torch.equal(v, first.v)
+    out = run_backend(registry.backend("sdpa")(cell.spec, layout, 8), second)
+    assert relative_error(out, reference(first), first) < 1e-6
+    assert not torch.equal(first.q, build_case(cell, NHD, 16, seed=4).q)
+
+
+def test_bytes_and_operations_by_hand() -> None:
+    big = Geometry(32, 8, 128)
+    decode = cell_of("decode", "256q1s8k", big, dtype=torch.bfloat16)
+    assert decode.kv_bytes == 8_589_934_592  # 256 * 8192 tokens of 2 * 8 * 128 * 2 bytes
+    assert cell_of("decode", "1q1s3_2q1s5", dtype=torch.float32).kv_bytes == 13 * 512
+    assert cell_of("decode", "1q1s3", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn).kv_bytes == 3 * 128
+    assert cell_of("prefill", "1q1").flops == 4 * 32 * 4  # one query sees one key
+    assert cell_of("prefill", "1q3").flops == 4 * 32 * 4 * (1 + 2 + 3)
+    assert cell_of("prefill", "2q2s5").flops == 4 * 32 * 4 * 2 * (4 + 5)
+    assert cell_of("prefill", "1q8k", big).flops == 549_822_922_752  # 4 * 128 * 32 * 8192 * 8193 / 2
+    write = cell_of("write", "64q1s1k", big, dtype=torch.bfloat16)
+    assert write.write_bytes == 64 * 2 * 8 * 128 * 2 * 2
+    assert cell_of("write", "8q1s9", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn).write_bytes == 8 * 128 * (2 + 1)
+
+
+def test_the_default_cells_are_of_their_phase() -> None:
+    for phases in DEFAULT_CASES.values():
+        for phase, cases in phases.items():
+            assert all(cell_of(phase, case).num_tokens for case in cases)
+    assert (len(DEFAULT_CASES["cuda"]["decode"]), len(DEFAULT_CASES["cuda"]["prefill"])) == (15, 8)
+
+
+def test_an_fp8_cell_keeps_what_a_dense_prefill_sees() -> None:
+    """k and v of the step are the rounded values, so that a dense and a paged prefill have one right answer."""
+    cell = cell_of("prefill", "1q20", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    case = build_case(cell, NHD, 32, seed=0)
+    (block,) = case.metadata.block_table_cpu[0].tolist()
+    assert case.cache.key.dtype == torch.float8_e4m3fn
+    assert cell.spec.k_scale != cell.spec.v_scale
+    assert torch.equal(case.cache.key[block, :20].float() * cell.spec.k_scale, case.k.float())
+    assert torch.equal(case.cache.value[block, :20].float() * cell.spec.v_scale, case.v.float())

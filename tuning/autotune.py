@@ -1,0 +1,162 @@
+"""The times behind `auto`: a table file that is there and fits, or a short measurement at the first start, kept for the next."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.spec import AttentionSpec
+from headway.core.select.costs import CostTable
+from headway.core.select.selector import parse_wish
+from headway.registry import Registry
+from headway.tuning import store
+from headway.tuning.compare import differences, remarks
+from headway.tuning.convert import to_costs
+from headway.tuning.device import DeviceIdentity, identify_device
+from headway.tuning.files import TableError, read_table
+from headway.tuning.run import CrossoverOptions, run_kernel_level
+from headway.tuning.schema import CrossoverTable, SpecRecord
+from headway.tuning.timing import Turns
+
+log = logging.getLogger("headway")
+
+DEFAULT_BUDGET = {"cpu": 10.0, "cuda": 20.0}
+"""Seconds a kind of layer, by device type."""
+_BLOCK_SIZES = (16, 256)
+_TURNS = Turns(rounds=2, round_ms=2.0)
+
+
+@dataclass(frozen=True)
+class TableWish:
+    """What a user said about the times behind `auto`."""
+
+    path: Path | None = None
+    """A table to obey; it is used or refused, never measured again. None: the one that is kept for this machine."""
+    budget: float | None = None
+    """Seconds a kind of layer to measure where there is none; 0: never. None: $HEADWAY_AUTOTUNE_BUDGET, else DEFAULT_BUDGET."""
+
+    def seconds(self, device: torch.device) -> float:
+        """The budget that holds on a device.
+
+        :raises ConfigError: the environment variable is no number.
+        """
+        text = os.environ.get("HEADWAY_AUTOTUNE_BUDGET", "").strip()
+        if self.budget is not None or not text:
+            return self.budget if self.budget is not None else DEFAULT_BUDGET.get(device.type, 20.0)
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError("HEADWAY_AUTOTUNE_BUDGET", "seconds, 0 for none", repr(text)) from None
+
+
+def costs_for(
+    specs: Iterable[AttentionSpec], registry: Registry, attn_backend: str, wish: TableWish
+) -> dict[AttentionSpec, CostTable] | None:
+    """Measured times of each distinct layer; None where `auto` has to take the rank order, and the log says why.
+
+    A faulty or stale table never ends a start: it is logged with the line or the difference, and left alone or measured again.
+
+    :raises ConfigError: a budget that is no number, or a file that was named and is not there.
+    """
+    if wish.path is not None and not wish.path.exists():
+        raise ConfigError(
+            "crossover_table", "a table file", f"{wish.path}, which does not exist", "headway bench crossover makes one"
+        )
+    if "auto" not in parse_wish(attn_backend).values():
+        return None
+    kinds = list(dict.fromkeys(specs))
+    available = [name for name in registry.backends if registry.availability(name)]
+    if wish.path is None and len(available) < 2:
+        return None  # nothing to choose from
+    device = identify_device(kinds[0].device)
+    found: dict[AttentionSpec, CostTable] = {}
+    for spec in kinds:
+        costs = _costs(spec, registry, available, device, wish)
+        if costs is None:
+            return None
+        found[spec] = costs
+    return found
+
+
+def _costs(
+    spec: AttentionSpec, registry: Registry, available: Sequence[str], device: DeviceIdentity, wish: TableWish
+) -> CostTable | None:
+    record = SpecRecord.of(spec)
+    path = wish.path or store.table_path(device, record)
+    table = _fitting(path, device, record, available, explicit=wish.path is not None)
+    if table is None and wish.path is None:
+        budget = wish.seconds(spec.device)
+        table = _measure(spec, registry, available, path, budget) if budget > 0 else None
+    return None if table is None else to_costs(table)
+
+
+def _fitting(
+    path: Path, device: DeviceIdentity, spec: SpecRecord, available: Sequence[str], explicit: bool
+) -> CrossoverTable | None:
+    """The table at a path if it can be used here; why not is logged."""
+    if not explicit and not path.exists():
+        return None
+    try:
+        table = read_table(path)
+    except TableError as error:
+        log.warning("crossover table not used: %s", error)
+        return None
+    reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in differences(table, device, spec)]
+    if table.level != "kernel":
+        reasons.append("level: auto needs a table of level kernel")
+    new = [name for name in available if name not in {record.name for record in table.backends if record.available}]
+    if new and not explicit:  # a backend installed since then: the table would never let it be chosen
+        reasons.append(f"backends: {', '.join(new)} not in it")
+    if reasons:
+        log.warning("crossover table %s not used: %s", path, "; ".join(reasons))
+        return None
+    for line in remarks(table, device, available):
+        log.info("crossover table %s: %s", path, line)
+    return table
+
+
+def _measure(
+    spec: AttentionSpec, registry: Registry, available: Sequence[str], path: Path, budget: float
+) -> CrossoverTable | None:
+    """A table measured in `budget` seconds over the layouts that the backends prefer."""
+    started = time.perf_counter()
+    log.warning("auto: measuring the attention backends for %s, about %.0f s, once; --no-autotune does without", spec, budget)
+    options = CrossoverOptions(
+        spec=spec,
+        backends=available,
+        layouts=_preferred(registry, available),
+        block_sizes=_BLOCK_SIZES,
+        turns=_TURNS,
+        budget=budget,
+        output=path,
+        command=f"autotune {budget:g} s",
+    )
+    try:
+        table = run_kernel_level(options, registry)
+    except (HeadwayError, OSError) as error:
+        log.warning("auto: no crossover table could be measured, rank order instead: %s", error)
+        return None
+    for record in table.backends:
+        if not record.usable:
+            log.warning("auto leaves out %s: %s", record.name, record.reason)
+    log.info("auto: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
+    return table
+
+
+def _preferred(registry: Registry, available: Sequence[str]) -> list[str]:
+    """The first layout that each backend names; the registry's first where none names any."""
+    first = [registry.backend(name).capabilities.layouts for name in available]
+    names = [layouts[0].name for layouts in first if layouts]
+    return list(dict.fromkeys(names)) or [next(iter(registry.layouts))]
+
+
+def describe(costs: Mapping[AttentionSpec, CostTable] | None) -> str:
+    """Where the times come from, in words."""
+    return "no crossover table" if not costs else next(iter(costs.values())).source

@@ -1,0 +1,61 @@
+"""JSON files of pydantic models, written whole or not at all, and read with the first fault named."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from headway.core.contract.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def write_json(model: BaseModel, path: Path) -> None:
+    """Write a model whole or not at all: a reader never sees half a file, and a failed write leaves the old one.
+
+    :raises ConfigError: the folder cannot be written to.
+    """
+    write_bytes(f"{model.model_dump_json(by_alias=True, indent=1)}\n".encode(), path)
+
+
+def write_bytes(content: bytes, path: Path) -> None:
+    """Write a file whole or not at all.
+
+    :raises ConfigError: the folder cannot be written to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise ConfigError("--output", "a file in a folder that can be written to", str(path), str(error)) from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)  # mkstemp's files are the owner's alone
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path, kind: type[Model], schema: str) -> Model:
+    """Read a file that `write_json` wrote.
+
+    :raises ConfigError: missing, not JSON, of another schema, or with a field that cannot be; the first fault is named.
+    """
+    need = f"a JSON file of schema {schema}"
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError("result file", need, str(path), error.strerror or str(error)) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        hint = f"{error.error_count()} fault(s)" if error.error_count() > 1 else ""
+        raise ConfigError(f"result file {path}", need, f"{place}: {first['msg']}", hint) from error

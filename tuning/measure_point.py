@@ -1,0 +1,220 @@
+"""One point of the table: every backend on every layout and block size it reads, checked, then timed in turns."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layout import CacheLayout
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.registry import Registry
+from headway.testing.cases import Case
+from headway.testing.reference import reference, relative_error
+from headway.tuning.attempt import Attempt, backend_attempt, checked
+from headway.tuning.points import CORE_PHASE, Point
+from headway.tuning.replay import captures, graph_attempt
+from headway.tuning.schema import Cell
+from headway.tuning.ties import failure, mark_ties, new_cell, wrong_answer
+from headway.tuning.timing import Timing, Turns, host_us
+from headway.tuning.work import build_case
+
+CLEAR_LOSS = 4.0
+"""Times the fastest: one that is slower in its first runs is not timed further, if that would take long."""
+_LONG_MS = 50.0
+"""To time one backend. Below it little is saved, and few runs of a short call mislead: the host may have been busy."""
+_HOPELESS = 8.0
+"""Times the fastest: one that is slower over one layout, or ran out of memory, is not tried over the others at this point."""
+_HOST_SECONDS = 0.05
+_LARGE = 2**30
+"""Bytes of a cache that must be gone before the next one is made."""
+
+Pair = tuple[CacheLayout, int]
+"""A layout and a block size."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What stays the same from point to point."""
+
+    registry: Registry
+    spec: AttentionSpec
+    turns: Turns
+    graph_len: int
+    seed: int = 0
+
+    def place(self, name: str, phase: Phase, pair: Pair) -> Pair | None:
+        """Where a time of a backend belongs; None if it reads no cache, so that one measurement holds for all of them."""
+        backend: type[AttentionBackend] = self.registry.backend(name)
+        return None if phase is Phase.PREFILL and backend.capabilities.dense_prefill else pair
+
+
+@dataclass
+class _Runner:
+    """One backend made ready on one filled cache."""
+
+    name: str
+    place: Pair | None
+    attempt: Attempt
+    graph: bool
+    error: float
+    estimate_us: float
+    host: dict[str, float] = field(default_factory=dict)
+
+
+def measure_point(
+    point: Point, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], dropped: Mapping[str, str]
+) -> list[Cell]:
+    """Cells of a point, ties marked. Never raises for what a backend does.
+
+    dropped: backends given up in this phase, with the reason that goes into their cells.
+    """
+    cells = [new_cell(point, name, None, "dropped", reason=dropped[name]) for name in names if name in dropped]
+    phase = CORE_PHASE[point.phase]
+    refused: dict[str, str] = {}
+    served: set[str] = set()
+    hopeless: dict[str, str] = {}
+    expected: Tensor | None = None
+    best_us = float("inf")
+    for pair in pairs:
+        here = []
+        for name in names:
+            if name in dropped or (name in served and bench.place(name, phase, pair) is None):
+                continue
+            support = bench.registry.supports(name, bench.spec, *pair, phase)
+            if support and name in hopeless:
+                status = "oom" if "out of memory" in hopeless[name] else "dropped"
+                cells.append(new_cell(point, name, pair, status, reason=f"{hopeless[name]}: not tried here"))
+            elif support:
+                served.add(name)
+                here.append(name)
+            else:
+                refused.setdefault(name, support.brief)
+        if not here:
+            continue
+        case: Case | None
+        try:
+            case = build_case(point.work(bench.spec), *pair, bench.seed)
+            expected = reference(case) if expected is None else expected
+        except Exception as error:  # out of memory, mostly: the next layout may still fit
+            cells += [failure(point, name, bench.place(name, phase, pair), error) for name in here]
+        else:
+            found, best_us = _measure_pair(point, bench, here, pair, case, expected, best_us)
+            cells += found
+            slower = {cell.backend: (cell.median_us or 0.0) / best_us for cell in found if cell.status == "dropped"}
+            where = f"times the fastest on {pair[0].name} {pair[1]}"
+            hopeless |= {name: f"{factor:.0f} {where}" for name, factor in slower.items() if factor > _HOPELESS}
+            hopeless |= {cell.backend: f"out of memory on {pair[0].name} {pair[1]}" for cell in found if cell.status == "oom"}
+        large = case is None or case.cache.key.nbytes > _LARGE
+        case = None
+        if large and bench.spec.device.type == "cuda":
+            gc.collect()  # libraries' wrappers hold caches in cycles
+            torch.cuda.empty_cache()
+    never = [name for name in refused if name not in served]
+    return mark_ties(cells + [new_cell(point, name, None, "unsupported", reason=refused[name]) for name in never])
+
+
+def _measure_pair(
+    point: Point, bench: Bench, names: Sequence[str], pair: Pair, case: Case, expected: Tensor, best_us: float
+) -> tuple[list[Cell], float]:
+    """Cells of one layout and block size, and the shortest time so far at this point."""
+    cells: list[Cell] = []
+    runners: list[_Runner] = []
+    for name in names:
+        made = _prepare(point, bench, name, pair, case, expected)
+        (cells if isinstance(made, Cell) else runners).append(made)  # type: ignore[arg-type]
+    best_us = min([best_us, *(runner.estimate_us for runner in runners)])
+    for runner in runners:
+        if _given_up(runner.estimate_us, best_us, bench.turns) and 2e-3 * runner.estimate_us <= _LONG_MS:
+            again = bench.turns.estimate(runner.attempt.call, bench.spec.device)  # the first two may have met a busy machine
+            runner.estimate_us = min(runner.estimate_us, again)
+    best_us = min([best_us, *(runner.estimate_us for runner in runners)])
+    kept = [runner for runner in runners if not _given_up(runner.estimate_us, best_us, bench.turns)]
+    for runner in runners:
+        if runner not in kept:
+            us = runner.estimate_us
+            reason = f"{us / best_us:.1f} times the fastest in its first runs: not timed further"
+            cells.append(_timed(point, runner, "dropped", Timing(us, us, us), reason))
+    try:
+        for runner in kept:
+            _time_host(runner, bench.spec.device)
+        times = bench.turns.time([runner.attempt.call for runner in kept], bench.spec.device)
+    except Exception as error:  # one of calls that worked twice: the turn is lost for all, and says so
+        return cells + [failure(point, runner.name, runner.place, error) for runner in kept], best_us
+    cells += [_finish(point, bench, runner, timing) for runner, timing in zip(kept, times, strict=True)]
+    return cells, best_us
+
+
+def _given_up(us: float, best_us: float, turns: Turns) -> bool:
+    return us > CLEAR_LOSS * best_us and turns.needed_ms(us) > _LONG_MS
+
+
+def _prepare(point: Point, bench: Bench, name: str, pair: Pair, case: Case, expected: Tensor) -> _Runner | Cell:
+    place = bench.place(name, case.metadata.phase, pair)
+    try:
+        backend = bench.registry.backend(name)(bench.spec, *pair)
+        graph = captures(backend, case)
+
+        def distance(out: Tensor) -> float:
+            return relative_error(out, expected, case)
+
+        # A dense prefill need not have a cache, and takes as long to write into any layout; all others pay for theirs.
+        writer = None if point.phase == "prefill" else bench.registry.layout(pair[0].name).load_writer(bench.spec.device)
+        attempt = (
+            graph_attempt(backend, case, distance, bench.graph_len, writer)
+            if graph
+            else backend_attempt(backend, case, distance, writer)
+        )
+        found = checked(attempt)
+        if not found <= attempt.tolerance:
+            return wrong_answer(point, name, place, found, attempt)
+        return _Runner(name, place, attempt, graph, found, bench.turns.estimate(attempt.call, bench.spec.device))
+    except Exception as error:
+        return failure(point, name, place, error)
+
+
+def _finish(point: Point, bench: Bench, runner: _Runner, timing: Timing) -> Cell:
+    """The cell of a backend that has been timed: checked again, since an answer that changes under repetition is a race."""
+    attempt, device = runner.attempt, bench.spec.device
+    try:
+        found = checked(attempt)
+        if not found <= attempt.tolerance:
+            return wrong_answer(point, runner.name, runner.place, found, attempt, " after repeated calls, right at the first")
+        runner.error = max(runner.error, found)
+        _time_host(runner, device)
+    except Exception as error:
+        return failure(point, runner.name, runner.place, error)
+    return _timed(point, runner, "ok", timing)
+
+
+def _time_host(runner: _Runner, device: torch.device) -> None:
+    """What plan and launches take the host. Done before and after the device's turns, and the less of the two counts: a host
+    that is busy otherwise for a moment only ever adds, and a moment may outlast all runs of one call."""
+    calls = {"plan_us": runner.attempt.plan, "host_us": None if runner.graph or device.type == "cpu" else runner.attempt.call}
+    for what, call in calls.items():
+        if call is not None:
+            runner.host[what] = min(host_us(call, device, _HOST_SECONDS), runner.host.get(what, math.inf))
+
+
+def _timed(point: Point, runner: _Runner, status: str, timing: Timing, reason: str = "") -> Cell:
+    return new_cell(
+        point,
+        runner.name,
+        runner.place,
+        status,
+        reason=reason,
+        kernel=runner.attempt.kernel,
+        graph=runner.graph,
+        median_us=timing.median_us,
+        p20_us=timing.p20_us,
+        p80_us=timing.p80_us,
+        relative_error=runner.error,
+        tolerance=runner.attempt.tolerance,
+        **runner.host,
+    )

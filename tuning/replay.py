@@ -1,0 +1,83 @@
+"""A backend's decode as an engine runs it on a GPU: captured once at the longest context, replayed at the case's lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.layout import CacheWriter
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.testing.cases import Case
+from headway.tuning.attempt import Attempt, run_layer
+
+_WARM_UPS = 2
+
+
+def captures(backend: AttentionBackend, case: Case) -> bool:
+    """Whether an engine would run this step as a graph's replay."""
+    metadata = case.metadata
+    if metadata.phase is not Phase.DECODE or metadata.query_start_loc.device.type != "cuda":
+        return False
+    needed = GraphLevel.DECODE if metadata.max_query_len == 1 else GraphLevel.UNIFORM
+    return backend.graph_level >= needed
+
+
+def graph_attempt(
+    backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], graph_len: int, writer: CacheWriter | None = None
+) -> Attempt:
+    """Capture one layer's decode for sequences of up to `graph_len` tokens; a call is a replay at the case's own lengths.
+
+    writer: as for `run_layer`.
+    """
+    step = case.metadata
+    static = _captured(step, max(graph_len, step.max_seq_len))
+    out = torch.empty_like(case.q)
+    plan = backend.plan_for_capture(static)
+
+    def layer() -> None:
+        run_layer(backend, case, plan, out, writer)
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage first, for longer than the capture takes
+        graph.capture_begin()
+        try:
+            layer()
+        finally:
+            graph.capture_end()
+    backend.plan_for_replay(plan, step)
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return Attempt(
+        call=replay,
+        error=error,
+        tolerance=backend.tolerance[case.spec.dtype],
+        poison=lambda: out.fill_(math.nan),
+        plan=lambda: backend.plan_for_replay(plan, step),
+        kernel=type(backend).kernel(case.spec, Phase.DECODE),
+    )
+
+
+def _captured(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:
+    """A step whose device tensors hold the case's lengths in a table as wide as the longest context, and whose host lengths are
+    the longest, as at an engine's capture."""
+    rows, width = step.block_table.shape[0], -(-graph_len // step.block_size)
+    table = torch.zeros((rows, width), dtype=torch.int32, device=step.block_table.device)
+    table[:, : step.block_table.shape[1]] = step.block_table
+    table_cpu = torch.zeros((rows, width), dtype=torch.int32)
+    table_cpu[:, : step.block_table.shape[1]] = step.block_table_cpu
+    lens = torch.full_like(step.seq_lens_cpu, graph_len)
+    return replace(step, block_table=table, block_table_cpu=table_cpu, seq_lens_cpu=lens, max_seq_len=graph_len)

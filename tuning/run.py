@@ -1,0 +1,181 @@
+"""`headway bench crossover --level kernel`: every backend on every layout and block size over the grid, kept as a table."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from headway.core.contract.backend import GraphLevel
+from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Reason
+from headway.registry import Registry
+from headway.tuning import selftest
+from headway.tuning.compare import differences
+from headway.tuning.device import identify_device
+from headway.tuning.files import read_table
+from headway.tuning.halving import losers, surviving_pairs
+from headway.tuning.json_files import write_json
+from headway.tuning.measure_point import Bench, Pair, measure_point
+from headway.tuning.points import Point, grid
+from headway.tuning.progress import on_device, progress_bar
+from headway.tuning.schema import Cell, CrossoverTable, PhaseName, SpecRecord
+from headway.tuning.ties import noise_of
+from headway.tuning.timing import Turns
+
+GRAPH_LEN = 32768
+"""Longest context for which decode graphs are captured, as in an engine of max_model_len 32,768."""
+BLOCK_SIZES = (16, 256)
+"""Every built-in backend reads one of them; sizes between cost about what the larger does."""
+
+
+@dataclass(frozen=True)
+class CrossoverOptions:
+    """What to measure; the defaults suit the device."""
+
+    spec: AttentionSpec
+    backends: Sequence[str] | None = None
+    """None: all that are available here."""
+    layouts: Sequence[str] | None = None
+    """None: all that any of the backends reads."""
+    block_sizes: Sequence[int] = BLOCK_SIZES
+    grid: Sequence[Point] | None = None
+    """None: the device's usual points."""
+    turns: Turns = field(default_factory=Turns)
+    budget: float | None = None
+    """Seconds; None: everything is measured."""
+    graph_len: int = GRAPH_LEN
+    seed: int = 0
+    output: Path | None = None
+    """Written anew after each point: a run that is cut short keeps what it has."""
+    resume: bool = False
+    """Go on with the table at `output`."""
+    command: str = ""
+
+
+def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Console | None = None) -> CrossoverTable:
+    """Measure the grid. What a backend does wrong is in the table, never an exception; Ctrl-C ends the run with what it has.
+
+    console: where the progress bar goes; None shows none.
+
+    :raises HeadwayError: unknown backends or layouts, no backend that can run, or a table that cannot be resumed.
+    """
+    started = time.perf_counter()
+    with torch.no_grad(), on_device(options.spec.device), progress_bar(console) as progress:
+        names = _names(options.backends, registry)
+        pairs = _pairs(options, registry)
+        table = _begin(options, registry, names, pairs)
+        takers = [record.name for record in table.backends if record.usable]
+        todo = list(grid(options.spec.device.type) if options.grid is None else options.grid)
+        done = {cell.point for cell in table.cells}
+        bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed)
+
+        def left() -> float | None:
+            return None if options.budget is None else options.budget - (time.perf_counter() - started)
+
+        task = progress.add_task("crossover", total=len(todo), completed=sum((p.phase, p.case) in done for p in todo))
+        try:
+            for point, cells in _measure(todo, done, bench, takers, pairs, table.cells, left):
+                table.cells += cells
+                table.noise = noise_of(table.cells)
+                _save(table, options.output)
+                progress.update(task, advance=1, description=f"{point.phase} {point.case}")
+        except KeyboardInterrupt:
+            return table
+        measured = {cell.point for cell in table.cells}
+        table.complete = all((point.phase, point.case) in measured for point in todo)
+        _save(table, options.output)
+    return table
+
+
+def _measure(
+    todo: Sequence[Point],
+    done: set[tuple[str, str]],
+    bench: Bench,
+    names: Sequence[str],
+    pairs: Sequence[Pair],
+    cells: list[Cell],
+    left: Callable[[], float | None],
+) -> Iterator[tuple[Point, list[Cell]]]:
+    """Points one by one, until the time is up; with a time limit losers are given up between the levels of the grid."""
+    dropped: dict[PhaseName, dict[str, str]] = {}
+    level, slowest = 0, 0.0
+    for point in todo:
+        remaining = left()
+        if remaining is not None:
+            if cells and remaining < slowest:
+                return
+            if point.level > level and cells:
+                level, pairs = point.level, surviving_pairs(cells, pairs)
+                dropped = {phase: losers(cells, phase, names) for phase in {cell.phase for cell in cells}}
+        if (point.phase, point.case) in done:
+            continue
+        started = time.perf_counter()
+        yield point, measure_point(point, bench, names, pairs, dropped.get(point.phase, {}))
+        slowest = max(0.5 * slowest, time.perf_counter() - started)
+
+
+def _names(asked: Sequence[str] | None, registry: Registry) -> list[str]:
+    for name in asked or ():
+        registry.backend(name)  # raises, naming all that are registered
+    return list(dict.fromkeys(asked)) if asked is not None else list(registry.backends)
+
+
+def _pairs(options: CrossoverOptions, registry: Registry) -> list[Pair]:
+    layouts = [registry.layout(name).layout for name in options.layouts or registry.layouts]
+    return [(layout, size) for size in options.block_sizes for layout in layouts]
+
+
+def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], pairs: Sequence[Pair]) -> CrossoverTable:
+    records = selftest.examine(registry, names, options.spec, pairs)
+    if not any(record.usable for record in records):
+        reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]
+        raise UnsupportedError(f"a crossover table for {options.spec}", reasons)
+    graphs = options.spec.device.type == "cuda" and any(
+        registry.backend(record.name).graph_level > GraphLevel.NONE for record in records if record.usable
+    )
+    table = CrossoverTable(
+        level="kernel",
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=options.command or " ".join(sys.argv),
+        complete=False,
+        device=identify_device(options.spec.device),
+        spec=SpecRecord.of(options.spec),
+        graph_len=options.graph_len if graphs else None,
+        noise=0.0,
+        backends=records,
+        cells=[],
+    )
+    return _resumed(table, options.output) if options.resume else table
+
+
+def _resumed(table: CrossoverTable, path: Path | None) -> CrossoverTable:
+    """The new table with the cells of the old one.
+
+    :raises ConfigError: the old one is of another machine, layer, or set of backends.
+    """
+    if path is None:
+        raise ConfigError("--resume", "the file to go on with", "none", "name it with --output")
+    if not path.exists():
+        return table
+    old = read_table(path)
+    reasons = differences(old, table.device, table.spec)
+    if [record.name for record in old.backends if record.usable] != [record.name for record in table.backends if record.usable]:
+        named = ", ".join(record.name for record in old.backends if record.usable)
+        reasons += [Reason("backends", named, ", ".join(record.name for record in table.backends if record.usable))]
+    if reasons:
+        raise UnsupportedError(f"--resume {path}: the table", reasons, "measure anew without --resume, or into another file")
+    table.cells, table.noise = old.cells, old.noise
+    return table
+
+
+def _save(table: CrossoverTable, path: Path | None) -> None:
+    if path is not None:
+        write_json(table, path)

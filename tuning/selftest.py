@@ -1,0 +1,80 @@
+"""A few small steps, held to float64, before a backend may be timed or chosen on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+
+import torch
+
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.registry import Registry
+from headway.registry.registry import BUILTIN_OWNER
+from headway.testing.cases import make_case, parse_case
+from headway.testing.reference import reference, relative_error, run_backend
+from headway.tuning.measure_point import Pair
+from headway.tuning.schema import BackendRecord
+
+CASES = {
+    Phase.PREFILL: (("2q17_1q5", 1),),
+    Phase.EXTEND: (("1q7s20_1q16s33", 1),),
+    Phase.DECODE: (("1q1s2_3q1s40", 1), ("2q4s21", 8)),
+}
+"""(case, most query tokens of a decode) of each phase."""
+_POISON = 1e4
+"""In slots that hold no token: finite, since some kernels may read them, and large enough to show in any sum."""
+
+
+def examine(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs: Sequence[Pair]) -> list[BackendRecord]:
+    """Say of each backend whether it is here, serves the layer at all, and computes it right on its first layout and block size.
+
+    One that fails takes no part, and its record says why.
+    """
+    return [_record(registry, name, spec, pairs) for name in names]
+
+
+def _record(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> BackendRecord:
+    owner = registry.backends[name].owner
+    here = registry.availability(name)
+    reason = here.brief if not here else self_test(registry, name, spec, pairs)
+    return BackendRecord(name=name, owner=owner, version=_version(owner), available=bool(here), reason=reason)
+
+
+def self_test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> str:
+    """Why a backend must not be used on this machine; empty if nothing speaks against it."""
+    tested = False
+    refusal = ""
+    for phase, cases in CASES.items():
+        pair = next((pair for pair in pairs if registry.supports(name, spec, *pair, phase)), None)
+        if pair is None:
+            refusal = refusal or registry.supports(name, spec, *pairs[0], phase).brief
+            continue
+        for text, decode_query_len in cases:
+            tested = True
+            wrong = _wrong(registry, name, spec, pair, text, decode_query_len)
+            if wrong:
+                return f"self-test: {phase.value} {text} on {pair[0].name} {pair[1]}: {wrong}"
+    return "" if tested else refusal
+
+
+def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, text: str, decode_query_len: int) -> str:
+    try:
+        writer = registry.layout(pair[0].name).load_writer(spec.device)
+        lens = parse_case(text, decode_query_len)
+        case = make_case(lens, spec, *pair, writer, poison=_POISON, decode_query_len=decode_query_len)
+        backend = registry.backend(name)(spec, *pair)
+        found = relative_error(run_backend(backend, case), reference(case), case)
+        tolerance = backend.tolerance[spec.dtype]
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return "" if found <= tolerance else f"relative error {found:.2g}, tolerance {tolerance:.2g}"
+
+
+def _version(owner: str) -> str:
+    try:
+        return metadata.version("headway" if owner == BUILTIN_OWNER else owner)
+    except (metadata.PackageNotFoundError, ValueError):
+        return ""

@@ -1,0 +1,178 @@
+"""How long a call takes: median and spread on the device, and what it costs the host.
+
+On a GPU Triton's `do_bench` times with events and flushes the L2 cache before every run, so that nothing is read from there; on a
+CPU it is the process's clock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from headway.core.contract.errors import ConfigError
+
+QUANTILES = (0.5, 0.2, 0.8)
+_MIN_RUNS = 5
+_MAX_RUNS = 1000
+_MOST_FLUSHES = 8
+"""Of the L2 cache before one run."""
+_HOST_RUNS = 20
+_HOST_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One call's time over many runs, in microseconds."""
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """How long to warm up and to repeat. The defaults are those the figures in the documentation were taken with."""
+
+    warmup_ms: float = 15.0
+    rep_ms: float = 60.0
+
+    def time(self, call: Callable[[], object], device: torch.device) -> Timing:
+        """Median, 20th and 80th percentile of `call` on a device. `call` must leave its inputs as they were.
+
+        :raises ConfigError: a GPU without Triton, whose benchmark loop this is.
+        """
+        if device.type == "cpu":
+            return _time_on_cpu(call, self.warmup_ms, self.rep_ms)
+        try:
+            from triton.testing import do_bench
+        except ImportError as error:
+            raise ConfigError("timing on a GPU", "triton", f"{type(error).__name__}: {error}", "pip install triton") from error
+        answer = do_bench(call, warmup=self.warmup_ms, rep=self.rep_ms, quantiles=list(QUANTILES), return_mode="median")
+        return Timing(*(1e3 * value for value in answer))
+
+
+def host_us(call: Callable[[], object], device: torch.device, seconds: float = _HOST_SECONDS) -> float:
+    """Median microseconds until `call` returns to the host, the device idle before each run and not waited for within it.
+
+    Twenty runs after a warm-up, fewer (three at least) of a call that takes long. Of one that takes longer than `seconds`, the
+    only one.
+
+    On a CPU the work itself is included, since nothing there returns early.
+    """
+    began = time.perf_counter()
+    call()
+    if time.perf_counter() - began > seconds:
+        return 1e6 * (time.perf_counter() - began)
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or (len(times) < _HOST_RUNS and time.perf_counter() - began < seconds):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
+    return median(times)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Times several calls in turns, so that what changes on the machine meanwhile meets all of them alike."""
+
+    rounds: int = 3
+    round_ms: float = 5.0
+    """Of each call in each round, after a warm-up run."""
+    min_runs: int = 3
+    """Of each call in each round, however long it takes."""
+    max_runs: int = 60
+    """Of each call in each round, however short it is: on a GPU the cache's flush before each takes longer than a short call."""
+
+    def time(self, calls: Sequence[Callable[[], object]], device: torch.device) -> list[Timing]:
+        """Median, 20th and 80th percentile of each call. On a GPU its work alone, the L2 cache flushed before every run."""
+        run = _EventClock(device).times if device.type == "cuda" else _cpu_times
+        samples: list[list[float]] = [[] for _ in calls]
+        for _ in range(self.rounds):
+            for call, found in zip(calls, samples, strict=True):
+                found += run(call, self._runs(run(call, 1)[0]))
+        return [Timing(*(_quantile(sorted(found), share) for share in QUANTILES)) for found in samples]
+
+    def _runs(self, us: float) -> int:
+        """Of a call that takes so many microseconds, in each round."""
+        return min(max(int(1e3 * self.round_ms / max(us, 1e-3)), self.min_runs), self.max_runs)
+
+    def needed_ms(self, us: float) -> float:
+        """How long it takes to time a call of so many microseconds; flushes, which take all calls alike, are not counted."""
+        return 1e-3 * self.rounds * (1 + self._runs(us)) * us
+
+    def estimate(self, call: Callable[[], object], device: torch.device) -> float:
+        """The better of two runs, in microseconds: enough to know a clear loser among calls that take long."""
+        return min((_EventClock(device).times if device.type == "cuda" else _cpu_times)(call, 2))
+
+
+class _EventClock:
+    """Times runs on a GPU by events, each after a flush of the L2 cache.
+
+    A call whose launches take the host longer than the flush takes the device would be timed as the host's work: the device
+    would wait between the events. Before such a call the cache is flushed several times, so that the device is still busy when
+    the last launch arrives, and only its own work lies between the events. What the host takes is measured apart (`host_us`).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        self._flushed = torch.empty(max(size, 2**20), dtype=torch.int8, device=device)
+        self._flush_us = 0.0  # unknown: one flush each
+        self._flush_us = min(self.times(self._flushed.zero_, 3))
+
+    def times(self, call: Callable[[], object], runs: int) -> list[float]:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]  # type: ignore[no-untyped-call]
+        host = 0.0  # known after the first run, which alone may be timed too long
+        for start, end in events:
+            for _ in range(_flushes(host, self._flush_us)):
+                self._flushed.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            host = 1e6 * (time.perf_counter() - began)
+            end.record()
+        events[-1][1].synchronize()
+        return [1e3 * start.elapsed_time(end) for start, end in events]
+
+
+def _flushes(host_us: float, flush_us: float) -> int:
+    """Flushes that keep the device busy for half as long again as the host takes, since not every launch takes it as long."""
+    return min(max(math.ceil(1.5 * host_us / flush_us), 1), _MOST_FLUSHES) if flush_us > 0 else 1
+
+
+def _cpu_times(call: Callable[[], object], runs: int) -> list[float]:
+    times = []
+    for _ in range(runs):
+        before = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - before))
+    return times
+
+
+def _time_on_cpu(call: Callable[[], object], warmup_ms: float, rep_ms: float) -> Timing:
+    start = time.perf_counter()
+    call()  # first touch: allocations, thread pools
+    while time.perf_counter() - start < 1e-3 * warmup_ms:
+        call()
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < _MIN_RUNS or (time.perf_counter() - start < 1e-3 * rep_ms and len(times) < _MAX_RUNS):
+        before = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - before))
+    return Timing(*(_quantile(sorted(times), share) for share in QUANTILES))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between the two nearest of the ordered values, as torch.quantile."""
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])

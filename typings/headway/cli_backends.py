@@ -1,1 +1,0 @@
-../../headway/cli_backends.py
