@@ -12,6 +12,7 @@ from headway.cli.bench_crossover import crossover
 from headway.cli.bench_kernel import kernel
 from headway.cli.bench_throughput import throughput
 from headway.cli.build import build
+from headway.cli.check import check
 from headway.cli.diff import diff
 from headway.cli.doctor import doctor
 from headway.cli.explain import explain
@@ -36,6 +37,7 @@ app.command()(generate)
 app.command()(diff)
 app.command()(doctor)
 app.command()(build)
+app.command()(check)
 bench.command()(throughput)
 bench.command()(kernel)
 bench.command()(crossover)

@@ -16,7 +16,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cases import Case, make_case, parse_case
 from headway.testing.reference import reference, relative_error, run_backend
-from invariance import dependent, invariance_case
+from headway.testing.invariance import dependent, invariance_case
 from new_token import LENGTHS, error_after_writing, new_token_case, write_and_decode
 
 pytest.importorskip("triton")
