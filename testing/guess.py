@@ -29,8 +29,8 @@ class Wrong:
     """This step's k and v as they were handed to `prefill`; None in decode."""
     others: Sequence[Row] = ()
     """The other sequences of the step, and this one in other layers."""
-    earlier: int = 0
-    """kv_len of the same row in the step before, or at capture; 0: there was none."""
+    earlier: Sequence[int] = ()
+    """kv_len of the same row in the step before, and at capture."""
     layouts: Sequence[CacheLayout] = ()
 
 
@@ -38,7 +38,7 @@ def mistakes(wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
     """(what it looks like, the answer that mistake gives), the likeliest first; those that change nothing are left out."""
     row, right = wrong.row, expected(wrong.row)[0]
     for name, answer in _answers(wrong):
-        if answer is not None and answer.shape == right.shape and not distance(answer, right) < 1e-9:
+        if answer is not None and answer.shape == right.shape and bool(answer.any()) and not distance(answer, right) < 1e-9:
             yield name.format(row=row), answer
 
 
@@ -119,16 +119,16 @@ def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
         yield "matches kv head 0 read by every query head", attend(
             spec, row.q, keys[:, :1].expand_as(keys), values[:, :1].expand_as(values), row.context
         )[0]
+    for earlier in wrong.earlier:
+        if earlier != last:
+            yield "matches stale lengths: those of an earlier step, of the capture or of the host", _at_length(row, earlier)
     yield from _other_places(wrong, keys, values, size)
-    if wrong.earlier and wrong.earlier != last:
-        yield "matches stale lengths: those of an earlier step or of the capture", _at_length(row, wrong.earlier)
     for other in wrong.others:
         if other.query_len == n and other.q.shape == row.q.shape:
             yield "matches the answer of another sequence or layer", expected(other)[0]
             k, v = other.kv()
             yield "matches this query over the cache of another sequence or layer", attend(spec, row.q, k, v, other.context)[0]
     yield "matches values that are not weighted: an average over the keys", with_spec(scale=1e-9)
-    yield "matches an output of zeros: nothing was added up", torch.zeros_like(expected(row)[0])
 
 
 def _other_places(wrong: Wrong, keys: Tensor, values: Tensor, size: int) -> Iterator[tuple[str, Tensor | None]]:
@@ -166,11 +166,11 @@ def _over(row: Row, blocks: Tensor) -> Tensor:
 
 
 def _at_length(row: Row, kv_len: int) -> Tensor | None:
-    """The answer over the first kv_len slots of the sequence's blocks (and of the block 0 that pads a table)."""
-    size = row.cache.block_size
-    blocks = torch.tensor([*row.blocks, 0, 0][: -(-kv_len // size)])
-    if kv_len < row.query_len or kv_len > len(blocks) * size:
+    """The answer over the first kv_len slots of the sequence's blocks, and of block 0, which pads a table."""
+    if kv_len < row.query_len:
         return None
+    needed = -(-kv_len // row.cache.block_size)
+    blocks = torch.tensor([*row.blocks, *[0] * (needed - len(row.blocks))])
     return attend(row.spec, row.q, *row.kv(row.slots(blocks, kv_len)), kv_len - row.query_len)[0]
 
 

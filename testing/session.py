@@ -58,6 +58,8 @@ class Session:
         self.buffers = [Inputs.allocate(spec, max_tokens, merged=layer % 2 == 1) for layer in range(layers)]
         self.previous: list[int] = []
         """kv_len of each row of the step before."""
+        self.planned = 0
+        """The longest kv_len that a captured decode was planned for; 0: none was."""
 
     @property
     def backends(self) -> tuple[Mapping[AttentionSpec, AttentionBackend], Mapping[AttentionSpec, AttentionBackend]]:

@@ -133,7 +133,7 @@ def without_stray_reads(run: Callable[[float], None], poison: float) -> None:
             run(0.0)
         except Finding as clean:
             if clean.guess.startswith("NaN"):
-                finding.guess = finding.guess.replace("NaN", "NaN whatever the unused slots hold", 1)
+                finding.guess += ", whatever the unused slots hold"
             elif clean.guess:
                 finding.guess = clean.guess
         else:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from inspect import isabstract
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -111,10 +111,11 @@ def _plugin(found: type[AttentionBackend], layouts: Sequence[CacheLayout]) -> ob
         return [LayoutInfo(layout, lambda device: write_rows) for layout in layouts]
 
     backends.__name__, own_layouts.__name__ = "headway_register_backends", "headway_register_layouts"
-    hooks = {"headway_register_backends": hookimpl(backends)}
+    plugin = ModuleType(f"headway_check_{found.__name__}")
+    plugin.headway_register_backends = hookimpl(backends)  # type: ignore[attr-defined]
     if layouts:
-        hooks["headway_register_layouts"] = hookimpl(own_layouts)
-    return SimpleNamespace(**hooks)
+        plugin.headway_register_layouts = hookimpl(own_layouts)  # type: ignore[attr-defined]
+    return plugin
 
 
 def _import(path: Path) -> ModuleType:

@@ -27,9 +27,11 @@ class Watched(Protocol):
 
     spec: AttentionSpec
     block_size: int
+    num_blocks: int
     layers: Layers
     layouts: Sequence[CacheLayout]
     previous: list[int]
+    planned: int
     prefill: AttentionBackend | None
     decode: AttentionBackend | None
 
@@ -42,6 +44,7 @@ def judge(session: Watched, step: Step) -> None:
     tolerance = limit(session, step)
     for layer in range(len(step.inputs)):
         _answers(session, step, layer, tolerance)
+        _padding(step, layer)
 
 
 def limit(session: Watched, step: Step) -> float:
@@ -65,8 +68,9 @@ def _cache(session: Watched, step: Step, layer: int) -> None:
     if not wrong:
         said.append("memory between the rows, which belongs to somebody else, is changed")
     looks = "forgets to write the new token" if missing and not stray else "writes to the wrong slot" if missing else "writes to the cache"
-    if stray and not missing and step.padding.start < step.padding.stop:
-        looks = "writes padding rows (or others that are not its own) to the cache"
+    last = session.num_blocks * session.block_size - 1
+    if stray and not missing and (stray == [last] or step.padding.start < step.padding.stop):
+        looks = "writes padding rows to the cache: slot -1 means that nothing is written"
     raise Finding(f"layer {layer}: the cache must hold what the layout's writer leaves: {'; '.join(said)}", guess=looks)
 
 
@@ -78,6 +82,9 @@ def _guards(step: Step, layer: int) -> None:
             f"layer {layer}: rows before or after `out`, which belong to somebody else, are written",
             guess="writes more rows than `out` has",
         )
+
+
+def _padding(step: Step, layer: int) -> None:
     padding = step.inputs[layer].out[step.padding]
     if bool((padding.isfinite() & (padding != 0)).any()):
         raise Finding(
@@ -113,7 +120,7 @@ def _wrong(session: Watched, step: Step, layer: int, number: int) -> Wrong:
     row, given, tokens = step.rows[layer][number], step.inputs[layer], step.tokens[number]
     same = [each for at, each in enumerate(step.rows[layer]) if at != number]
     others = [*(rows[number] for at, rows in enumerate(step.rows) if at != layer), *same[:8]]
-    earlier = session.previous[number] if number < len(session.previous) else 0
+    earlier = [length for length in (session.planned, *session.previous[number : number + 1]) if length]
     dense = None
     if number < step.metadata.num_prefills:
         first = step.tokens[0].start
@@ -123,11 +130,13 @@ def _wrong(session: Watched, step: Step, layer: int, number: int) -> Wrong:
 
 def _looks(wrong: Sequence[Wrong], errors: Sequence[float], tolerance: float, shared: str, bad: bool) -> str:
     if all(bool(each.out.isnan().any()) for each in wrong):
-        looks = "NaN"
+        looks = "NaN for one sequence" if len(wrong) == 1 and len(errors) > 1 else "NaN"
     elif not bad:
         looks = "a rounding that is coarser than the declared tolerance"
     else:
         looks = guess([each for each in wrong if not bool(each.out.isnan().any())] or wrong, tolerance)
+    if looks and not looks.startswith("NaN"):
+        return looks
     return ", ".join(part for part in (looks, f"wrong in exactly {shared}" if shared else "") if part)
 
 

@@ -41,6 +41,7 @@ def _replays(stage: Stage, cell: Cell, poison: float) -> None:
     turns = _turns(longest, cell.block_size, tokens)
     session = stage.session(cell, [turns[0]] * 2, poison=poison)
     captured = _Captured(session, longest, tokens)
+    session.planned = longest
     for number, lens in enumerate(turns):
         work = open_all(session, lens)
         padding = 0 if tokens > 1 else ROWS - len(lens)
@@ -53,7 +54,6 @@ def _replays(stage: Stage, cell: Cell, poison: float) -> None:
         except Finding as finding:
             finding.args = (f"replay {number + 1} of a decode that was planned at length {longest}: {finding}",)
             raise
-        session.previous = [longest] * ROWS
         close_all(session, [turn.seq for turn in work])
 
 
