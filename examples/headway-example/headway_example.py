@@ -10,7 +10,8 @@ from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 
 class Example(AttentionBackend):
     name = "example"
-    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"))
+    # exact_host_lengths: plan() slices by the lengths on the host.
+    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"), exact_host_lengths=True)
 
     def plan(self, metadata):
         """Once a step: the slots of every sequence's keys, and who sees whom."""
@@ -38,4 +39,4 @@ class Example(AttentionBackend):
 
 @hookimpl
 def headway_register_backends():
-    return [BackendInfo("example", "the smallest backend that really runs", lambda: Example, api_version=1)]
+    return [BackendInfo("example", "the smallest backend that really runs", lambda: Example, api_version=2)]
