@@ -1,4 +1,4 @@
-"""A cell of the conformance kit: one check of one backend or layout at one value of each axis, with a name that finds it again."""
+"""A cell of the conformance kit: one check of one backend or layout at one value of each axis, with a name to find it again."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Cell:
 def make_spec(
     head_dim: int, group: int, dtype: str, feature: str, device: torch.device, claims: frozenset[str], v_head_dim: int = 0
 ) -> AttentionSpec:
-    """The layer of a cell. claims: Capabilities.features of the backend, for "together"; v_head_dim: 0, the default of `feature`."""
+    """The layer of a cell. claims: Capabilities.features of the backend, for "together"; v_head_dim: 0, as `feature` has it."""
     kv_heads = 1 if feature == "latent" else NUM_KV_HEADS
     heads = group * kv_heads
     features: dict[str, object] = {

@@ -46,9 +46,8 @@ def check(
     if wanted.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device", "a CUDA GPU", "none that torch can use", "--device cpu")
     target = wanted.target or BASELINE
-    threads = max(1, torch.get_num_threads() // wanted.jobs) if wanted.device == "cpu" else 1
     timeout = wanted.timeout or TIMEOUT[wanted.device]
-    children = [Child(target, wanted.device, threads, timeout) for _ in range(max(1, wanted.jobs))]
+    children = [Child(target, wanted.device, 1, timeout) for _ in range(max(1, wanted.jobs))]
     started = time.monotonic()
     try:
         listed = children[0].list(quick=wanted.quick, layout=wanted.layout)

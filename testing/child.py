@@ -1,5 +1,7 @@
-"""`python -m headway.testing.child TARGET DEVICE`: a process that loads a subject and runs the cells it is told, one line of JSON for
-each. What the subject prints goes to the error stream; what it breaks is this process alone."""
+"""`python -m headway.testing.child TARGET DEVICE THREADS`: a process that loads a subject and runs the cells it is told.
+
+Each answer is one line of JSON. What the subject prints goes to the error stream; what it breaks is this process alone.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Which layers a backend is tried on: what it claims, thinned out to a covering set.
 
-The full product of a backend that serves everything has some 40,000 combinations. Faults of kernels sit in one value or in a pair (a
-block size with a head_dim, a window with a phase), so every pair of values that the backend claims is tried in every phase, with
+The full product of a backend that serves everything has some 40,000 combinations. Faults of kernels sit in one value or in a pair
+(a block size with a head_dim, a window with a phase), so every pair of values that the backend claims is tried in every phase, with
 few distinct layers, since a kernel is compiled for each: greedy covering by (phase, pair).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
 
@@ -22,6 +22,8 @@ from headway.testing.subject import Subject
 Value = str | int
 BLOCK_SIZES = (16, 8, 64, 128, 256)
 HEAD_DIMS = (64, 80, 96, 128, 256)
+MOST_OWN_DIMS = 4
+"""Of head sizes that a backend lists beside HEAD_DIMS; of more, the smallest and the largest are tried."""
 GROUPS = (4, 1, 7, 8)
 DTYPES = ("float32", "bfloat16", "float16")
 UNCLAIMED: dict[str, Value] = {"dtype": "float64"}
@@ -41,13 +43,14 @@ class Claimed:
         """What each axis may be, claimed or not, the plainest first."""
         claims = self.subject.claims
         blocks = sorted({*BLOCK_SIZES, *([claims.block_multiple] if claims.block_multiple > 1 else [])})
-        dims = {*HEAD_DIMS, *(claims.head_dims or ())} | {pair[0] for pair in claims.v_head_dims or ()}
+        own = sorted({*(claims.head_dims or ()), *(pair[0] for pair in claims.v_head_dims or ())} - {*HEAD_DIMS})
+        dims = {*HEAD_DIMS, *(own if len(own) <= MOST_OWN_DIMS else (own[0], own[-1]))}
         features = [each for each in FEATURES if each != "together" or len(claims.features) > 1]
         return {
             "layout": tuple(self.subject.layouts),
             "memory": MEMORIES,
             "block_size": tuple(sorted(blocks, key=lambda size: (size != 16, size))),
-            "head_dim": tuple(sorted(dims)),
+            "head_dim": tuple(sorted(dims, key=lambda dim: (dim != 64, dim))),
             "group": GROUPS,
             "dtype": DTYPES,
             "feature": tuple(features),
@@ -58,9 +61,7 @@ class Claimed:
         claims = self.subject.claims
         pair = next((pair for pair in claims.v_head_dims or () if pair[0] == cell.head_dim), (0, 0))
         v_head_dim = pair[1] if cell.feature in ("v_head_dim", "latent") else 0
-        return make_spec(
-            cell.head_dim, cell.group, cell.dtype, cell.feature, self.subject.device, claims.features, v_head_dim
-        )
+        return make_spec(cell.head_dim, cell.group, cell.dtype, cell.feature, self.subject.device, claims.features, v_head_dim)
 
     def support(self, cell: Cell, phase: str) -> Support:
         """Whether the subject claims a cell in a phase (a name of PHASES)."""
@@ -76,9 +77,7 @@ class Claimed:
         axes = [self.values[axis] if axis != "memory" else ("own",) for axis in AXES]
         for picked in product(*axes):
             cell = Cell("answer", **dict(zip(AXES, picked, strict=True)))  # type: ignore[arg-type]
-            served = {
-                phase: bool(self.subject.supports(self.spec(cell), cell.layout, cell.block_size, phase)) for phase in Phase
-            }
+            served = {phase: bool(self.subject.supports(self.spec(cell), cell.layout, cell.block_size, phase)) for phase in Phase}
             phases = frozenset(name for name, needed in PHASES.items() if all(served[each] for each in needed))
             if phases:
                 found.append((cell, phases))
@@ -121,10 +120,8 @@ class Claimed:
             taken = {getattr(cell, axis) for cell, _ in self.rows}
             odd = (*PROBES.get(axis, ()), *([UNCLAIMED[axis]] if axis in UNCLAIMED else []))
             for value in (*self.values[axis], *odd) if axis != "memory" else ():
-                cell = plain.plain("refuse", axis, phase=self._phase(plain), **{axis: value})
-                if value not in taken and not self.support(cell, cell.phase):
-                    cells.append(cell)
-                elif value in UNCLAIMED.values():
+                cell = replace(plain, check="refuse", about=axis, phase=self._phase(plain), **{axis: value})  # type: ignore[arg-type]
+                if (value not in taken and not self.support(cell, cell.phase)) or value in UNCLAIMED.values():
                     cells.append(cell)
         phases = {phase for _, served in self.rows for phase in served}
         return cells + [plain.plain("refuse", "phase", phase=phase) for phase in PHASES if phase not in phases]
@@ -136,8 +133,9 @@ class Claimed:
             for value in odd:
                 for phase in ("extend", "decode"):
                     plain = self.plainest(phase)
-                    if plain is not None and self.support(plain.plain("answer", **{axis: value}), phase):
-                        cells.append(plain.plain("answer", phase=phase, **{axis: value}))
+                    odd_one = None if plain is None else replace(plain, phase=phase, **{axis: value})  # type: ignore[arg-type]
+                    if odd_one is not None and self.support(odd_one, phase):
+                        cells.append(odd_one)
         return cells
 
     def _phase(self, cell: Cell) -> str:

@@ -8,9 +8,7 @@ from headway.core.contract.support import Support
 class Finding(Exception):
     """The backend, layout or option under test breaks the contract."""
 
-    def __init__(
-        self, what: str, *, guess: str = "", error: float | None = None, tolerance: float | None = None
-    ) -> None:
+    def __init__(self, what: str, *, guess: str = "", error: float | None = None, tolerance: float | None = None) -> None:
         """what: what was expected and what came; guess: what it looks like; error: relative, against the declared tolerance."""
         super().__init__(what)
         self.guess = guess

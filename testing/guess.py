@@ -71,9 +71,10 @@ def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
 
     if spec.softcap is not None:
         yield "matches the answer without the soft-cap", with_spec(softcap=None)
-        yield "matches a soft-cap applied before the scale", attend(
-            replace(spec, softcap=spec.softcap / spec.scale), row.q, keys, values, row.context
-        )[0]
+        yield (
+            "matches a soft-cap applied before the scale",
+            attend(replace(spec, softcap=spec.softcap / spec.scale), row.q, keys, values, row.context)[0],
+        )
     if spec.sinks is not None:
         yield "matches the answer without the sinks", with_spec(sinks=None)
         yield "matches sinks of the wrong sign", with_spec(sinks=tuple(-sink for sink in spec.sinks))
@@ -102,7 +103,10 @@ def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
         yield "matches scale 1/sqrt(v_head_dim)", with_spec(scale=spec.v_head_dim**-0.5)
     if row.context:
         yield "ignores the context: matches this step's tokens alone", cut(row.context, last, 0)
-        yield "matches queries that sit at positions 0, 1, ... in place of after the context", attend(spec, row.q, keys, values, 0)[0]
+        yield (
+            "matches queries that sit at positions 0, 1, ... in place of after the context",
+            attend(spec, row.q, keys, values, 0)[0],
+        )
     if n > 1:
         yield "looks like a causal mask off by one (a query sees the next token)", _seeing(row, keys, values, 1)
         yield "looks like a causal mask off by one (a query does not see itself)", _seeing(row, keys, values, -1)
@@ -112,13 +116,15 @@ def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
     if last > 1:
         yield "misses the first token", cut(1, last, row.context - 1)
     if 1 < spec.num_kv_heads < spec.num_heads:
-        yield "matches GQA map h % kv_heads (query head h reads kv head h // group_size)", attend(
-            spec, row.q, keys, values, row.context, modulo=True
-        )[0]
+        yield (
+            "matches GQA map h % kv_heads (query head h reads kv head h // group_size)",
+            attend(spec, row.q, keys, values, row.context, modulo=True)[0],
+        )
     if spec.num_kv_heads > 1:
-        yield "matches kv head 0 read by every query head", attend(
-            spec, row.q, keys[:, :1].expand_as(keys), values[:, :1].expand_as(values), row.context
-        )[0]
+        yield (
+            "matches kv head 0 read by every query head",
+            attend(spec, row.q, keys[:, :1].expand_as(keys), values[:, :1].expand_as(values), row.context)[0],
+        )
     for earlier in wrong.earlier:
         if earlier != last:
             yield "matches stale lengths: those of an earlier step, of the capture or of the host", _at_length(row, earlier)
@@ -189,7 +195,8 @@ def _read_as(cache: LayerCache, layout: CacheLayout) -> LayerCache | None:
 
 def _unstrided(tensor: Tensor) -> Tensor:
     """What a kernel reads that takes a view for a tensor of its own."""
-    strides, step = [], 1
+    strides: list[int] = []
+    step = 1
     for length in reversed(tensor.shape):
         strides.insert(0, step)
         step *= length
@@ -201,8 +208,9 @@ TRAITS: dict[str, Callable[[Row, int, int], bool]] = {
     "the first sequence of the step": lambda row, number, count: number == 0,
     "those with a context": lambda row, number, count: row.context > 0,
     "those without a context": lambda row, number, count: row.context == 0,
-    "those whose context ends with a block": lambda row, number, count: row.context > 0
-    and row.context % row.cache.block_size == 0,
+    "those whose context ends with a block": lambda row, number, count: (
+        row.context > 0 and row.context % row.cache.block_size == 0
+    ),
     "those that end with a block": lambda row, number, count: row.kv_len % row.cache.block_size == 0,
     "those of several blocks": lambda row, number, count: row.kv_len > row.cache.block_size,
     "those of more than 1,024 tokens": lambda row, number, count: row.kv_len > 1024,

@@ -52,7 +52,7 @@ def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tens
     )
     q, k, v = (torch.cat([t[starts[row] : starts[row + 1]] for row in rows]) for t in (case.q, case.k, case.v))
     out = run_backend(backend, dataclasses.replace(case, metadata=metadata, q=q, k=k, v=v))
-    return list(out.split([q for q, _ in lens]))
+    return list(out.split([q for q, _ in lens]))  # type: ignore[no-untyped-call]
 
 
 def dependent(backend: AttentionBackend, case: Case) -> list[str]:

@@ -60,12 +60,14 @@ class Kit:
         cells += [cell.plain("cold", phase=phase) for phase, cell in zip(PHASES, plain, strict=True) if cell is not None]
         cells += claimed.refusals()
         cells.append(some.plain("options"))
-        cells += [cell.plain("tolerance") for cell in _distinct(claimed.plainest(p, dtype=d) for d in _dtypes(claimed) for p in PHASES)]
+        cells += [
+            cell.plain("tolerance") for cell in _distinct(claimed.plainest(p, dtype=d) for d in _dtypes(claimed) for p in PHASES)
+        ]
         single = claimed.cover(1)
         for cell, phases in single if quick else claimed.cover(2):
             cells += [cell.plain("answer", phase=phase) for phase in PHASES if phase in phases]
         cells += claimed.probes()
-        cells += self._deep(single[:2] if quick else single)
+        cells += self._deep(single[:1] if quick else single[:4])
         return list(dict.fromkeys(cells))
 
     def layout_cells(self, name: str) -> list[Cell]:
@@ -141,7 +143,9 @@ def _distinct(cells: Iterable[Cell | None]) -> list[Cell]:
 def _raised(error: Exception) -> str:
     """What a backend raised and where, in one line."""
     frames = traceback.extract_tb(error.__traceback__)[-1:]
-    where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames and not isinstance(error, HeadwayError) else ""
+    where = (
+        f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames and not isinstance(error, HeadwayError) else ""
+    )
     return f"raised {type(error).__name__}: {' '.join(str(error).split())[:_NOTE]}{where}"
 
 

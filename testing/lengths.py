@@ -39,7 +39,10 @@ def padding_rows(phase: str) -> int:
 def second_step(lens: Lens) -> Lens:
     """Fewer and other lengths, for a second step of the same instance."""
     half = lens[::-2]
-    cut = [(query_len if drafts or query_len == 1 else max(2, query_len // 2), context, drafts) for query_len, context, drafts in half]
+    cut = [
+        (query_len if drafts or query_len == 1 else max(2, query_len // 2), context, drafts)
+        for query_len, context, drafts in half
+    ]
     return sorted(cut, key=_decodes)
 
 

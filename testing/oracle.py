@@ -1,4 +1,4 @@
-"""Attention of one sequence in float64, sharing no code with any backend, and ways to get it wrong that a finding can be named by."""
+"""Attention of one sequence in float64, sharing no code with any backend: what every answer is compared with."""
 
 from __future__ import annotations
 

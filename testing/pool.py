@@ -44,7 +44,7 @@ class Foreign:
             self.bases.append(base)
             first = 0
             for name, size in zip(names, sizes, strict=True):
-                tensors[name] = base[..., first : first + size].unflatten(-1, shapes[name][kept:])
+                tensors[name] = base[..., first : first + size].unflatten(-1, shapes[name][kept:])  # type: ignore[no-untyped-call]
                 first += size
         self.cache = LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
 

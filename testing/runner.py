@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -81,10 +82,8 @@ class Child:
     def stop(self) -> None:
         """End the process and all that it started."""
         if self._process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self._process.wait()
             for stream in (self._process.stdin, self._process.stdout, self._errors):
                 if stream is not None:
@@ -92,7 +91,7 @@ class Child:
         self._process, self._rest = None, b""
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
         command = [sys.executable, "-m", "headway.testing.child", self.target, self.device, str(self.threads)]
         self._process = subprocess.Popen(
             command,

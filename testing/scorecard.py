@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.text import Text
 
 from headway.testing.cells import AXES
-from headway.testing.report import CellResult, CheckReport
+from headway.testing.report import CellResult, CheckReport, Status
 
-_MARKS = {"passed": ("✓", "green"), "failed": ("✗", "bold red"), "skipped": ("–", "dim")}
+_MARKS: dict[Status, tuple[str, str]] = {"passed": ("✓", "green"), "failed": ("✗", "bold red"), "skipped": ("–", "dim")}
 _NAME = 10
 _SHOWN = 8
 """Failures shown in words; the rest are counted, and all are in the JSON file."""
@@ -46,7 +46,7 @@ def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) ->
 
 def _line(name: str, text: str, cells: Sequence[CellResult], width: int) -> Text:
     counts = Counter(cell.status for cell in cells)
-    status = "failed" if counts["failed"] else "passed" if counts["passed"] else "skipped"
+    status: Status = "failed" if counts["failed"] else "passed" if counts["passed"] else "skipped"
     mark, style = _MARKS[status]
     number = f"{counts['failed']} of {len(cells)} failed" if status == "failed" else str(counts["passed"])
     said = text
@@ -122,7 +122,8 @@ def badge(report: CheckReport) -> str:
 def _different(failed: Sequence[CellResult]) -> list[CellResult]:
     """Failures with one of each check and guess first."""
     seen: set[tuple[str, str]] = set()
-    first, rest = [], []
+    first: list[CellResult] = []
+    rest: list[CellResult] = []
     for cell in failed:
         key = (cell.check, cell.guess)
         (rest if key in seen else first).append(cell)

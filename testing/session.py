@@ -19,6 +19,7 @@ from headway.testing.pool import Layers
 from headway.testing.steps import Before, Inputs, Step, Tokens, Turn, Work
 from headway.testing.verdict import judge
 
+
 class Session:
     """One instance of a backend for each of the two parts of a step, and the caches of a few layers that share every plan.
 
@@ -48,9 +49,7 @@ class Session:
         self.prefill, self.decode = prefill, decode
         spare = 4
         self.num_blocks = num_blocks + 1 + spare
-        self.layers = Layers(
-            spec, layout, self.num_blocks, block_size, writer, memory=memory, layers=layers, poison=poison
-        )
+        self.layers = Layers(spec, layout, self.num_blocks, block_size, writer, memory=memory, layers=layers, poison=poison)
         self.generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_blocks, generator=self.generator) + 1
         self._free: list[int] = order.tolist()
@@ -67,7 +66,7 @@ class Session:
         return {self.spec: self.prefill or self.decode}, {self.spec: self.decode or self.prefill}  # type: ignore[dict-item]
 
     def open(self, context: int, share: Tokens | None = None) -> Tokens:
-        """A sequence whose first `context` tokens are cached. share: one whose full blocks it begins with, as after a prefix hit."""
+        """A sequence with `context` cached tokens. share: one whose full blocks it begins with, as after a prefix hit."""
         seq = Tokens()
         if share is not None:
             shared = min(share.length, context) // self.block_size

@@ -33,7 +33,7 @@ class Stage:
 
     @property
     def poison(self) -> float:
-        """What slots hold that belong to no token: NaN, or a large number where the subject declares that it multiplies by zero."""
+        """What slots of no token hold: NaN, or a large number where the subject says that it multiplies it by zero."""
         return FINITE_POISON if self.subject.claims.reads_whole_blocks else math.nan
 
     def backend(self, cell: Cell, name: str = "") -> AttentionBackend:
@@ -53,7 +53,7 @@ class Stage:
     ) -> Session:
         """A session with room for steps of these lengths.
 
-        parts: backends of the first part of a step and of the second; None: the subject, and the baseline where it does not serve.
+        parts: backends of the first and the second part of a step; None: the subject, and the baseline for what it does not serve.
 
         :raises Skipped: the subject rightly refuses the cell's cache.
         """
@@ -101,7 +101,9 @@ class Stage:
 
 def open_all(session: Session, lens: Lens) -> list[Turn]:
     """The sequences of a step, their contexts cached; the second and third of several blocks share blocks of the first."""
-    work, first, sharing = [], None, 0
+    work: list[Turn] = []
+    first: Tokens | None = None
+    sharing = 0
     for query_len, context, drafts in lens:
         share = first if context > session.block_size and sharing < 2 else None
         seq = session.open(context, share)
@@ -137,7 +139,9 @@ def without_stray_reads(run: Callable[[float], None], poison: float) -> None:
             elif clean.guess:
                 finding.guess = clean.guess
         else:
-            finding.guess = "reads slots that hold no token, past a sequence's end or of another block (right once they hold zeros)"
+            finding.guess = (
+                "reads slots that hold no token, past a sequence's end or of another block (right once they hold zeros)"
+            )
         raise
 
 

@@ -118,5 +118,7 @@ class Before:
                     )
         for name, old in self._metadata.items():
             if not torch.equal(getattr(step.metadata, name), old):
-                raise Finding(f"metadata.{name} must stay as it was: {old.tolist()[:8]} became "
-                              f"{getattr(step.metadata, name).tolist()[:8]}", guess=f"changes metadata.{name}")
+                raise Finding(
+                    f"metadata.{name} must stay as it was: {old.tolist()[:8]} became {getattr(step.metadata, name).tolist()[:8]}",
+                    guess=f"changes metadata.{name}",
+                )

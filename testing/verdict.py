@@ -62,12 +62,13 @@ def _cache(session: Watched, step: Step, layer: int) -> None:
     missing, stray = sorted(wrong & new), sorted(wrong - new)
     said = []
     if missing:
-        said.append(f"{len(missing)} of {len(new)} new tokens are not in the cache as the writer leaves them (slots {missing[:_LISTED]})")
+        slots = missing[:_LISTED]
+        said.append(f"{len(missing)} of {len(new)} new tokens are not in the cache as the writer leaves them (slots {slots})")
     if stray:
         said.append(f"{len(stray)} slots of no new token are changed (slots {stray[:_LISTED]})")
     if not wrong:
         said.append("memory between the rows, which belongs to somebody else, is changed")
-    looks = "forgets to write the new token" if missing and not stray else "writes to the wrong slot" if missing else "writes to the cache"
+    looks = "writes to the cache" if not missing else "writes to the wrong slot" if stray else "forgets to write the new token"
     last = session.num_blocks * session.block_size - 1
     if stray and not missing and (stray == [last] or step.padding.start < step.padding.stop):
         looks = "writes padding rows to the cache: slot -1 means that nothing is written"
@@ -105,7 +106,8 @@ def _answers(session: Watched, step: Step, layer: int, tolerance: float) -> None
     if error <= tolerance and not bad:
         return
     numbers = bad or [max(range(len(errors)), key=errors.__getitem__)]
-    worst = numbers[0] if math.isnan(errors[numbers[0]]) else max(numbers, key=lambda n: -1.0 if math.isnan(errors[n]) else errors[n])
+    finite = [number for number in numbers if not math.isnan(errors[number])]
+    worst = max(finite, key=errors.__getitem__) if finite else numbers[0]
     wrong = [_wrong(session, step, layer, number) for number in numbers]
     shared = trait(rows, bad) if bad else ""
     raise Finding(
@@ -156,5 +158,3 @@ def _numbers(worst: int, rows: Sequence[object], outs: Sequence[torch.Tensor], r
         f"sequence {worst} ({lens}), query {token}, head {head}, element {dim}: "
         f"expected {float(answer[token, head, dim]):.5g}, got {float(out[token, head, dim]):.5g}"
     )
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,6 @@ def check(
     from headway.testing.kit import CHECKS
     from headway.testing.report import CellResult
     from headway.testing.scorecard import badge, scorecard
-    from headway.threads import free_cores
 
     if not target and not layout:
         raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
@@ -41,7 +41,7 @@ def check(
     if jobs < 0:
         raise ConfigError("--jobs", "0 or more processes", jobs)
     console, failed = Console(), 0
-    wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, free_cores()), timeout)
+    wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, os.cpu_count() or 1), timeout)
     with console.status(f"{target or layout}: loading") as status:
         done, whole = 0, 0
 

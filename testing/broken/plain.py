@@ -1,4 +1,4 @@
-"""A backend that reads like the definition of attention, right in every phase, with a method for each step that a mistake can be in."""
+"""A backend that reads like the definition of attention, with a method for each step that a mistake can be in."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ class Plain(AttentionBackend):
                 out[tokens] = self.sequence(q[tokens], keys, values, kv_len - query_len, number, metadata)
             start += query_len
 
-    def sequence(
-        self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata
-    ) -> Tensor:
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata) -> Tensor:
         """One sequence. q: [n, num_heads, head_dim]; keys, values: [kv_len, num_kv_heads, head_dim]; context: cached tokens."""
         heads = self.kv_heads(q.device)
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys[:, heads].float()) * self.scale()

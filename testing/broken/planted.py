@@ -28,9 +28,7 @@ class IgnoresContext(Plain):
 
     name = "ignores-the-context"
 
-    def sequence(
-        self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata
-    ) -> Tensor:
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata) -> Tensor:
         """Over this step's tokens alone."""
         return super().sequence(q, keys[context:], values[context:], 0, number, metadata)
 
@@ -94,9 +92,7 @@ class ReadsPastTheEnd(Plain):
         """All slots of the last block."""
         return super().rows(cache, blocks, -(-kv_len // self.block_size) * self.block_size)
 
-    def sequence(
-        self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata
-    ) -> Tensor:
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata) -> Tensor:
         """A decode sees them all."""
         return super().sequence(q, keys, values, len(keys) - 1 if len(q) == 1 else context, number, metadata)
 
@@ -185,9 +181,7 @@ class NaNForOneSequence(Plain):
 
     name = "nan-for-one-sequence"
 
-    def sequence(
-        self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata
-    ) -> Tensor:
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata) -> Tensor:
         """Zero over zero."""
         out = super().sequence(q, keys, values, context, number, metadata)
         return out / 0 * 0 if number == 2 else out

@@ -23,7 +23,9 @@ def claims(stage: Stage, cell: Cell) -> str:
     methods = {Phase.PREFILL: "prefill", Phase.EXTEND: "prefill", Phase.DECODE: "decode"}
     for phase in said.phases:
         name = methods[phase]
-        _need(getattr(backend, name) is not getattr(AttentionBackend, name), f"phase {phase.value} is claimed", f"a method {name}()")
+        _need(
+            getattr(backend, name) is not getattr(AttentionBackend, name), f"phase {phase.value} is claimed", f"a method {name}()"
+        )
     for dtype in said.dtypes:
         value = backend.tolerance.get(dtype)
         got = f"{value!r}"
@@ -56,7 +58,9 @@ def _unclaimed(stage: Stage, plain: Cell) -> None:
         other = replace(spec, **{name: fields[name]})  # type: ignore[arg-type]
         for phase in Phase:
             if stage.subject.supports(other, plain.layout, plain.block_size, phase):
-                raise Finding(f"{name} is not among the claimed features, and supports() accepts it", guess=f"accepts {name} unclaimed")
+                raise Finding(
+                    f"{name} is not among the claimed features, and supports() accepts it", guess=f"accepts {name} unclaimed"
+                )
 
 
 def refuse(stage: Stage, cell: Cell) -> str:
@@ -65,7 +69,9 @@ def refuse(stage: Stage, cell: Cell) -> str:
     for phase in PHASES[cell.phase]:
         support &= stage.subject.supports(stage.claimed.spec(cell), cell.layout, cell.block_size, phase)
     if support:
-        raise Finding(f"{cell.about}={getattr(cell, cell.about)} must be refused: nothing claims it", guess="accepts what it does not claim")
+        raise Finding(
+            f"{cell.about}={getattr(cell, cell.about)} must be refused: nothing claims it", guess="accepts what it does not claim"
+        )
     for reason in support.reasons:
         if not (reason.what and reason.need and reason.got):
             raise Finding(f"a refusal says what was looked at, what is needed and what was got: {reason!r}")

@@ -1,11 +1,10 @@
-"""Greedy tokens of a tiny random model through the engine: prompts in chunks, prefix hits, preemption, captured decode on a GPU."""
+"""Greedy tokens of a tiny random model through the engine: prompts in chunks, prefix hits, preemption, captured decode."""
 
 from __future__ import annotations
 
 import torch
 
 from headway.core.contract.layout import CacheGeometry
-from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
 from headway.core.sampling.params import SamplingParams
@@ -33,8 +32,8 @@ def engine(stage: Stage, cell: Cell) -> str:
         if float(behind.max()) > NEAR[spec.dtype]:
             at = int((behind > NEAR[spec.dtype]).nonzero()[0])
             raise Finding(
-                f"prompt {number} ({len(prompt)} tokens), output token {at}: expected {int(logits[at].argmax())}, got {tokens[at]}, "
-                f"whose logit is {float(behind[at]):.3g} below the best",
+                f"prompt {number} ({len(prompt)} tokens), output token {at}: expected {int(logits[at].argmax())}, "
+                f"got {tokens[at]}, whose logit is {float(behind[at]):.3g} below the best",
                 guess="wrong in the engine: with chunks, prefix hits or preemption",
             )
     if spec.dtype == torch.float32 and BASELINE not in (prefill, decode):
@@ -56,7 +55,9 @@ def _prompts(block_size: int) -> list[list[int]]:
     return [ids(1), shared + ids(3), ids(17), shared + ids(1), ids(40), shared[: block_size + 1], ids(70), shared + ids(9)]
 
 
-def _generate(stage: Stage, cell: Cell, model: TinyDecoder, backend: str, prompts: list[list[int]]) -> tuple[list[list[int]], str]:
+def _generate(
+    stage: Stage, cell: Cell, model: TinyDecoder, backend: str, prompts: list[list[int]]
+) -> tuple[list[list[int]], str]:
     spec, longest = model.spec, max(map(len, prompts)) + TOKENS
     blocks = -(-longest // cell.block_size)
     layout = stage.subject.layouts[cell.layout]
@@ -70,7 +71,6 @@ def _generate(stage: Stage, cell: Cell, model: TinyDecoder, backend: str, prompt
         max_num_seqs=6,
         kv_cache_memory=memory,
         cudagraph_capture_sizes=(1, 4, 6),
-        **_cache_dtype(spec),
     )
     made = Engine(model, stage.subject.registry, config)
     wanted = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
@@ -82,7 +82,3 @@ def _generate(stage: Stage, cell: Cell, model: TinyDecoder, backend: str, prompt
             raise Finding(f"the engine ended a request: {seq.error}")
     hits = sum(seq.num_cached_tokens for seq in seqs)
     return [seq.output_token_ids for seq in seqs], f"{hits} tokens from prefix hits, {made.stats.num_preemptions} preemptions"
-
-
-def _cache_dtype(spec: AttentionSpec) -> dict[str, str]:
-    return {}

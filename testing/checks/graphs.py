@@ -1,5 +1,7 @@
-"""Decode as the engine captures it: planned once at the longest lengths, then replayed at others. On a CPU the same calls are made
-one by one in place of a graph's replay."""
+"""Decode as the engine captures it: planned once at the longest lengths, then replayed at others.
+
+On a CPU the same calls are made one by one in place of a graph's replay.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ class _Captured:
     def __init__(self, session: Session, longest: int, tokens: int) -> None:
         self._session = session
         device = session.spec.device
-        width = -(-(-(-longest // session.block_size)) // _ALIGN) * _ALIGN
+        blocks = -(-longest // session.block_size)
+        width = -(-blocks // _ALIGN) * _ALIGN
         starts = torch.arange(ROWS + 1, dtype=torch.int32) * tokens
         count = ROWS * tokens
 

@@ -49,8 +49,10 @@ def layout(stage: Stage, cell: Cell) -> str:
     try:
         cache = value.allocate(geometry, spec.k_scale, spec.v_scale)
     except Exception as error:
-        raise Finding(f"check() accepts head_dim {cell.head_dim}, and no cache can be allocated: {type(error).__name__}: {error}",
-                      guess="a check() that accepts what it cannot lay out") from None
+        raise Finding(
+            f"check() accepts head_dim {cell.head_dim}, and no cache can be allocated: {type(error).__name__}: {error}",
+            guess="a check() that accepts what it cannot lay out",
+        ) from None
     if any(bool(tensor.view(torch.uint8).any()) for tensor in cache.tensors.values()):
         raise Finding("a cache must be allocated zeroed: kernels that read whole blocks must meet finite numbers")
     for tokens in (1, 2, cell.block_size + 1, BLOCKS * cell.block_size - 3):
@@ -74,7 +76,7 @@ def _write_and_read(stage: Stage, cell: Cell, spec: AttentionSpec, cache: LayerC
     slots[-1] = -1
     merged = torch.randn(len(slots), spec.num_kv_heads * (spec.head_dim + spec.v_head_dim), generator=generator)
     merged = (merged * (3 if spec.kv_dtype else 1)).to(device, spec.dtype)
-    k, v = merged.split([spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim], dim=1)
+    k, v = merged.split([spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim], dim=1)  # type: ignore[no-untyped-call]
     k, v = k.unflatten(1, (spec.num_kv_heads, -1)), v.unflatten(1, (spec.num_kv_heads, -1))
     v = k[..., : spec.v_head_dim] if spec.value_in_key else v
     before = merged.clone()
@@ -95,7 +97,9 @@ def _write_and_read(stage: Stage, cell: Cell, spec: AttentionSpec, cache: LayerC
     rest[slots[kept].cpu()] = False
     for name, read in zip("kv", cache.gather(rest.nonzero().flatten().to(device)), strict=True):
         if bool(read.float().any()):
-            raise Finding(f"{name}: a slot that no row names is written", guess="slot -1 is not skipped, or rows go to other slots")
+            raise Finding(
+                f"{name}: a slot that no row names is written", guess="slot -1 is not skipped, or rows go to other slots"
+            )
 
 
 def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
