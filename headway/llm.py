@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from tqdm import tqdm
 
@@ -25,12 +24,11 @@ from headway.models.device_operations import fastest_sampling
 from headway.models.loader import load_model
 from headway.models.locate import DEFAULT_MODEL
 from headway.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_prompts
 from headway.registry import Registry, create_registry
 from headway.threads import set_threads
 from headway.tuning.autotune import TableWish, costs_for
 from headway.tuning.device import resolve_device
-
-Prompt = str | Sequence[int]
 
 
 @dataclass
@@ -156,7 +154,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs come in their order.
 
-        prompts: a text, token ids, or a list of either. sampling_params: one for all, or one for each; None: the defaults.
+        prompts: a text, token ids (also an array), {"prompt": text}, {"prompt_token_ids": ids}, a tokenizer's output, or a list
+        of these. sampling_params: one for all, or one for each; None: the defaults.
 
         :raises PromptError: an empty or too long prompt; it is found before anything runs, so nothing is lost.
         """
@@ -182,21 +181,38 @@ class LLM:
             yield text[shown:], output
             shown = len(text)
 
-    def chat_prompt(self, message: str) -> str:
-        """A user's message in the model's own chat template, ready for `generate`.
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, in the model's own chat template; the outputs come in their order.
 
-        :raises ConfigError: the tokenizer brings no chat template.
+        messages: a list of {"role": ..., "content": ...}, or a list of such lists.
+
+        :raises HeadwayError: the model has no chat template, or a message has another form.
         """
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ConfigError("chat", "a model whose tokenizer has a chat template", self.model.name, "leave --chat out")
-        messages = [{"role": "user", "content": message}]
-        text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return text
+        one = all(isinstance(message, Mapping) for message in messages)
+        conversations = [messages] if one else messages
+        prompts = [
+            chat_prompt(self.tokenizer, self.model.name, cast("Sequence[Message]", each), add_generation_prompt)
+            for each in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
+        """A user's message, or a list of messages, in the model's own chat template: ready for `generate` and `stream`.
+
+        :raises HeadwayError: the model has no chat template, or a message has another form.
+        """
+        return chat_prompt(self.tokenizer, self.model.name, messages)
 
     def _add(
         self, prompts: Prompt | Sequence[Prompt], wishes: SamplingParams | Sequence[SamplingParams] | None, streamed: bool = False
     ) -> list[_Request]:
-        items = _prompts(prompts)
+        items = parse_prompts(prompts)
         params = [wishes or SamplingParams()] * len(items) if not isinstance(wishes, Sequence) else list(wishes)
         if len(params) != len(items):
             raise ConfigError("sampling_params", f"one, or one for each of the {len(items)} prompts", len(params))
@@ -209,14 +225,13 @@ class LLM:
             request_id = str(next(self._request_ids))
             seqs = self.engine.add_request(request_id, ids, wish)
             texts = [Detokenizer(tokenizer, wish.stop or ()) for _ in seqs]
-            text = item if isinstance(item, str) else None
-            requests.append(_Request(request_id, text, seqs, texts, watched=streamed or bool(wish.stop)))
+            requests.append(_Request(request_id, item.text, seqs, texts, watched=streamed or bool(wish.stop)))
             self._requests.update(dict.fromkeys(seqs, requests[-1]))
         return requests
 
-    def _encode(self, prompt: Prompt, number: int) -> list[int]:
+    def _encode(self, prompt: ParsedPrompt, number: int) -> list[int]:
         try:
-            ids = self._tokenize(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+            ids = self._tokenize(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
             self.engine.check_prompt(ids)
         except PromptError as error:
             raise PromptError(f"prompt {number}", *error.reason[1:]) from None
@@ -259,23 +274,3 @@ class LLM:
             self.engine.finish(seq, "stop")
         if seq.finished:
             text.flush()
-
-
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list: a text and a list of numbers are one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise PromptError("prompt", "a text, a list of token ids, or a list of either", repr(prompts))
-    items = list(prompts)
-    return [cast(Prompt, items)] if items and isinstance(items[0], Integral) else cast(list[Prompt], items)
-
-
-def _token_ids(prompt: object) -> list[int]:
-    items: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [None]
-    kinds = set(map(type, items))  # to ask the abstract class about each of a hundred thousand tokens takes 0.1 s
-    if kinds == {int}:
-        return items
-    if not all(issubclass(kind, Integral) for kind in kinds):
-        raise PromptError("prompt", "a text or a list of token ids", repr(prompt))
-    return [int(token) for token in items]

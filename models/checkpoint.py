@@ -1,4 +1,4 @@
-"""What the small files of a model folder say before anything is loaded: a checkpoint that Headway would compute wrongly is refused."""
+"""What the small files of a model folder say: a checkpoint that Headway would compute wrongly is refused before it is loaded."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
     hidden, head_dim = config.get("hidden_size"), config.get("head_dim")
     if heads and kv_heads and heads % kv_heads:
         raise ModelError(
-            f"model {folder}: config.json cannot be used: num_attention_heads needs a multiple of num_key_value_heads={kv_heads}, "
-            f"got {heads}"
+            f"model {folder}: config.json cannot be used: num_attention_heads needs a multiple of "
+            f"num_key_value_heads={kv_heads}, got {heads}"
         )
     if heads and hidden and not head_dim and hidden % heads:
         raise ModelError(

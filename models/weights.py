@@ -89,8 +89,8 @@ class Weights:
         tensor: Tensor = self._file_of[name].get_tensor(name)  # type: ignore[attr-defined]
         if tensor.dtype not in STORED_DTYPES:
             raise ModelError(
-                f"weights: {name} needs float32, bfloat16 or float16 elements, got {str(tensor.dtype).removeprefix('torch.')}: the "
-                "checkpoint is quantised; use the one that it was made from"
+                f"weights: {name} needs float32, bfloat16 or float16 elements, got {str(tensor.dtype).removeprefix('torch.')}: "
+                "the checkpoint is quantised; use the one that it was made from"
             )
         if tuple(tensor.shape) != shape:
             raise ModelError(f"weights: {name} needs shape {list(shape)} by config.json, got {list(tensor.shape)}")
