@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -12,20 +12,18 @@ from typing import cast
 from tqdm import tqdm
 
 from headway.core.contract.errors import ConfigError, PromptError
-from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
-from headway.core.engine.pool import parse_memory
 from headway.core.engine.sequence import Sequence as EngineSequence
 from headway.core.sampling.detokenizer import Detokenizer, NoTokenizer
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.selector import check_names
+from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.models.device_operations import fastest_sampling
 from headway.models.loader import load_model
-from headway.models.locate import DEFAULT_MODEL
 from headway.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_prompts
-from headway.registry import Registry, create_registry
+from headway.registry import create_registry
 from headway.threads import set_threads
 from headway.tuning.autotune import TableWish, costs_for
 from headway.tuning.device import resolve_device
@@ -61,84 +59,23 @@ class _Request:
 class LLM:
     """A model ready to generate. Arguments are named as vLLM's offline class names them, where it has them."""
 
-    def __init__(
-        self,
-        model: str = DEFAULT_MODEL,
-        *,
-        attn_backend: str = "auto",
-        attn_options: Mapping[str, Mapping[str, str]] | None = None,
-        workload: str = "chat",
-        crossover_table: str | None = None,
-        autotune_budget: float | None = None,
-        kv_layout: str = "auto",
-        dtype: str = "auto",
-        device: str = "auto",
-        block_size: int | None = None,
-        max_model_len: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        max_num_seqs: int = 256,
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        kv_cache_memory: int | str | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enforce_eager: bool = False,
-        async_scheduling: bool | None = None,
-        cudagraph_capture_sizes: Sequence[int] | None = None,
-        deterministic: bool = False,
-        seed: int = 0,
-        num_threads: int | None = None,
-        load_format: str = "auto",
-        skip_tokenizer_init: bool = False,
-        plugins: Iterable[object] = (),
-        registry: Registry | None = None,
-    ) -> None:
-        """Load a model and set its engine up.
-
-        model: smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id.
-        attn_backend: auto, a backend's name, or "prefill=NAME,decode=NAME"; a name that cannot run here is an error.
-        attn_options: backend name -> option -> value. kv_layout: auto, nhd, hnd, vllm_5d, or a plugin's.
-        workload: what auto expects to serve: chat, long, batch, or BATCHxINPUT+OUTPUT. crossover_table: the file whose times auto
-        obeys; None: the one kept for this machine, measured at the first start in at most `autotune_budget` seconds (None: 20 on
-        a GPU, 10 on a CPU; 0: not measured, the order that plugins propose). docs/crossover.md says how auto decides.
-        dtype: auto, float32, bfloat16, float16. device: auto, cpu, cuda, cuda:N.
-        kv_cache_memory: bytes of the pool, or a text such as "2GiB". gpu_memory_utilization: share of a GPU's memory for all.
-        enforce_eager: no CUDA graphs. async_scheduling: launch a step before the last is read; None: on a GPU.
-        cudagraph_capture_sizes: batch sizes whose decode is captured. num_threads: CPU threads; None: one a free core.
-        load_format: auto, or dummy: random weights in the model's shapes, also those of qwen3-0.6b and llama-3-8b, which ship
-        with Headway. skip_tokenizer_init: token ids in and out, no text.
-        deterministic: the bits of a request's logits do not depend on what else is in its batch; slower.
-        plugins: objects with hook implementations, registered beside installed ones. registry: instead of a new one.
+    @takes_arguments_of(EngineArgs)
+    def __init__(self, *model: object, **options: object) -> None:
+        """Load a model and set its engine up. The options are those of `EngineArgs`; docs/options.md lists them.
 
         :raises HeadwayError: anything the caller can put right, in one line.
         """
-        config = EngineConfig(
-            attn_backend=attn_backend,
-            attn_options=attn_options or {},
-            workload=workload,
-            kv_layout=kv_layout,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            enable_prefix_caching=enable_prefix_caching,
-            enable_chunked_prefill=enable_chunked_prefill,
-            kv_cache_memory=None if kv_cache_memory is None else parse_memory(kv_cache_memory),
-            gpu_memory_utilization=gpu_memory_utilization,
-            enforce_eager=enforce_eager,
-            async_scheduling=async_scheduling,
-            cudagraph_capture_sizes=None if cudagraph_capture_sizes is None else tuple(cudagraph_capture_sizes),
-            deterministic=deterministic,
-            seed=seed,
-        )
-        self.registry = registry or create_registry(plugins)
-        check_names(self.registry, attn_backend, kv_layout, config.attn_options)
-        self.device = resolve_device(device)
-        self.num_threads = set_threads(num_threads) if self.device.type == "cpu" else None
-        self.model = load_model(model, dtype, self.device, load_format, skip_tokenizer_init, deterministic)
+        args = EngineArgs.of(*model, **options)
+        config, deterministic = args.engine_config(), args.deterministic
+        self.registry = args.registry or create_registry(args.plugins)
+        check_names(self.registry, config.attn_backend, config.kv_layout, config.attn_options)
+        self.device = resolve_device(args.device)
+        self.num_threads = set_threads(args.num_threads) if self.device.type == "cpu" else None
+        self.model = load_model(args.model, args.dtype, self.device, args.load_format, args.skip_tokenizer_init, deterministic)
         specs, costs = self.model.decoder.attention_specs, None
         if not deterministic:  # which pins one backend, whatever is fastest
-            wish = TableWish(None if crossover_table is None else Path(crossover_table), autotune_budget)
-            costs = costs_for(specs, self.registry, attn_backend, wish)
+            wish = TableWish(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
+            costs = costs_for(specs, self.registry, config.attn_backend, wish)
         # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
         self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, sampling, costs)

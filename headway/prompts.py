@@ -153,8 +153,9 @@ def _message(message: object) -> dict[str, Any]:
         raise PromptError("messages", need, got)
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):  # OpenAI's parts
-        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-        if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+        parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        texts = [text for text in parts if isinstance(text, str)]
+        if len(texts) != len(content):
             raise PromptError("messages", need, "content with parts that are no texts")
         content = "".join(texts)
     if not isinstance(content, str):

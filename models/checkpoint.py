@@ -108,7 +108,8 @@ def _method(found: object) -> str:
     """The method's name and bits, as its own tool writes them."""
     if not isinstance(found, Mapping):
         return str(found)
-    inner = found.get("quantization") if isinstance(found.get("quantization"), Mapping) else found
+    nested = found.get("quantization")
+    inner = nested if isinstance(nested, Mapping) else found
     method = str(inner.get("quant_method") or inner.get("quant_algo") or "")
     bits = (
         inner.get("bits") or inner.get("w_bit") or (4 if inner.get("load_in_4bit") else 8 if inner.get("load_in_8bit") else None)

@@ -69,7 +69,7 @@ class Engine:
         if config.deterministic:
             self.selection = replace(self.selection, why="deterministic: pinned")
         block_size = self.selection.block_size
-        memory = config.kv_cache_memory
+        memory = config.pool_bytes
         if memory is None and device.type == "cuda":
             sizes = config.step_tokens, config.max_num_seqs
             memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
