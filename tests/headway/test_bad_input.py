@@ -56,7 +56,7 @@ OPTIONS = {
     "option of nobody": (["--attn-opt", "flsh.splits=4"], ("'flsh'", "sdpa.math")),
     "unknown option": (["--attn-opt", "sdpa.splits=4"], ("--attn-opt", "an option of sdpa", "got sdpa.splits")),
     "unknown option elsewhere": (["--attn-opt", "sdpa.math.splits=4"], ("--attn-opt", "sdpa.math", "got sdpa.math.splits")),
-    "unknown layout": (["--kv-layout", "bhsd"], ("kv_layout", "nhd, hnd, vllm_5d", "got 'bhsd'")),
+    "unknown layout": (["--kv-layout", "bhsd"], ("kv_layout", "nhd, hnd, vllm_5d, latent", "got 'bhsd'")),
     "unknown dtype": (["--dtype", "int8"], ("dtype", "float32, bfloat16, float16", "got 'int8'")),
     "unknown device": (["--device", "tpu"], ("device", "auto, cpu, cuda", "got 'tpu'")),
     "no threads": (["--num-threads", "0"], ("num_threads", "at least 1", "got 0")),

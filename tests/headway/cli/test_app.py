@@ -140,7 +140,9 @@ def test_the_table_of_backends_has_a_line_for_each_and_cuts_nothing_off(headway:
     for word in ("name", "kind", "phases", "layouts", "dtypes", "'libkernel>=2'", "capability", "ImportError:", "Hopper"):
         assert seen[word], word
     rows = json.loads(headway("backends", "--json").out)["backends"]
-    header, _, *lines = result.out.split("\n\n")[1].splitlines()
+    printed = result.out.splitlines()
+    start = next(number for number, line in enumerate(printed) if " kind " in line)
+    header, lines = printed[start], printed[start + 2 :]
     assert [line.split()[0] for line in lines[: len(rows)]] == [row["name"] for row in rows]
     for row, line in zip(rows, lines, strict=False):
         assert row["kind"].split()[0] in line
