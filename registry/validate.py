@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from inspect import isabstract
@@ -128,15 +127,11 @@ def _check_claims(claims: Capabilities, where: str) -> None:
 
 
 def _check_methods(backend: type[AttentionBackend], claims: Capabilities, where: str) -> None:
-    """A phase that is declared has its method, and one that returns the log-sum-exp takes it."""
+    """A phase that is declared has its method."""
     needed = {phase: "decode" if phase is Phase.DECODE else "prefill" for phase in Phase if phase in claims.phases}
     for phase, method in needed.items():
         if getattr(backend, method) is getattr(AttentionBackend, method):
             raise PluginError(f"{where}: capabilities.phases names {phase.value}, but class {backend.__name__} has no {method}()")
-        parameters = inspect.signature(getattr(backend, method)).parameters
-        takes_any = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters.values())
-        if claims.lse and "lse" not in parameters and not takes_any:
-            raise PluginError(f"{where}: capabilities.lse is declared, but {method}() takes no lse")
 
 
 def _check_name(name: object, what: str) -> None:

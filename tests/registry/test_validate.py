@@ -153,10 +153,6 @@ class Plain(AttentionBackend):
         ({"name": "other"}, "name must be 'mine' as in its BackendInfo, got 'other'"),
         ({"capabilities": None}, "capabilities must be a Capabilities, got None"),
         ({"capabilities": Capabilities(**GOOD)}, r"phases names prefill, but class Changed has no prefill\(\)"),
-        (
-            {"capabilities": Capabilities(phases=Plain.capabilities.phases, lse=True)},
-            r"lse is declared, but decode\(\) takes no lse",
-        ),
         ({"graph_level": 1}, "graph_level must be a GraphLevel, got 1"),
         ({"options": {"splits"}}, "options must be a mapping of texts to texts"),
         ({"options": {"splits": 4}}, "options must be a mapping of texts to texts"),
