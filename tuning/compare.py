@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.support import Reason
 from headway.tuning.device import DeviceIdentity
-from headway.tuning.schema import Cell, CrossoverTable, SpecRecord, points
+from headway.tuning.schema import Cell, CrossoverTable, SpecRecord, points, without_refusals
 from headway.tuning.ties import mark_ties, noise_of
 
 _AGAIN = "headway bench crossover measures again"
@@ -85,7 +85,8 @@ def merge(tables: Sequence[CrossoverTable]) -> CrossoverTable:
     """One table of several parts of the same machine and layer; where two have the same cell, the later date's counts.
 
     Parts that share no layout and block size have measured the same thing twice where no cache is read (a dense prefill): there
-    the shorter time counts, since a busy host only ever adds to it.
+    the shorter time counts, since a busy host only ever adds to it. A refusal holds for the layouts of its own part alone: it goes
+    where another part has measured that backend at that point.
 
     :raises UnsupportedError: they are of different machines, software, layers or levels.
     """
@@ -110,7 +111,7 @@ def merge(tables: Sequence[CrossoverTable]) -> CrossoverTable:
         places |= own
     backends = {record.name: record for table in ordered for record in table.backends if record.usable}
     absent = {record.name: record for table in ordered for record in table.backends if record.name not in backends}
-    merged = [marked for rivals in points(list(cells.values())).values() for marked in mark_ties(rivals)]
+    merged = [marked for rivals in points(list(cells.values())).values() for marked in mark_ties(without_refusals(rivals))]
     return newest.model_copy(
         update={
             "backends": [*backends.values(), *absent.values()],
@@ -123,10 +124,9 @@ def merge(tables: Sequence[CrossoverTable]) -> CrossoverTable:
 
 
 def _better(before: Cell, after: Cell) -> Cell:
-    """Of two measurements of the same thing the one that says more: timed in full before roughly, then the faster."""
-    if before.layer_us is None or after.layer_us is None:
-        return after
-    return min(after, before, key=lambda cell: (cell.status == "dropped", cell.layer_us))
+    """The measurement that says more: one with a time before one without, one timed in full before a rough one, then the faster."""
+    timed = [cell for cell in (after, before) if cell.layer_us is not None]
+    return min(timed, key=lambda cell: (cell.status == "dropped", cell.layer_us), default=after)
 
 
 def partly_measured(table: CrossoverTable) -> int:

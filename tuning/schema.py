@@ -234,6 +234,15 @@ class CrossoverTable(BaseModel):
         return f"{self.device.name}, {what}"
 
 
+def without_refusals(cells: Sequence[Cell]) -> list[Cell]:
+    """Cells of one point, without the unplaced ones that only say why a backend has no time, where the same backend has another.
+
+    Such a cell speaks for the layouts of the run that wrote it; a cell with a layout, or with a time, says more.
+    """
+    told = {cell.backend for cell in cells if cell.layout is not None or cell.median_us is not None}
+    return [cell for cell in cells if cell.layout is not None or cell.median_us is not None or cell.backend not in told]
+
+
 def points(cells: Sequence[Cell]) -> dict[PointKey, list[Cell]]:
     """Cells by point, in the order in which they were measured."""
     found: dict[PointKey, list[Cell]] = {}

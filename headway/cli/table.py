@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -24,20 +25,25 @@ def show(
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Default: the fastest.")] = None,
     export_to: Annotated[list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Print a table over one layout and block size: a column a backend, the winner, and by how much."""
+    """Print a table over one layout and block size: a column for each backend, the winner, and by how much."""
     from headway.bench.crossover.export import check_suffix, export
-    from headway.bench.crossover.report import print_view
+    from headway.bench.crossover.report import print_view, to_plain
     from headway.bench.crossover.view import view
     from headway.tuning.files import read_table
 
     for target in export_to or ():
         check_suffix(target)
     shown = view(read_table(_found(file)), layout, block_size)
+    for target in export_to or ():
+        export(shown, target)
+    if as_json:
+        print(json.dumps(to_plain(shown), indent=2))
+        return
     console = _console()
     print_view(shown, console)
     for target in export_to or ():
-        export(shown, target)
         console.print(Text(f"written to {target}"), soft_wrap=True)
 
 

@@ -116,8 +116,8 @@ def test_ties_are_those_that_cannot_be_told_from_the_fastest_of_their_layout() -
     cells = [
         a_cell(10.0, backend="a"),
         a_cell(10.05, backend="b"),
-        a_cell(12.0, backend="c", p20_us=9.9),
-        a_cell(12.0, backend="d"),
+        a_cell(10.9, backend="c", p20_us=9.9),
+        a_cell(12.0, backend="d", p20_us=9.9),
         a_cell(1.0, backend="a", block_size=64),
         a_cell(2.0, backend="b", block_size=64),
     ]
