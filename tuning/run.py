@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
 from headway.registry import Registry
 from headway.tuning import selftest
+from headway.tuning.budget import Budget
 from headway.tuning.compare import differences
 from headway.tuning.device import identify_device
 from headway.tuning.files import read_table
@@ -50,7 +50,7 @@ class CrossoverOptions:
     """None: the device's usual points."""
     turns: Turns = field(default_factory=Turns)
     budget: float | None = None
-    """Seconds; None: everything is measured."""
+    """Seconds of measuring, to which compiling kernels adds at most twice as many; None: everything is measured."""
     graph_len: int = GRAPH_LEN
     seed: int = 0
     output: Path | None = None
@@ -67,7 +67,6 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
 
     :raises HeadwayError: unknown backends or layouts, no backend that can run, or a table that cannot be resumed.
     """
-    started = time.perf_counter()
     with torch.no_grad(), on_device(options.spec.device), progress_bar(console) as progress:
         names = _names(options.backends, registry)
         pairs = _pairs(options, registry)
@@ -75,14 +74,10 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
         takers = [record.name for record in table.backends if record.usable]
         todo = list(grid(options.spec.device.type) if options.grid is None else options.grid)
         done = {cell.point for cell in table.cells}
-        bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed)
-
-        def left() -> float | None:
-            return None if options.budget is None else options.budget - (time.perf_counter() - started)
-
+        bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget))
         task = progress.add_task("crossover", total=len(todo), completed=sum((p.phase, p.case) in done for p in todo))
         try:
-            for point, cells in _measure(todo, done, bench, takers, pairs, table.cells, left):
+            for point, cells in _measure(todo, done, bench, takers, pairs, table.cells):
                 table.cells += cells
                 table.noise = noise_of(table.cells)
                 _save(table, options.output)
@@ -102,13 +97,15 @@ def _measure(
     names: Sequence[str],
     pairs: Sequence[Pair],
     cells: list[Cell],
-    left: Callable[[], float | None],
 ) -> Iterator[tuple[Point, list[Cell]]]:
-    """Points one by one, until the time is up; with a time limit losers are given up between the levels of the grid."""
+    """Points one by one, at least one of those that are left, until the time is up.
+
+    With a time limit losers are given up between the levels of the grid.
+    """
     dropped: dict[PhaseName, dict[str, str]] = {}
     level, slowest = 0, 0.0
     for point in todo:
-        remaining = left()
+        remaining = bench.budget.left
         if remaining is not None:
             if cells and remaining < slowest:
                 return
@@ -117,9 +114,9 @@ def _measure(
                 dropped = {phase: losers(cells, phase, names) for phase in {cell.phase for cell in cells}}
         if (point.phase, point.case) in done:
             continue
-        started = time.perf_counter()
+        before = bench.budget.spent
         yield point, measure_point(point, bench, names, pairs, dropped.get(point.phase, {}))
-        slowest = max(0.5 * slowest, time.perf_counter() - started)
+        slowest = max(0.5 * slowest, bench.budget.spent - before)
 
 
 def _names(asked: Sequence[str] | None, registry: Registry) -> list[str]:

@@ -147,6 +147,9 @@ class Cell(BaseModel):
     """One layer's call; of a generation, all of it."""
     p20_us: Microseconds | None = None
     p80_us: Microseconds | None = None
+    drift: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """How much longer the slowest round of runs took than the fastest, as a share; None where there was one round, or in a
+    file of before 2026-11-22."""
     plan_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Host time of a step's plan, shared by the layers."""
     host_us: Annotated[FiniteFloat, Field(ge=0)] | None = None

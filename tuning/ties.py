@@ -11,6 +11,7 @@ import torch
 
 from headway.core.contract.layout import CacheLayout
 from headway.tuning.attempt import Attempt, failed
+from headway.tuning.inputs import InputsChangedError
 from headway.tuning.points import Point
 from headway.tuning.schema import Cell
 
@@ -51,7 +52,9 @@ def wrong_answer(
 
 
 def failure(point: Point, name: str, pair: tuple[CacheLayout, int] | None, error: Exception) -> Cell:
-    """The cell of a backend that raised."""
+    """The cell of a backend that raised, ran out of memory, or changed what it may only read."""
+    if isinstance(error, InputsChangedError):
+        return new_cell(point, name, pair, "incorrect", reason=str(error))
     status = "oom" if isinstance(error, (torch.OutOfMemoryError, MemoryError)) else "error"
     return new_cell(point, name, pair, status, reason=failed(error).reason)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from headway.testing.cases import Case
 from headway.testing.reference import reference, relative_error
 from headway.tuning.attempt import Attempt, Measurement, backend_attempt, failed, measure, writer_attempt
 from headway.tuning.device import default_device, describe_device
+from headway.tuning.inputs import Inputs
 from headway.tuning.json_files import write_json
 from headway.tuning.progress import on_device, progress_bar
 from headway.tuning.timing import Timer
@@ -119,16 +121,20 @@ def _run_cell(cell: Cell, entries: Sequence[Entry], options: KernelOptions) -> I
         try:
             build = build_write if cell.phase == "write" else build_case
             case = build(cell, layout, block_size, options.seed)
-            if expected is None and cell.phase != "write":
-                expected = reference(case)
+            inputs = None
+            if cell.phase != "write":
+                inputs = Inputs(case, partial(build, cell, layout, block_size, options.seed))
+                expected = reference(case) if expected is None else expected
         except Exception as error:  # out of memory, mostly: the next layout may still fit
             case, failure = None, failed(error)
         for number in numbers:
             if case is None:
                 yield number, failure
             else:
-                yield number, measure(_attempt(entries[number], case, expected, block_size), options.device, options.timer)
-        case = None
+                check = inputs.check if inputs is not None else lambda: None
+                attempt = _attempt(entries[number], case, expected, block_size)
+                yield number, measure(attempt, options.device, options.timer, check)
+        case = inputs = None
         gc.collect()  # libraries' wrappers hold caches in cycles, and the next one may be as large
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
