@@ -1,4 +1,4 @@
-"""A case's inputs, which all contenders share: checked after each of them, and restored, so that the one that changed them is blamed."""
+"""A case's inputs, which all contenders share: checked after each, so that the one that changed them is blamed, and restored."""
 
 from __future__ import annotations
 

@@ -174,9 +174,7 @@ def _given_up(us: float, best_us: float, turns: Turns) -> bool:
     return us > CLEAR_LOSS * best_us and turns.needed_ms(us) > _LONG_MS
 
 
-def _prepare(
-    point: Point, bench: Bench, name: str, pair: Pair, case: Case, inputs: Inputs, expected: Tensor
-) -> _Runner | Cell:
+def _prepare(point: Point, bench: Bench, name: str, pair: Pair, case: Case, inputs: Inputs, expected: Tensor) -> _Runner | Cell:
     place = bench.place(name, case.metadata.phase, pair)
     try:
         began = time.perf_counter()
@@ -224,7 +222,7 @@ def _finish(point: Point, runner: _Runner, timing: Timing | Exception, inputs: I
 
 
 def _blamed(point: Point, name: str, place: Pair | None, error: Exception, inputs: Inputs) -> Cell:
-    """The cell of a backend that raised; what it did to the inputs before that is undone, so that no other backend pays for it."""
+    """The cell of a backend that raised; what it did to the inputs before is undone, so that no other backend pays for it."""
     with suppress(InputsChangedError):
         inputs.check()
     return failure(point, name, place, error)

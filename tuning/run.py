@@ -107,7 +107,7 @@ def _measure(
     for point in todo:
         remaining = bench.budget.left
         if remaining is not None:
-            if cells and remaining < slowest:
+            if slowest and remaining < slowest:
                 return
             if point.level > level and cells:
                 level, pairs = point.level, surviving_pairs(cells, pairs)
@@ -163,7 +163,7 @@ def _resumed(table: CrossoverTable, path: Path | None) -> CrossoverTable:
     if not path.exists():
         return table
     old = read_table(path)
-    reasons = differences(old, table.device, table.spec)
+    reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.backends})
     if [record.name for record in old.backends if record.usable] != [record.name for record in table.backends if record.usable]:
         named = ", ".join(record.name for record in old.backends if record.usable)
         reasons += [Reason("backends", named, ", ".join(record.name for record in table.backends if record.usable))]

@@ -71,12 +71,13 @@ def check(file: Annotated[Path | None, _FILE] = None) -> None:
     from headway.tuning.compare import differences, remarks
     from headway.tuning.device import identify_device, resolve_device
     from headway.tuning.files import read_table
+    from headway.tuning.selftest import owners
 
     path = _found(file)
     known = read_table(path)
     registry = create_registry()
     here = identify_device(resolve_device(None if known.device.type == "cuda" else known.device.type))
-    reasons = differences(known, here)
+    reasons = differences(known, here, owners=owners(registry))
     console = _console()
     console.print(Text(f"{path}: {known.title}, {len(known.cells)} cells, measured {known.date}"), soft_wrap=True)
     for line in remarks(known, here, [name for name in registry.backends if registry.availability(name)]):
