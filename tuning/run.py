@@ -16,10 +16,11 @@ from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
 from headway.registry import Registry
+from headway.testing.origin import Origin
 from headway.tuning import selftest
 from headway.tuning.budget import Budget
 from headway.tuning.compare import differences
-from headway.tuning.device import identify_device
+from headway.tuning.device import crowding, identify_device
 from headway.tuning.files import read_table
 from headway.tuning.halving import losers, surviving_pairs
 from headway.tuning.json_files import write_json
@@ -84,6 +85,7 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
                 progress.update(task, advance=1, description=f"{point.phase} {point.case}")
         except KeyboardInterrupt:
             return table
+        table.busy = table.busy or crowding()
         measured = {cell.point for cell in table.cells}
         table.complete = all((point.phase, point.case) in measured for point in todo)
         _save(table, options.output)
@@ -142,6 +144,8 @@ def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], 
         level="kernel",
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=options.command or " ".join(sys.argv),
+        origin=Origin.here(),
+        busy=crowding(),
         complete=False,
         device=identify_device(options.spec.device),
         spec=SpecRecord.of(options.spec),

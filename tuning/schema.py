@@ -9,6 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from headway.core.contract.spec import DTYPE_NAMES, DTYPES, KV_DTYPE_NAMES, KV_DTYPES, AttentionSpec
+from headway.testing.origin import Origin
 from headway.tuning.device import DeviceIdentity
 
 SCHEMA: Final = "headway.crossover/1"
@@ -202,6 +203,10 @@ class CrossoverTable(BaseModel):
     date: str
     """UTC, ISO 8601: the start of the (last) run."""
     command: str
+    origin: Origin | None = None
+    """The code that made it; None in files of before 2026-11-22."""
+    busy: str = ""
+    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
     complete: bool
     """False: the run was interrupted, or its budget ended; `--resume` goes on."""
     model: str = ""

@@ -18,6 +18,8 @@ import torch
 from headway.core.contract.errors import ConfigError
 
 QUANTILES = (0.5, 0.2, 0.8)
+MOST_DRIFT = 0.25
+"""A share of the time: rounds, or runs, of one call that disagree by more are told, since the machine was not steady."""
 _MIN_RUNS = 5
 _MAX_RUNS = 1000
 _MOST_FLUSHES = 8
@@ -140,7 +142,8 @@ def _summary(rounds: Sequence[list[float]]) -> Timing:
     together = sorted(us for found in rounds for us in found)
     medians = [median(found) for found in rounds]
     drift = max(medians) / max(min(medians), 1e-9) - 1 if len(medians) > 1 else None
-    return Timing(*(_quantile(together, share) for share in QUANTILES), drift=drift)
+    middle, low, high = (_quantile(together, share) for share in QUANTILES)
+    return Timing(middle, low, high, drift)
 
 
 class _EventClock:

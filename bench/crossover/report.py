@@ -16,6 +16,7 @@ from headway.bench.crossover.view import Block, Row, View, show, unit
 from headway.tuning.device import DeviceIdentity
 from headway.tuning.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
 from headway.tuning.ties import TIE_RULE
+from headway.tuning.timing import MOST_DRIFT
 
 _LENGTHS: dict[PhaseName, str] = {
     "prefill": "query_len",
@@ -124,9 +125,24 @@ def notes(view: View) -> list[str]:
         named = list(dict.fromkeys(cases))
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
         lines.append(f"{reason} [{', '.join(named[:3])}{more}]")
+    lines += unsteady(table)
     if not table.complete:
         lines.append("not complete: interrupted, or the budget ended; --resume goes on")
     lines.append(f"measured {table.date}; median spread of the times {table.noise:.1%}; {TIE_RULE}; ~: a clear loser, few runs")
+    return lines
+
+
+def unsteady(table: CrossoverTable) -> list[str]:
+    """That the machine was busy, or that rounds of the same call disagree; nothing where the times can be trusted."""
+    lines = [f"measured on a busy machine, {table.busy}: times may be too long"] if table.busy else []
+    timed = [cell for cell in table.cells if cell.drift is not None]
+    shaken = [cell for cell in timed if (cell.drift or 0.0) > MOST_DRIFT]
+    if shaken:
+        worst = max(shaken, key=lambda cell: cell.drift or 0.0)
+        lines.append(
+            f"rounds of the same call disagree by more than {MOST_DRIFT:.0%} in {len(shaken)} of {len(timed)} cells (most by "
+            f"{worst.drift:.0%}: {worst.backend}, {worst.phase} {worst.case}): the machine was not steady"
+        )
     return lines
 
 

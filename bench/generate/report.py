@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headway.testing.origin import Origin
 from headway.tuning.device import DeviceInfo
 from headway.tuning.json_files import read_json
 
@@ -70,6 +71,10 @@ class OfflineReport(BaseModel):
 
     schema_: Literal["headway.offline/1"] = Field(default=SCHEMA, alias="schema")
     command: str
+    origin: Origin | None = None
+    """The code that made it; None in files of before 2026-11-22."""
+    busy: str = ""
+    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
     date: str
     """UTC, ISO 8601."""
     model: str

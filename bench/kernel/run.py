@@ -23,9 +23,10 @@ from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
 from headway.testing.cases import Case
+from headway.testing.origin import Origin
 from headway.testing.reference import reference, relative_error
 from headway.tuning.attempt import Attempt, Measurement, backend_attempt, failed, measure, writer_attempt
-from headway.tuning.device import default_device, describe_device
+from headway.tuning.device import crowding, default_device, describe_device
 from headway.tuning.inputs import Inputs
 from headway.tuning.json_files import write_json
 from headway.tuning.progress import on_device, progress_bar
@@ -87,6 +88,8 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
         task = progress.add_task("device", total=1 + sum(len(entries) for _, entries in rounds))
         report = KernelReport(
             command=options.command or " ".join(sys.argv),
+            origin=Origin.here(),
+            busy=crowding(),
             date=date,
             warmup_ms=options.timer.warmup_ms,
             rep_ms=options.timer.rep_ms,
@@ -104,6 +107,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
             report.cells += [results[number] for number in sorted(results)]
             if options.output is not None:
                 write_json(report, options.output)
+        report.busy = report.busy or crowding()
     return report
 
 

@@ -23,6 +23,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 from headway.models.locate import DEFAULT_MODEL
 from headway.registry import create_registry
+from headway.threads import set_threads
 from headway.tuning import store
 from headway.tuning.device import identify_device, resolve_device
 from headway.tuning.points import PHASES, grid
@@ -100,6 +101,8 @@ def crossover(
         )
         finish(run_engine_level(whole, create_registry(), Console(stderr=True)), output, export_to or [])
         return
+    if place.type == "cpu":
+        set_threads()  # as an engine does; one of level engine does it in its own process
     spec = layer(geometry, dtype, kv_dtype, place)
     chosen = names_of(phases) or list(PHASES)
     if unknown := [name for name in chosen if name not in PHASES]:

@@ -154,6 +154,7 @@ def regret(
     from headway.bench.crossover.regret import judge_again, leave_one_out, measure_regret, read_report
     from headway.core.select.workload import Workload
     from headway.registry import create_registry
+    from headway.threads import set_threads
     from headway.tuning.device import resolve_device
     from headway.tuning.files import read_table
     from headway.tuning.json_files import write_json
@@ -167,6 +168,8 @@ def regret(
         report = judge_again(read_report(trials), known, Workload.parse(workload))
     else:
         device = resolve_device(None if known.device.type == "cuda" else known.device.type)
+        if device.type == "cpu":
+            set_threads(known.device.threads)
         expected, progress = Workload.parse(workload), Console(stderr=True)
         here = (known, create_registry(), device, points, seed, expected)
         report = measure_regret(*here, console=progress, anywhere=anywhere)
