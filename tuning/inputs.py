@@ -56,7 +56,8 @@ def _small(case: Case) -> Iterator[tuple[str, Tensor]]:
 
 def _large(case: Case) -> Iterator[tuple[str, Tensor]]:
     """The cache, of which only a sum is kept."""
-    yield from (("cache.key", case.cache.key), ("cache.value", case.cache.value))
+    for name, tensor in case.cache.tensors.items():
+        yield f"cache.{name}", tensor
 
 
 def _bits(tensor: Tensor) -> int:

@@ -44,6 +44,9 @@ class SpecRecord(BaseModel):
     softcap: FiniteFloat | None = None
     alibi_slopes: list[FiniteFloat] | None = None
     sinks: list[FiniteFloat] | None = None
+    v_head_dim: int = Field(default=0, ge=0)
+    """0: as head_dim, also in files of before 2026-11-22."""
+    value_in_key: bool = False
 
     @model_validator(mode="after")
     def _is_a_layer(self) -> Self:
@@ -69,6 +72,8 @@ class SpecRecord(BaseModel):
             softcap=spec.softcap,
             alibi_slopes=None if spec.alibi_slopes is None else list(spec.alibi_slopes),
             sinks=None if spec.sinks is None else list(spec.sinks),
+            v_head_dim=0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim,
+            value_in_key=spec.value_in_key,
         )
 
     def to_spec(self, device: torch.device) -> AttentionSpec:
@@ -88,13 +93,17 @@ class SpecRecord(BaseModel):
             None if self.kv_dtype == self.dtype else kv_dtype,
             self.k_scale,
             self.v_scale,
+            v_head_dim=self.v_head_dim,
+            value_in_key=self.value_in_key,
         )
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What times depend on: of scale, soft-cap, slopes and sinks only whether they are there."""
         features = (self.softcap is not None, self.alibi_slopes is not None, self.sinks is not None)
-        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        heads: tuple[object, ...] = (self.num_heads, self.num_kv_heads, self.head_dim)
+        if self.v_head_dim or self.value_in_key:
+            heads += (self.v_head_dim, self.value_in_key)
         return (*heads, self.dtype, self.kv_dtype, self.sliding_window, *features)
 
     def __str__(self) -> str:
