@@ -104,7 +104,8 @@ def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
     lines += [line for note in notes(report) for line in ("", f"{note}.")]
     if peers is not None:
         told = "; ".join(f"{peer.name} {peer.version}: {peer.settings}" for peer in peers.peers)
-        lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}. {told}."]
+        by = f" Measured by {peers.measured_by}." if peers.measured_by else ""
+        lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}. {told}.{by}"]
     return "\n".join(lines)
 
 

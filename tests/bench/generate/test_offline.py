@@ -19,7 +19,7 @@ from headway.llm import LLM
 from headway.tuning.json_files import write_json
 from sandbox import save_tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PEERS = ROOT / "bench" / "results" / "h200" / "peers-offline.json"
 
 
