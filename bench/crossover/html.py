@@ -8,7 +8,7 @@ from importlib import resources
 from itertools import groupby
 from string import Template
 
-from headway.bench.crossover.palette import NONE, colours, faded
+from headway.bench.crossover.palette import TIE, cell_colour, colours, faded
 from headway.bench.crossover.plot import lengths
 from headway.bench.crossover.report import notes, software, speedup, winner
 from headway.bench.crossover.view import Block, Row, View, show, unit
@@ -34,9 +34,10 @@ def to_html(view: View) -> str:
         software=escape(software(view.table.device)),
         command=escape(view.table.command),
         date=escape(view.table.date),
-        legend="".join(_key(name, chosen[name], _wins(view, name)) for name in view.backends),
+        legend="".join(_key(name, chosen[name], _wins(view, name)) for name in view.backends)
+        + _key("tie", TIE, "cannot be told apart"),
         sections="\n".join(_section(phase, blocks, view, chosen) for phase, blocks in panels),
-        notes="".join(f"<li>{escape(line)}</li>" for line in notes(view.table)),
+        notes="".join(f"<li>{escape(line)}</li>" for line in notes(view)),
     )
 
 
@@ -71,8 +72,8 @@ def _heat(phase: PhaseName, blocks: list[Block], chosen: dict[str, str]) -> str:
 
 
 def _cell(row: Row, chosen: dict[str, str]) -> str:
-    colour = chosen.get(row.winners[0], NONE) if row.winners else NONE
-    share = round(100 * faded(row.speedup))
+    colour = cell_colour(row.winners, chosen)
+    share = 100 if len(row.winners) > 1 else round(100 * faded(row.speedup))
     times = "\n".join(f"{cell.backend}: {show(cell)}" for cell in row.cells.values())
     return (
         f'<td style="--c:{colour};--s:{share}%" title="{escape(times)}"><b>{escape(winner(row))}</b>'

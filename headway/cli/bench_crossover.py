@@ -73,6 +73,7 @@ def crossover(
     from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases, run_engine_level
     from headway.bench.crossover.export import check_suffix
     from headway.registry import create_registry
+    from headway.threads import set_threads
     from headway.tuning import store
     from headway.tuning.device import identify_device, resolve_device
     from headway.tuning.points import PHASES, grid
@@ -103,6 +104,8 @@ def crossover(
         )
         finish(run_engine_level(whole, create_registry(), Console(stderr=True)), output, export_to or [])
         return
+    if place.type == "cpu":
+        set_threads()  # as an engine does; one of level engine does it in its own process
     spec = layer(geometry, dtype, kv_dtype, place)
     chosen = names_of(phases) or list(PHASES)
     if unknown := [name for name in chosen if name not in PHASES]:

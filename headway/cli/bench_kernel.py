@@ -48,11 +48,15 @@ def kernel(
     from headway.bench.kernel.run import KernelOptions, run_kernel_bench
     from headway.bench.kernel.table import print_report
     from headway.core.contract.spec import DTYPES, KV_DTYPES
+    from headway.threads import set_threads
     from headway.tuning.device import resolve_device
     from headway.tuning.json_files import write_json
     from headway.tuning.timing import Timer
     from headway.tuning.work import Geometry
 
+    place = resolve_device(device)
+    if place.type == "cpu":
+        set_threads()
     options = KernelOptions(
         phase=phase.value,
         backends=names_of(backends),
@@ -63,7 +67,7 @@ def kernel(
         kv_dtype=dtype_of("--kv-dtype", kv_dtype, {**DTYPES, **KV_DTYPES}),
         layouts=names_of(layouts),
         block_sizes=sizes_of("--block-sizes", block_sizes),
-        device=resolve_device(device),
+        device=place,
         timer=Timer(warmup_ms, rep_ms),
         seed=seed,
         output=output,

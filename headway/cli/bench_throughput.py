@@ -218,4 +218,19 @@ def print_report(report: ThroughputReport) -> None:
         speed = f"{result.tokens_per_second / report.results[-1].tokens_per_second:.2f}x"
         first, per_token = f"{result.time_to_first_token_ms:.0f}", f"{result.time_per_output_token_ms:.1f}"
         table.add_row(result.engine, f"{result.tokens_per_second:.1f}", spread, first, per_token, same, speed)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for line in text_notes(report):
+        console.print(line, highlight=False)
+
+
+def text_notes(report: ThroughputReport) -> list[str]:
+    """That the machine was busy, or that passes of an engine disagree."""
+    from headway.tuning.timing import MOST_DRIFT
+
+    lines = [f"measured on a busy machine, {report.busy}: rates may be too low"] if report.busy else []
+    return lines + [
+        f"{result.engine}: passes disagree, {result.slowest:.1f} to {result.fastest:.1f} tokens/s: the machine was not steady"
+        for result in report.results
+        if result.fastest > (1 + MOST_DRIFT / 2) * result.slowest
+    ]

@@ -166,18 +166,21 @@ def _unmeasured(name: str, shape: Shape, table: CrossoverTable | None) -> str:
     """Why a backend that could serve a step has no time."""
     if table is None:
         return "no crossover table: headway bench crossover measures one"
-    phase = "verify" if shape.phase.value == "decode" and shape.query_len > 1 else shape.phase.value
-    known = [cell for cell in table.cells if cell.backend == name and cell.phase == phase]
+    known = [cell for cell in table.cells if cell.backend == name and cell.phase == _table_phase(shape)]
     reason = next((cell.reason for cell in known if cell.reason and cell.median_us is None), "")
     return f"not measured around here{f' ({reason})' if reason else ''}"
 
 
+def _table_phase(shape: Shape) -> str:
+    """A step's phase as tables name it: verification is a decode of several tokens."""
+    return "verify" if shape.phase.value == "decode" and shape.query_len > 1 else shape.phase.value
+
+
 def _nearest(table: CrossoverTable, shape: Shape, name: str, layout: str, block_size: int) -> Cell | None:
     """The measured row nearest to a step, in octaves."""
-    phases = {"decode", "verify"} if shape.phase.value == "decode" else {shape.phase.value}
-    places = ((layout, block_size), (None, None))
+    phase, places = _table_phase(shape), ((layout, block_size), (None, None))
     rows = [
-        cell for cell in table.cells if cell.backend == name and cell.phase in phases and (cell.layout, cell.block_size) in places
+        cell for cell in table.cells if (cell.backend, cell.phase) == (name, phase) and (cell.layout, cell.block_size) in places
     ]
 
     def far(cell: Cell) -> float:
