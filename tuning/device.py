@@ -80,7 +80,8 @@ def resolve_device(name: str | None) -> torch.device:
     count = torch.cuda.device_count()
     known = ["auto", "cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
     if name not in known:
-        raise ConfigError("device", " or ".join(known), repr(name))
+        seen = f"torch sees {count or 'no'} CUDA device{'s' * (count > 1)} here; headway doctor says more"
+        raise ConfigError("device", " or ".join(known), repr(name), seen if str(name).startswith("cuda") else "")
     return default_device() if name == "cuda" else torch.device(name)
 
 
