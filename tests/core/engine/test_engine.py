@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from driving import Written, drain, generate
 from headway.backends.sdpa import SDPA
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.errors import ConfigError, PromptError
@@ -17,7 +18,7 @@ from headway.core.contract.model import Attention
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
 from headway.core.engine.runner import Launched
-from headway.core.engine.sequence import Sequence
+from headway.core.engine.step import Sampled
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
 from tiny import TinyModel
@@ -28,21 +29,12 @@ SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 
 
 def run(engine: Engine, params: SamplingParams | list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    wishes = params if isinstance(params, list) else [params] * len(prompts)
-    seqs = [engine.add_request(str(n), p, wish)[0] for n, (p, wish) in enumerate(zip(prompts, wishes, strict=True))]
-    while engine.has_unfinished:
-        engine.step()
-    engine.blocks.check_integrity([])
-    assert engine.blocks.num_free == engine.blocks.num_blocks
-    return [seq.output_token_ids for seq in seqs]
+    return [written.token_ids for written in generate(engine, prompts, params)]
 
 
-def drain(engine: Engine) -> list[Sequence]:
-    """Run until nothing is left; everything that `step` returned."""
-    changed = []
-    while engine.has_unfinished:
-        changed += engine.step()
-    return changed
+def one(engine: Engine, prompt: list[int], params: SamplingParams) -> Written:
+    (written,) = generate(engine, [prompt], params)
+    return written
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
@@ -80,11 +72,10 @@ def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Reg
 
 def test_n_gives_n_completions(registry: Registry) -> None:
     engine = Engine(TinyModel(), registry, SMALL)
-    seqs = engine.add_request("r", [1, 2, 3], SamplingParams(n=3, seed=2**63 - 1, temperature=2.0, max_tokens=12))
-    while engine.has_unfinished:
-        engine.step()
-    assert [seq.index for seq in seqs] == [0, 1, 2]
-    assert len({tuple(seq.output_token_ids) for seq in seqs}) == 3
+    engine.add_request("r", [1, 2, 3], SamplingParams(n=3, seed=2**63 - 1, temperature=2.0, max_tokens=12))
+    written = drain(engine)
+    assert sorted(written) == [("r", 0), ("r", 1), ("r", 2)]
+    assert len({tuple(completion.token_ids) for completion in written.values()}) == 3
 
 
 def test_what_ends_a_sequence(registry: Registry) -> None:
@@ -93,11 +84,8 @@ def test_what_ends_a_sequence(registry: Registry) -> None:
     at = next(n for n, token in enumerate(tokens) if token not in tokens[:n] and n > 2)
 
     def ended(params: SamplingParams, eos: frozenset[int] = frozenset(), config: EngineConfig = SMALL) -> tuple[int, str | None]:
-        engine = Engine(TinyModel(), registry, config, eos)
-        (seq,) = engine.add_request("r", [1, 2, 3], params)
-        while engine.has_unfinished:
-            engine.step()
-        return len(seq.output_token_ids), seq.finish_reason
+        written = one(Engine(TinyModel(), registry, config, eos), [1, 2, 3], params)
+        return len(written.token_ids), written.finish_reason
 
     eos = frozenset({tokens[at]})
     assert ended(greedy) == (20, "length")
@@ -160,20 +148,12 @@ def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: 
     registry = create_registry([FailingPlugin()], load_entry_points=False)
     config = replace(SMALL, attn_backend="failing", async_scheduling=overlapped)
     engine = Engine(TinyModel(), registry, config)
-    doomed = [
-        engine.add_request(str(n), prompt, SamplingParams(temperature=0, max_tokens=4))[0] for n, prompt in enumerate(PROMPTS)
-    ]
-    changed = drain(engine)
     message = r"backend failing failed in decode \(layer 0, q \[5, 4, 8\].*illegal memory access"
-    for seq in doomed:
-        assert seq.finish_reason == "error"
-        assert re.search(message, seq.error or "")
-        assert seq in changed
-        assert len(seq.output_token_ids) == 1, "the prompt's own step was good"
-    engine.blocks.check_integrity([])
-    assert engine.blocks.num_free == engine.blocks.num_blocks
-    (good,) = engine.add_request("good", [1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
-    drain(engine)
+    for doomed in generate(engine, PROMPTS, SamplingParams(temperature=0, max_tokens=4)):
+        assert doomed.finish_reason == "error"
+        assert re.search(message, doomed.error or "")
+        assert len(doomed.token_ids) == 1, "the prompt's own step was good"
+    good = one(engine, PROMPTS[1], SamplingParams(temperature=0, max_tokens=1))
     assert good.finish_reason == "length"
     assert good.num_cached_tokens == 0
 
@@ -181,21 +161,22 @@ def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: 
 def test_an_interrupt_while_the_host_waits_loses_no_token(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     (expected,) = run(Engine(TinyModel(), registry, SMALL), GREEDY, [[1, 2, 3]])
     engine = Engine(TinyModel(), registry, replace(SMALL, async_scheduling=True))
-    (seq,) = engine.add_request("r", [1, 2, 3], GREEDY)
+    engine.add_request("r", [1, 2, 3], GREEDY)
     wait, calls = Launched.wait, []
 
-    def interrupted(launched: Launched) -> list[int]:
+    def interrupted(launched: Launched) -> Sampled:
         calls.append(launched)
         if len(calls) in (3, 4, 9):
             raise KeyboardInterrupt
         return wait(launched)
 
     monkeypatch.setattr(Launched, "wait", interrupted)
+    written: dict[tuple[str, int], Written] = {}
     while engine.has_unfinished:
         with contextlib.suppress(KeyboardInterrupt):
-            engine.step()
+            drain(engine, written)
     assert len(calls) > 9
-    assert seq.output_token_ids == expected
+    assert written["r", 0].token_ids == expected
 
 
 class Greedy(TinyModel):
@@ -227,8 +208,7 @@ def test_a_single_token_without_memory_is_an_error(registry: Registry) -> None:
     model = Greedy()
     model.largest = 0
     engine = Engine(model, registry, SMALL)
-    (seq,) = engine.add_request("r", [1, 2, 3], GREEDY)
-    drain(engine)
+    seq = one(engine, [1, 2, 3], GREEDY)
     assert seq.finish_reason == "error"
     assert "out of memory" in (seq.error or "")
 
@@ -239,9 +219,8 @@ def test_nan_logits_end_that_request_only(registry: Registry, debug: str, monkey
     model = Greedy()
     model.nan_for = 7
     engine = Engine(model, registry, SMALL)
-    (sick,), (well,) = engine.add_request("sick", [7], GREEDY), engine.add_request("well", [1, 2, 3], GREEDY)
-    drain(engine)
-    assert (sick.finish_reason, sick.output_token_ids) == ("error", [])
+    sick, well = generate(engine, [[7], [1, 2, 3]], GREEDY)
+    assert (sick.finish_reason, sick.token_ids) == ("error", [])
     assert "hold a NaN" in (sick.error or "")
     if 7 not in well.token_ids:
         assert well.finish_reason == "length"
@@ -264,8 +243,7 @@ def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HEADWAY_DEBUG", "1")
     registry = create_registry([SickPlugin()], load_entry_points=False)
     engine = Engine(TinyModel(), registry, replace(SMALL, attn_backend="sick"))
-    (seq,) = engine.add_request("r", [1, 2, 3], GREEDY)
-    drain(engine)
+    seq = one(engine, [1, 2, 3], GREEDY)
     assert seq.error is not None
     assert "the first came from sick, in attention layer 0" in seq.error
 
@@ -273,10 +251,10 @@ def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPa
 def test_the_attention_op_is_opaque_to_the_compiler(registry: Registry) -> None:
     """Shape inference runs the op without touching cache or data, as torch.compile and graph capture need."""
     engine = Engine(TinyModel(), registry, SMALL)
-    attention = engine._runner._attention
+    attention, caches = engine.executor.attention, engine.executor.caches
     with torch._subclasses.FakeTensorMode():
         q, kv = torch.empty(3, 4, 8), torch.empty(3, 2, 8)
         out = attention(0, q, kv, kv)
     assert out.shape == (3, 4, 8)
-    assert math.isfinite(float(engine.caches[0].key.sum()))
-    assert not engine.caches[0].key.any(), "nothing was written"
+    assert math.isfinite(float(caches[0].key.sum()))
+    assert not caches[0].key.any(), "nothing was written"
