@@ -23,7 +23,8 @@ def copy_slots(caches: Sequence[LayerCache], copies: Sequence[BlockCopy]) -> Non
     places = numpy.stack([numpy.repeat(sources, counts), numpy.repeat(targets, counts), slots])
     source, target, slot = upload(torch.from_numpy(places), caches[0].key.device)
     for cache in caches:
-        for logical in (cache.logical_key, cache.logical_value):
+        tensors = (cache.logical_key, cache.logical_value) if cache.layout.has_value else (cache.logical_key,)
+        for logical in tensors:
             rows = _indexable(logical)
             rows[target, slot] = rows[source, slot]
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import CacheLayout
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine import pool
@@ -58,9 +59,9 @@ class LocalExecutor:
         if memory is None and device.type == "cuda":
             sizes = config.step_tokens, config.max_num_seqs
             memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
-        max_model_len = _max_model_len(config, model, block_size, memory)
+        max_model_len = _max_model_len(config, model, self.selection.layout, block_size, memory)
         config.check_budget(max_model_len)
-        size = pool.pool_size(specs, block_size, max_model_len, config.max_num_seqs, memory)
+        size = pool.pool_size(specs, self.selection.layout, block_size, max_model_len, config.max_num_seqs, memory)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len)
         self.caches = pool.allocate(specs, self.selection.layout, size)
         """One a layer."""
@@ -97,10 +98,10 @@ class LocalExecutor:
         return self._runner.launch(step)
 
 
-def _max_model_len(config: EngineConfig, model: Model, block_size: int, memory: int | None) -> int:
+def _max_model_len(config: EngineConfig, model: Model, layout: CacheLayout, block_size: int, memory: int | None) -> int:
     made_for = model.max_position_embeddings
     if config.max_model_len is None:
-        fits = pool.longest_that_fits(model.attention_specs, block_size, memory, made_for)
+        fits = pool.longest_that_fits(model.attention_specs, layout, block_size, memory, made_for)
         if not config.enable_chunked_prefill:
             fits = min(fits, config.step_tokens)
         if 0 < fits < made_for:

@@ -32,8 +32,8 @@ Proposer = Callable[[Items[int]], Items[int]]
 class EngineLoop:
     """Continuous batching over one executor: call `step` until nothing is left. One thread at a time may call its methods.
 
-    With config.async_scheduling, and without a proposer, a step is launched before the one before it has been read, so that the host's work hides behind
-    the device's; tokens then come one call later, and one sampled past the end of a sequence is dropped.
+    With config.async_scheduling, and without a proposer, a step is launched before the one before it has been read, so that the
+    host's work hides behind the device's; tokens then come one call later, and one sampled past the end of a sequence is dropped.
     """
 
     def __init__(
