@@ -12,6 +12,7 @@ from headway.core.engine.limits import PromptLimits
 from headway.core.engine.local import LocalExecutor
 from headway.core.engine.loop import EngineLoop, Proposer
 from headway.core.engine.scheduler import Scheduler
+from headway.core.engine.specs import cache_specs
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.selector import BackendSource
@@ -36,11 +37,12 @@ class Engine(EngineLoop):
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
-        specs = list(model.attention_specs)
-        config = (config or EngineConfig()).for_device(specs[0].device)
+        config = config or EngineConfig()
+        specs = cache_specs(model.attention_specs, config.kv_cache_dtype)
+        config = config.for_device(specs[0].device)
         if config.deterministic:
             config = deterministic.prepare(source, specs, config)
-        self.executor = LocalExecutor(model, source, config, sampling, costs)
+        self.executor = LocalExecutor(model, specs, source, config, sampling, costs)
         self.selection = self.executor.selection
         limits = PromptLimits.of(config, self.executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size)
         scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler

@@ -37,6 +37,8 @@ class GraphStep:
     """int64 [max_num_seqs + 1]: the last sampled token of each row; the last place belongs to padding."""
     block_size: int
     max_model_len: int
+    num_blocks: int
+    """Of the pool."""
     logits: Tensor | None = None
     """[largest batch, vocab_size]: every graph computes its own into its first rows."""
 
@@ -143,6 +145,8 @@ class DecodeGraph:
             query_start_loc_cpu=starts,
             seq_lens_cpu=torch.full((size,), step.max_model_len, dtype=torch.int32),
             block_table_cpu=torch.zeros(table.shape, dtype=torch.int32),
+            num_blocks=step.num_blocks,
+            upper_bound_lens=True,
         )
 
     @torch.inference_mode()
@@ -170,7 +174,7 @@ class DecodeGraph:
         assert self._replay is not None, "capture() it first"
         assert self._step.logits is not None
         seq_lens, table = self._inputs.fill(self.size, at, positions, rows)
-        metadata = replace(self.metadata, seq_lens_cpu=seq_lens, block_table_cpu=table)
+        metadata = replace(self.metadata, seq_lens_cpu=seq_lens, block_table_cpu=table, upper_bound_lens=False)
         for spec, plan in self._plans.items():
             self._by_spec[spec].plan_for_replay(plan, metadata)
         self._replay()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy
@@ -37,16 +37,18 @@ class LocalExecutor:
     def __init__(
         self,
         model: Model,
+        specs: Sequence[AttentionSpec],
         source: BackendSource,
         config: EngineConfig,
         sampling: SamplingOps = TORCH_SAMPLING,
         costs: Mapping[AttentionSpec, CostTable] | None = None,
     ) -> None:
-        """config: with what depends on the device filled in. sampling, costs: see `create_engine`.
+        """specs: of the model's layers, with the cache's element type as asked for. config: with its device's options filled in.
+
+        sampling, costs: see `Engine`.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
-        specs = list(model.attention_specs)
         device = specs[0].device
         asked = config.attn_backend, config.kv_layout, config.block_size, config.attn_options
         selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
@@ -55,11 +57,11 @@ class LocalExecutor:
         if config.deterministic:
             self.selection = replace(self.selection, why="deterministic: pinned")
         block_size = self.selection.block_size
-        memory = config.kv_cache_memory
+        memory = config.pool_bytes
         if memory is None and device.type == "cuda":
             sizes = config.step_tokens, config.max_num_seqs
             memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
-        max_model_len = _max_model_len(config, model, self.selection.layout, block_size, memory)
+        max_model_len = _max_model_len(config, model, specs, self.selection.layout, block_size, memory)
         config.check_budget(max_model_len)
         size = pool.pool_size(specs, self.selection.layout, block_size, max_model_len, config.max_num_seqs, memory)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len)
@@ -98,10 +100,12 @@ class LocalExecutor:
         return self._runner.launch(step)
 
 
-def _max_model_len(config: EngineConfig, model: Model, layout: CacheLayout, block_size: int, memory: int | None) -> int:
+def _max_model_len(
+    config: EngineConfig, model: Model, specs: Sequence[AttentionSpec], layout: CacheLayout, block_size: int, memory: int | None
+) -> int:
     made_for = model.max_position_embeddings
     if config.max_model_len is None:
-        fits = pool.longest_that_fits(model.attention_specs, layout, block_size, memory, made_for)
+        fits = pool.longest_that_fits(specs, layout, block_size, memory, made_for)
         if not config.enable_chunked_prefill:
             fits = min(fits, config.step_tokens)
         if 0 < fits < made_for:

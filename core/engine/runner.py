@@ -82,6 +82,7 @@ class Runner:
         self._selector = selector
         self._sampling = sampling
         self._block_size = block_size
+        self._num_blocks = attention.caches[0].geometry.num_blocks
         self._device = attention.specs[0].device
         self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
         self._max_model_len = max_model_len
@@ -93,7 +94,7 @@ class Runner:
 
     def capture(self, batch_sizes: Sequence[int], recorder: Recorder | None = None) -> None:
         """Capture decode steps of these many sequences as CUDA graphs; see DecodeGraphs for what may be refused."""
-        sizes = self._block_size, self._max_model_len
+        sizes = self._block_size, self._max_model_len, self._num_blocks
         graphs = DecodeGraphs(GraphStep(self._model, self._attention, self._sampling.greedy, self._newest, *sizes))
         selector = self._selector
 
@@ -163,7 +164,10 @@ class Runner:
         tables = self._rows.tables
         ends = ((step.context_lens + step.query_lens - 1) // self._block_size + 1).tolist()
         blocks = [tables[row, :end].tolist() for row, end in zip(step.rows.tolist(), ends, strict=True)]
-        metadata = AttentionMetadata.build(*lens, blocks, self._block_size, self._device)
+        drafts = step.num_draft_tokens.tolist() if step.num_draft_tokens.any() else None
+        metadata = AttentionMetadata.build(
+            *lens, blocks, self._block_size, self._device, num_draft_tokens=drafts, num_blocks=self._num_blocks
+        )
         input_ids, positions = self._inputs(step)
         prefill, decode = self._backends(metadata.prefill, Phase.PREFILL), self._backends(metadata.decode, Phase.DECODE)
         self._attention.begin(metadata, prefill, decode)

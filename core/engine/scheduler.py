@@ -9,6 +9,9 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.sequence import Sequence, Status
 
+MAX_DRAFT_TOKENS = 7
+"""Drafts verified at once: with the newest token before them these are the most query tokens that count as a decode."""
+
 
 class ScheduledSequence(NamedTuple):
     """What a sequence gets of a step, as the sequence was when scheduled: it moves on before the step has run."""
@@ -130,7 +133,7 @@ class Scheduler:
         """Guesses that are verified beside the newest token, which must be known to the host."""
         if not seq.draft_token_ids or seq.num_pending or seq.num_to_compute != 1:
             return 0
-        return max(min(len(seq.draft_token_ids), budget, seq.max_len - seq.num_tokens - 1), 0)
+        return max(min(len(seq.draft_token_ids), MAX_DRAFT_TOKENS, budget, seq.max_len - seq.num_tokens - 1), 0)
 
     def _room(self, seq: Sequence, count: int) -> int:
         """Tokens for which a sequence must hold blocks when it gets `count`."""

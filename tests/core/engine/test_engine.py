@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from driving import Written, drain, generate
 from headway.backends.sdpa import SDPA
 from headway.core.contract.backend import BackendInfo
-from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.contract.errors import ConfigError, PromptError, UnsupportedError
 from headway.core.contract.model import Attention
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
@@ -258,3 +259,113 @@ def test_the_attention_op_is_opaque_to_the_compiler(registry: Registry) -> None:
     assert out.shape == (3, 4, 8)
     assert math.isfinite(float(caches[0].key.sum()))
     assert not caches[0].key.any(), "nothing was written"
+
+
+def test_an_fp8_cache_halves_the_memory_and_keeps_the_tokens_near(registry: Registry) -> None:
+    """In the engine, through chunks, preemption and prefix copies; the pool obeys the type that was asked for."""
+    half = replace(SMALL, kv_cache_dtype="fp8_e4m3")
+    plain, small = Engine(TinyModel(), registry, SMALL), Engine(TinyModel(), registry, half)
+    assert {cache.key.dtype for cache in small.executor.caches} == {torch.float8_e4m3fn}
+    assert small.capacity.pool.num_blocks == 4 * plain.capacity.pool.num_blocks
+    expected, whole = run(plain, GREEDY), run(small, GREEDY)
+    same = sum(a == b for wide, narrow in zip(expected, whole, strict=True) for a, b in zip(wide, narrow, strict=True))
+    assert same > 20, "the first tokens of most prompts"
+    tight = replace(half, max_model_len=64, kv_cache_memory=18 * 8 * 64, max_num_batched_tokens=16)
+    engine = Engine(TinyModel(), registry, tight)
+    assert run(engine, GREEDY) == whole
+    assert engine.scheduler.num_preemptions > 0
+
+
+class Half(SDPA):
+    name = "half"
+    capabilities = replace(SDPA.capabilities, kv_dtypes=())
+
+
+class HalfPlugin:
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        return [BackendInfo("half", "reads no fp8", lambda: Half, api_version=2)]
+
+
+def test_a_cache_type_that_a_backend_does_not_read_is_refused_with_the_reason() -> None:
+    registry = create_registry([HalfPlugin()], load_entry_points=False)
+    with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs the layer's dtype, got fp8_e4m3"):
+        Engine(TinyModel(), registry, replace(SMALL, attn_backend="half", kv_cache_dtype="fp8_e4m3"))
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0, max_tokens=20), SamplingParams(seed=3, max_tokens=20)], ids=str)
+def test_drafts_change_no_token_and_spare_steps(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
+    config = replace(SMALL, async_scheduling=overlapped)
+    plain = Engine(TinyModel(), registry, config)
+    expected = run(plain, params)
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+
+    def propose(token_ids: list[int]) -> list[int]:
+        """What will come, with a mistake now and then."""
+        (text,) = (text for text in texts if text[: len(token_ids)] == token_ids)
+        guesses = text[len(token_ids) : len(token_ids) + 3]
+        return guesses[:1] + [(guess + (len(token_ids) % 4 == 0)) % 50 for guess in guesses[1:]]
+
+    engine = Engine(TinyModel(), registry, config, proposer=propose)
+    assert run(engine, params) == expected
+    assert engine.stats.num_steps < plain.stats.num_steps / 2
+    assert run(Engine(TinyModel(), registry, config, proposer=lambda token_ids: [1, 2]), params) == expected
+    tight = replace(config, max_model_len=48, kv_cache_memory=12 * 8 * 256)
+    engine = Engine(TinyModel(), registry, tight, proposer=propose)
+    assert run(engine, params) == expected
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("layout", "kv_cache_dtype"), [("nhd", "fp8_e4m3"), ("hnd", "auto"), ("vllm_5d", "auto")])
+def test_a_hit_of_part_of_a_block_changes_no_token(registry: Registry, layout: str, kv_cache_dtype: str) -> None:
+    """Prompts that share beginnings of all lengths, of finished and of running sequences, in a pool that is short."""
+    random = Random(0)
+    texts = [[random.randrange(50) for _ in range(60)] for _ in range(3)]
+    prompts = [[*random.choice(texts)[: random.randint(1, 60)], random.randrange(50)] for _ in range(40)]
+    config = replace(
+        SMALL, block_size=32, kv_layout=layout, kv_cache_dtype=kv_cache_dtype, max_num_seqs=5, max_num_batched_tokens=64
+    )
+    whole = Engine(TinyModel(), registry, replace(config, enable_prefix_caching=False))
+    short = 8 * 32 * (256 if kv_cache_dtype == "auto" else 64)
+    engine = Engine(TinyModel(), registry, replace(config, kv_cache_memory=short, max_model_len=128))
+    params = SamplingParams(temperature=0, max_tokens=12)
+    written = generate(engine, prompts, params)
+    assert [each.token_ids for each in written] == run(whole, params, prompts)
+    assert engine.scheduler.num_preemptions > 0
+    assert any(each.num_cached_tokens % 32 for each in written)
+
+
+def test_a_hit_counts_by_the_token_whatever_the_block_size(registry: Registry) -> None:
+    shared = [token % 50 for token in range(100)]
+    for block_size in (8, 64, 128):
+        engine = Engine(TinyModel(), registry, replace(SMALL, block_size=block_size))
+        params = SamplingParams(temperature=0, max_tokens=4)
+        first, again, longer = (one(engine, prompt, params) for prompt in (shared, shared, [*shared, 7, 7]))
+        assert (first.num_cached_tokens, again.num_cached_tokens, longer.num_cached_tokens) == (0, 99, 100), block_size
+        assert again.token_ids == first.token_ids
+        engine.add_request("running", [*shared[:50], *[3] * 20], SamplingParams(temperature=0, max_tokens=9))
+        engine.step()  # a running sequence's block is shared as far as it is filled
+        engine.add_request("beside", [*shared[:50], *[3] * 15], params)
+        assert drain(engine)["beside", 0].num_cached_tokens == 64
+
+
+def test_requests_come_and_go_by_id(registry: Registry) -> None:
+    engine = Engine(TinyModel(), registry, replace(SMALL, async_scheduling=True))
+    expected = run(engine, GREEDY, PROMPTS[:2])
+    for name in ("left", "stays", "half"):
+        engine.add_request(name, PROMPTS[name == "stays"], replace(GREEDY, n=2))
+    with pytest.raises(ConfigError, match="request_id: needs an id that no unfinished request has, got 'left'"):
+        engine.add_request("left", [1], GREEDY)
+    early = engine.step() + engine.step()
+    engine.abort("left")
+    engine.abort("half", 1)
+    engine.abort("nobody")
+    written = drain(engine)
+    assert sorted(written) == [("half", 0), ("stays", 0), ("stays", 1)], "an aborted completion is heard of no more"
+    first = {(delta.request_id, delta.completion): delta.new_token_ids for delta in early}
+    for number, key in enumerate([("half", 0), ("stays", 0), ("stays", 1)]):
+        assert [*first[key], *written[key].token_ids] == expected[min(number, 1)]
+    engine.add_request("left", [1], GREEDY)  # the id is free again
+    engine.abort_all()
+    assert not engine.has_unfinished

@@ -62,7 +62,7 @@ def test_batch_sizes(max_num_seqs: int, sizes: list[int]) -> None:
 
 def graph_step(attention: PagedAttention | None = None, block_size: int = BLOCK_SIZE, max_len: int = MAX_MODEL_LEN) -> GraphStep:
     attention = attention or PagedAttention([], [], lambda *_: None)
-    return GraphStep(TinyModel(), attention, greedy, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len)
+    return GraphStep(TinyModel(), attention, greedy, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len, 9)
 
 
 class Again:
