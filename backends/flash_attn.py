@@ -89,15 +89,19 @@ class FlashAttention2(AttentionBackend):
         """No device work: the metadata has it all."""
         return VarlenStep.of(metadata)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None
+    ) -> None:
         """Over this step's k and v where there is no context, else over the cache."""
+        assert lse is None, "not declared"
         if plan.paged:
             self._varlen(q, cache.key, cache.value, plan, out)
         else:
             self._varlen(q, k, v, plan, out)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
         """Split-KV where all sequences have the same number of new tokens; ragged verification goes through varlen."""
+        assert lse is None, "not declared"
         if not plan.uniform:
             self._varlen(q, cache.key, cache.value, plan, out)
             return

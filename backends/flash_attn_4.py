@@ -111,8 +111,11 @@ class FlashAttention4(AttentionBackend):
         """No device work: the metadata has it all."""
         return VarlenStep.of(metadata)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None
+    ) -> None:
         """Over this step's k and v where there is no context, else over the cache."""
+        assert lse is None, "not declared"
         if plan.paged:
             self._paged(q, cache, plan, out)
             return
@@ -132,8 +135,9 @@ class FlashAttention4(AttentionBackend):
             out=out,
         )
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
         """The same kernel; batched where all sequences have the same number of new tokens."""
+        assert lse is None, "not declared"
         self._paged(q, cache, plan, out)
 
     def _paged(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:

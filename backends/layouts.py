@@ -9,7 +9,7 @@ from headway.core.contract.layout import LayerCache
 
 
 def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
-    """Write k, v [num_tokens, num_kv_heads, head_dim] to slot_mapping [num_tokens]; -1 is skipped.
+    """Write k, v [num_tokens, num_kv_heads, head_dim or v_head_dim] to slot_mapping [num_tokens]; -1 is skipped.
 
     Works on any layout through its logical view. On a GPU the test for -1 synchronises, so it cannot be captured in a graph.
     """
@@ -17,7 +17,8 @@ def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) ->
     if not valid.all():
         k, v, slot_mapping = k[valid], v[valid], slot_mapping[valid]
     _write(stored(k, cache.geometry.dtype, cache.k_scale), cache.logical_key, slot_mapping, cache.block_size)
-    _write(stored(v, cache.geometry.dtype, cache.v_scale), cache.logical_value, slot_mapping, cache.block_size)
+    if cache.layout.has_value:
+        _write(stored(v, cache.geometry.dtype, cache.v_scale), cache.logical_value, slot_mapping, cache.block_size)
 
 
 def stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -17,12 +17,12 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 
 State = tuple[Tensor, Tensor, Tensor]
-"""m, l [num_heads, query_len, 1] and o [num_heads, query_len, head_dim], float32."""
+"""m, l [num_heads, query_len, 1] and o [num_heads, query_len, v_head_dim], float32."""
 
 
 def paged_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, spec: AttentionSpec) -> Tensor:
-    """Attention of every sequence of the step over its blocks. q: [num_tokens, num_heads, head_dim]; returns the same shape."""
-    out = torch.zeros_like(q)
+    """Attention of every sequence of the step over its blocks. q: [num_tokens, num_heads, head_dim]; result: v_head_dim."""
+    out = q.new_zeros((*q.shape[:2], spec.v_head_dim))
     for row, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
         start = int(metadata.query_start_loc_cpu[row])
         if kv_len == 0:  # a padding row
@@ -38,12 +38,12 @@ def paged_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, s
 
 def walk(queries: Tensor, blocks: list[int], kv_len: int, first: int, cache: LayerCache, spec: AttentionSpec) -> State:
     """The state after the given blocks. queries: [query_len, num_heads, head_dim]; first: logical number of blocks[0]."""
-    query_len, num_heads, head_dim = queries.shape
+    query_len, num_heads, _ = queries.shape
     q = queries.transpose(0, 1).float()  # [num_heads, query_len, head_dim]
     query_positions = torch.arange(kv_len - query_len, kv_len, device=q.device)[:, None]
     m = torch.full((num_heads, query_len, 1), -torch.inf, device=q.device)
     l = torch.zeros_like(m)
-    o = torch.zeros((num_heads, query_len, head_dim), device=q.device)
+    o = torch.zeros((num_heads, query_len, spec.v_head_dim), device=q.device)
     for number, block in enumerate(blocks, start=first):
         begin = number * cache.block_size
         filled = min(cache.block_size, kv_len - begin)  # slots past the end hold anything, NaN included: never touch them

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
-from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheWriter, LayoutInfo
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.registry.hookspecs import hookimpl
@@ -84,8 +84,8 @@ def _info(name: str, summary: str, load: Callable[[], type[AttentionBackend]], e
 
 @hookimpl
 def headway_register_layouts() -> list[LayoutInfo]:
-    """Register the three built-in layouts."""
-    return [LayoutInfo(layout, _writer) for layout in (NHD, HND, VLLM_5D)]
+    """Register the built-in layouts."""
+    return [LayoutInfo(layout, _writer) for layout in (NHD, HND, VLLM_5D, LATENT)]
 
 
 @hookimpl

@@ -51,7 +51,15 @@ class SDPA(AttentionBackend):
     options: ClassVar[Mapping[str, str]] = {"cudnn": "1: let torch take cuDNN on a GPU, for shapes that come again"}
     # Asked to be batch invariant, it makes one call a sequence: a kernel's shape is then the sequence's own.
     capabilities = Capabilities(
-        phases=ALL_PHASES, devices=("cpu", "cuda"), features=FEATURES, dense_prefill=True, batch_invariant=True
+        phases=ALL_PHASES,
+        kv_dtypes=(torch.float8_e4m3fn,),
+        devices=("cpu", "cuda"),
+        v_head_dims=None,
+        value_in_key=True,
+        features=FEATURES,
+        dense_prefill=True,
+        lse=True,
+        batch_invariant=True,
     )
 
     def __init__(
@@ -95,6 +103,8 @@ class SDPA(AttentionBackend):
         # In a step that is EXTEND every sequence's keys are gathered, unless that may not hang on the others.
         alone = self.spec.batch_invariant and metadata.phase is not Phase.DECODE
         dense = (alone or metadata.phase is Phase.PREFILL) and longest == query_len
+        # What an fp8 cache holds is read back, or the answer would depend on how a prompt was cut into chunks.
+        dense = dense and self.spec.cache_dtype == self.spec.dtype
         if dense and plain:
             return Group(tokens, count, query_len, None, None, causal=query_len > 1)
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
@@ -112,38 +122,53 @@ class SDPA(AttentionBackend):
             bias = bias + alibi(query_positions, key_positions, self.spec).transpose(0, 1)
         return bias.masked_fill(~seen, -torch.inf)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[Group], out: Tensor) -> None:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[Group], out: Tensor, lse: Tensor | None = None
+    ) -> None:
         """Dense where there is no context, over gathered rows where there is."""
         with self._kernels():
             for group in plan:
-                shape = (group.count, group.query_len, -1, self.spec.head_dim)
                 if group.slots is None:
-                    keys, values = k[group.tokens].view(shape), v[group.tokens].view(shape)
+                    shape = (group.count, group.query_len, self.spec.num_kv_heads)
+                    keys, values = (rows[group.tokens].reshape(*shape, -1) for rows in (k, v))
                 else:
-                    keys, values = cache.gather(group.slots)
-                self._attend(q, keys, values, group, out)
+                    keys, values = self._gather(cache, group.slots)
+                self._attend(q, keys, values, group, out, lse)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: list[Group], out: Tensor) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: list[Group], out: Tensor, lse: Tensor | None = None) -> None:
         """One padded call for all sequences of the same query length."""
         with self._kernels():
             for group in plan:
                 assert group.slots is not None
-                self._attend(q, *cache.gather(group.slots), group, out)
+                self._attend(q, *self._gather(cache, group.slots), group, out, lse)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor) -> None:
-        """keys, values: [count, kv_len, num_kv_heads, head_dim]."""
+    def _gather(self, cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Cached keys and values in the layer's element type; those of an fp8 cache times their scales."""
+        k, v = cache.gather(slots)
+        if k.dtype == self.spec.dtype:
+            return k, v
+        keys, values = (rows.float() * scale for rows, scale in ((k, self.spec.k_scale), (v, self.spec.v_scale)))
+        return keys.to(self.spec.dtype), values.to(self.spec.dtype)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor, lse: Tensor | None) -> None:
+        """keys, values: [count, kv_len, num_kv_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
         rows = q[group.tokens]
         if self.spec.batch_invariant:  # a copy begins at an aligned address, whatever the sequence's place in the step
             rows, keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (rows, keys, values))
-        queries = rows.view(group.count, group.query_len, -1, self.spec.head_dim).transpose(1, 2)
+        queries = rows.reshape(group.count, group.query_len, -1, self.spec.head_dim).transpose(1, 2)
         keys, values, bias = keys.transpose(1, 2), values.transpose(1, 2), group.bias
         folded = group.query_len == 1 and self.spec.group_size > 1
         if folded:  # the query heads of a kv head become its query rows: no key is read twice
             queries = queries.reshape(group.count, self.spec.num_kv_heads, self.spec.group_size, -1)
             if bias is not None and bias.shape[1] > 1:
                 bias = bias.reshape(bias.shape[0], self.spec.num_kv_heads, self.spec.group_size, -1)
-        if _explicit(self.spec):
-            result = _explicit_attention(queries, keys, values, bias, self.spec)
+        if _explicit(self.spec) or lse is not None:
+            if bias is None and group.causal:
+                length = torch.full((1,), group.query_len)
+                bias = self._bias(length, group.query_len, group.query_len).to(q.device)
+            result, sums = _explicit_attention(queries, keys, values, bias, self.spec)
+            if lse is not None:  # [count, num_heads, query_len] to packed tokens
+                lse[:, group.tokens] = sums.reshape(group.count, -1, group.query_len).transpose(0, 1).flatten(1)
         else:
             gqa = not folded and self.spec.group_size > 1
             if gqa and bias is not None and self._gpu:  # flash takes no bias, and what does take one knows no groups there
@@ -180,8 +205,12 @@ def _explicit(spec: AttentionSpec) -> bool:
     return spec.softcap is not None or spec.sinks is not None or (spec.alibi_slopes is not None and spec.dtype != torch.float32)
 
 
-def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """softmax(softcap(q k^T scale) + bias) v in float32. q: [n, heads, query_len, d]; k, v: [n, num_kv_heads, kv_len, d]."""
+def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """softmax(softcap(q k^T scale) + bias) v in float32, and the logarithm of each softmax's denominator.
+
+    q: [n, heads, query_len, head_dim]; k, v: [n, num_kv_heads, kv_len, head_dim or v_head_dim]. Returns [n, heads, query_len,
+    v_head_dim] in q's element type and float32 [n, heads, query_len].
+    """
     repeat = q.shape[1] // k.shape[1]
     keys, values = (t.float().repeat_interleave(repeat, 1) for t in (k, v))
     scores = q.float() @ keys.transpose(2, 3) * spec.scale
@@ -192,8 +221,8 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sp
     if spec.sinks is not None:  # one more logit a row, whose weight is dropped again; folded heads are rows here
         sinks = torch.tensor(spec.sinks, device=q.device).view(1, scores.shape[1], -1, 1)
         scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
-        return (scores.softmax(-1)[..., :-1] @ values).to(q.dtype)
-    return (scores.softmax(-1) @ values).to(q.dtype)
+        return (scores.softmax(-1)[..., :-1] @ values).to(q.dtype), scores.logsumexp(-1)
+    return (scores.softmax(-1) @ values).to(q.dtype), scores.logsumexp(-1)
 
 
 def _slots(metadata: AttentionMetadata, row: int, kv_lens: Tensor) -> Tensor:

@@ -71,15 +71,19 @@ class TorchVarlen(AttentionBackend):
         """No device work: the metadata has it all."""
         return VarlenStep.of(metadata)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None
+    ) -> None:
         """Over this step's k and v where there is no context, else over the cache."""
+        assert lse is None, "not declared"
         if plan.paged:
             self._run(q, cache.key, cache.value, plan, out)
         else:
             self._run(q, k, v, plan, out)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
         """The same call with the queries of each sequence, one or several, ragged or not."""
+        assert lse is None, "not declared"
         self._run(q, cache.key, cache.value, plan, out)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:

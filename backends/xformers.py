@@ -168,16 +168,20 @@ class XFormersAttention(AttentionBackend):
             positions.append(positions[-1] + length)
         return self._masks._SeqLenInfo(seqstart=starts, max_seqlen=max(lens), min_seqlen=min(lens), seqstart_py=positions)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[Group], out: Tensor) -> None:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[Group], out: Tensor, lse: Tensor | None = None
+    ) -> None:
         """Over this step's k and v where there is no context, else over the cache."""
+        assert lse is None, "not declared"
         (group,) = plan
         if group.paged:
             self._run(q, cache.key, cache.value, group, out)
         else:
             self._run(q, k, v, group, out)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: list[Group], out: Tensor) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: list[Group], out: Tensor, lse: Tensor | None = None) -> None:
         """One call for each run of sequences with the same number of new tokens."""
+        assert lse is None, "not declared"
         for group in plan:
             if group.source is not None and q.is_cuda and torch.cuda.is_current_stream_capturing():
                 # The plan's copy of the table would be frozen in the graph: copy at each replay.

@@ -52,6 +52,7 @@ class Case:
     k: torch.Tensor
     """[num_tokens, num_kv_heads, head_dim]: this step's; already in the cache."""
     v: torch.Tensor
+    """[num_tokens, num_kv_heads, v_head_dim]; a view of k where the value lies in the key."""
 
 
 def make_case(
@@ -79,24 +80,28 @@ def make_case(
     order = torch.randperm(sum(blocks_of) + spare_blocks, generator=generator).tolist()
     tables = [[order.pop() for _ in range(count)] for count in blocks_of] + [[]] * padding_rows
     num_blocks = sum(blocks_of) + spare_blocks
-    geometry = CacheGeometry(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
+    geometry = CacheGeometry.of(spec, num_blocks, block_size)
     cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
     if poison is not None:
-        cache.key.fill_(poison)
-        cache.value.fill_(poison)
+        for tensor in cache.tensors.values():
+            tensor.fill_(poison)
 
-    def rows(count: int, heads: int) -> torch.Tensor:
-        random = torch.randn(count, heads, spec.head_dim, generator=generator, dtype=torch.float32)
+    def rows(count: int, heads: int, dim: int) -> torch.Tensor:
+        random = torch.randn(count, heads, dim, generator=generator, dtype=torch.float32)
         return random.to(device=spec.device, dtype=spec.dtype)
+
+    def new_rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k = rows(count, spec.num_kv_heads, spec.head_dim)
+        return k, k[..., : spec.v_head_dim] if spec.value_in_key else rows(count, spec.num_kv_heads, spec.v_head_dim)
 
     cached = [(length, table) for length, table in zip(context_lens, tables, strict=True) if length > 0]
     if cached:
         lengths = [length for length, _ in cached]
         past = AttentionMetadata.build(lengths, [0] * len(cached), [table for _, table in cached], block_size, spec.device)
-        heads = spec.num_kv_heads
-        writer(rows(sum(lengths), heads), rows(sum(lengths), heads), cache, past.slot_mapping)
+        writer(*new_rows(sum(lengths)), cache, past.slot_mapping)
     metadata = AttentionMetadata.build(query_lens, context_lens, tables, block_size, spec.device, decode_query_len)
     tokens = metadata.num_tokens
-    q, k, v = (rows(tokens, heads) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+    q = rows(tokens, spec.num_heads, spec.head_dim)
+    k, v = new_rows(tokens)
     writer(k, v, cache, metadata.slot_mapping)
     return Case(spec, metadata, cache, q, k, v)

@@ -13,9 +13,15 @@ _SCORES = 2**27
 
 
 def reference(case: Case) -> Tensor:
-    """The step's output, float64 [num_tokens, num_heads, head_dim]; rows of padding sequences are zero."""
+    """The step's output, float64 [num_tokens, num_heads, v_head_dim]; rows of padding sequences are zero."""
+    return reference_with_lse(case)[0]
+
+
+def reference_with_lse(case: Case) -> tuple[Tensor, Tensor]:
+    """`reference`, and float64 [num_heads, num_tokens]: the logarithm of each softmax's denominator, sinks included."""
     spec, metadata = case.spec, case.metadata
-    out = torch.zeros(case.q.shape, dtype=torch.float64, device=case.q.device)
+    out = torch.zeros((*case.q.shape[:2], spec.v_head_dim), dtype=torch.float64, device=case.q.device)
+    lse = torch.zeros((spec.num_heads, len(case.q)), dtype=torch.float64, device=case.q.device)
     token = 0
     for row, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.kv_lens, strict=True)):
         if kv_len:
@@ -28,13 +34,13 @@ def reference(case: Case) -> Tensor:
                 last = min(first + rows, query_len)
                 at = positions[kv_len - query_len + first : kv_len - query_len + last]
                 tokens = slice(token + first, token + last)
-                out[tokens] = _attend(case, case.q[tokens], keys, values, at, positions)
+                out[tokens], lse[:, tokens] = _attend(case, case.q[tokens], keys, values, at, positions)
         token += query_len
-    return out
+    return out, lse
 
 
-def _attend(case: Case, queries: Tensor, keys: Tensor, values: Tensor, at: Tensor, positions: Tensor) -> Tensor:
-    """Queries [n, num_heads, head_dim] at positions `at` over keys and values [kv_len, num_kv_heads, head_dim]."""
+def _attend(case: Case, queries: Tensor, keys: Tensor, values: Tensor, at: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [n, num_heads, head_dim] at positions `at` over keys and values [kv_len, num_kv_heads, head_dim or v_head_dim]."""
     spec = case.spec
     n = len(queries)
     grouped = queries.double().view(n, spec.num_kv_heads, spec.group_size, -1).permute(1, 2, 0, 3).flatten(1, 2)
@@ -54,19 +60,29 @@ def _attend(case: Case, queries: Tensor, keys: Tensor, values: Tensor, at: Tenso
     total = weights.sum(-1, keepdim=True)
     if spec.sinks is not None:
         total = total + torch.exp(torch.tensor(spec.sinks, dtype=scores.dtype, device=scores.device)[:, None, None] - largest)
+    lse = (largest + total.log()).squeeze(-1)
     weights = (weights / total).view(spec.num_kv_heads, spec.group_size * n, -1)
-    return (weights @ values.permute(1, 0, 2)).view(spec.num_heads, n, -1).transpose(0, 1)
+    return (weights @ values.permute(1, 0, 2)).view(spec.num_heads, n, -1).transpose(0, 1), lse
 
 
-def run_backend(backend: AttentionBackend, case: Case) -> Tensor:
-    """One step through one backend, as the engine calls it, into an output filled with NaN so that a missed row shows."""
-    metadata, out = case.metadata, torch.full_like(case.q, torch.nan)
-    n = metadata.num_prefill_tokens
+def run_backend(backend: AttentionBackend, case: Case, lse: Tensor | None = None) -> Tensor:
+    """One step through one backend, as the engine calls it, into an output filled with NaN so that a missed row shows.
+
+    lse: float32 [num_heads, num_tokens], which a backend that declares it fills.
+    """
+    more = [{} if lse is None else {"lse": part} for part in _parts(lse, case)]
+    metadata, n = case.metadata, case.metadata.num_prefill_tokens
+    out = case.q.new_full((*case.q.shape[:2], case.spec.v_head_dim), torch.nan)
     if metadata.prefill is not None:
-        backend.prefill(case.q[:n], case.k[:n], case.v[:n], case.cache, backend.plan(metadata.prefill), out[:n])
+        backend.prefill(case.q[:n], case.k[:n], case.v[:n], case.cache, backend.plan(metadata.prefill), out[:n], **more[0])
     if metadata.decode is not None:
-        backend.decode(case.q[n:], case.cache, backend.plan(metadata.decode), out[n:])
+        backend.decode(case.q[n:], case.cache, backend.plan(metadata.decode), out[n:], **more[1])
     return out
+
+
+def _parts(lse: Tensor | None, case: Case) -> tuple[Tensor | None, Tensor | None]:
+    n = case.metadata.num_prefill_tokens
+    return (None, None) if lse is None else (lse[:, :n], lse[:, n:])
 
 
 def relative_error(out: Tensor, expected: Tensor, case: Case) -> float:

@@ -103,7 +103,7 @@ class Cell:
     def flops(self) -> int:
         """Multiplications and additions of q.k and of weights.v, over the keys that causality lets each query see."""
         seen = sum(n * (kv_len - n) + n * (n + 1) // 2 for n, kv_len in self.lens)
-        return 4 * self.spec.head_dim * self.spec.num_heads * seen
+        return 2 * (self.spec.head_dim + self.spec.v_head_dim) * self.spec.num_heads * seen
 
     @property
     def write_bytes(self) -> int:
@@ -112,7 +112,8 @@ class Cell:
         return self.num_tokens * per_token
 
     def _bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.spec.num_kv_heads * self.spec.head_dim * dtype.itemsize
+        stored = self.spec.head_dim + (0 if self.spec.value_in_key else self.spec.v_head_dim)
+        return self.spec.num_kv_heads * stored * dtype.itemsize
 
 
 def make_cell(phase: PhaseName, case: str, geometry: Geometry, spec: AttentionSpec) -> Cell:
@@ -147,18 +148,21 @@ def build_case(cell: Cell, layout: CacheLayout, block_size: int, seed: int) -> C
     spec = cell.spec
     metadata, cache = _empty_step(cell, layout, block_size, seed)
     q = torch.empty((cell.num_tokens, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
-    k, v = (torch.empty((cell.num_tokens, spec.num_kv_heads, spec.head_dim), dtype=q.dtype, device=q.device) for _ in "kv")
+    k = q.new_empty((cell.num_tokens, spec.num_kv_heads, spec.head_dim))
+    v = k[..., : spec.v_head_dim] if spec.value_in_key else q.new_empty((cell.num_tokens, spec.num_kv_heads, spec.v_head_dim))
     generator = torch.Generator(spec.device)
     token = 0
     for row, (query_len, kv_len) in enumerate(cell.lens):
         generator.manual_seed(seed * 1_000_003 + row)
         positions = torch.arange(kv_len, device=spec.device)
         slots = metadata.block_table[row].long()[positions // block_size], positions % block_size
-        keys = _store(_random(kv_len, spec.num_kv_heads, spec, generator), cache.logical_key, slots, spec.k_scale)
-        values = _store(_random(kv_len, spec.num_kv_heads, spec, generator), cache.logical_value, slots, spec.v_scale)
         new = slice(token, token + query_len)
-        q[new] = _random(query_len, spec.num_heads, spec, generator)
-        k[new], v[new] = keys[kv_len - query_len :], values[kv_len - query_len :]
+        keys = _random(kv_len, spec.num_kv_heads, spec.head_dim, spec, generator)
+        k[new] = _store(keys, cache.logical_key, slots, spec.k_scale)[kv_len - query_len :]
+        if not spec.value_in_key:
+            values = _random(kv_len, spec.num_kv_heads, spec.v_head_dim, spec, generator)
+            v[new] = _store(values, cache.logical_value, slots, spec.v_scale)[kv_len - query_len :]
+        q[new] = _random(query_len, spec.num_heads, spec.head_dim, spec, generator)
         token += query_len
     return Case(spec=spec, metadata=metadata, cache=cache, q=q, k=k, v=v)
 
@@ -167,7 +171,8 @@ def build_write(cell: Cell, layout: CacheLayout, block_size: int, seed: int) -> 
     """Like `build_case` but over an empty (zero) cache: the new tokens alone, for a cache writer."""
     metadata, cache = _empty_step(cell, layout, block_size, seed)
     generator = torch.Generator(cell.spec.device).manual_seed(seed)
-    k, v = (_random(cell.num_tokens, cell.spec.num_kv_heads, cell.spec, generator) for _ in "kv")
+    dims = cell.spec.head_dim, cell.spec.v_head_dim
+    k, v = (_random(cell.num_tokens, cell.spec.num_kv_heads, dim, cell.spec, generator) for dim in dims)
     return Case(spec=cell.spec, metadata=metadata, cache=cache, q=k[:0], k=k, v=v)
 
 
@@ -180,7 +185,7 @@ def _empty_step(cell: Cell, layout: CacheLayout, block_size: int, seed: int) -> 
     for count in counts:
         tables.append(order[first : first + count])
         first += count
-    geometry = CacheGeometry(sum(counts), block_size, spec.num_kv_heads, spec.head_dim, spec.cache_dtype, spec.device)
+    geometry = CacheGeometry.of(spec, sum(counts), block_size)
     query_lens = [query_len for query_len, _ in cell.lens]
     context_lens = [kv_len - query_len for query_len, kv_len in cell.lens]
     decode_query_len = VERIFY_QUERY_LEN if cell.phase == "decode" else 1
@@ -188,8 +193,8 @@ def _empty_step(cell: Cell, layout: CacheLayout, block_size: int, seed: int) -> 
     return metadata, layout.allocate(geometry, spec.k_scale, spec.v_scale)
 
 
-def _random(rows: int, heads: int, spec: AttentionSpec, generator: torch.Generator) -> Tensor:
-    return torch.randn(rows, heads, spec.head_dim, dtype=spec.dtype, device=spec.device, generator=generator)
+def _random(rows: int, heads: int, dim: int, spec: AttentionSpec, generator: torch.Generator) -> Tensor:
+    return torch.randn(rows, heads, dim, dtype=spec.dtype, device=spec.device, generator=generator)
 
 
 def _store(rows: Tensor, logical: Tensor, slots: tuple[Tensor, Tensor], scale: float) -> Tensor:

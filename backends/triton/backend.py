@@ -17,7 +17,7 @@ from headway.backends.triton.prefill import Prefill, PrefillPlan
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
-from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout, LayerCache
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
@@ -25,6 +25,8 @@ from headway.core.contract.support import YES, Support
 GRAPH_CONTEXT = 8192
 """Tokens for which a captured decode fixes its tiles and the most chunks; each replay chooses how many of those it cuts. A larger
 table would serve very long contexts of a few sequences better, and cost the others programs that find no chunk; not measured."""
+LONGEST_KEY, LONGEST_VALUE = 576, 512
+"""Elements of a head, in latent attention of DeepSeek: more would not fit the registers beside a query tile."""
 FP8_CAPABILITY = (8, 9)
 """The first compute capability that converts e4m3."""
 
@@ -35,11 +37,14 @@ class TritonAttention(AttentionBackend):
     name = "triton"
     capabilities = Capabilities(
         phases=ALL_PHASES,
-        layouts=(NHD, HND, VLLM_5D),
+        layouts=(NHD, HND, VLLM_5D, LATENT),
         kv_dtypes=(torch.float8_e4m3fn,),
         devices=("cpu", "cuda") if INTERPRETED else ("cuda",),
         block_multiple=16,
         head_dims=(32, 64, 80, 96, 128, 256),
+        v_head_dims=None,
+        value_in_key=True,
+        lse=True,
         features=FEATURES,
         batch_invariant=True,
     )
@@ -54,8 +59,10 @@ class TritonAttention(AttentionBackend):
         cuda = spec.device.type == "cuda"
         arch = architecture(None if INTERPRETED else torch.cuda.get_device_capability(spec.device))
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
-        # fp8 is unpacked from the cache alone; and a mixed step, which takes the writer, must not give a sequence other bits.
-        self.decode_writes = spec.cache_dtype == spec.dtype and not spec.batch_invariant
+        # An fp8 cache is unpacked from the cache alone, keys and values of unlike lengths would take two tiles, and a mixed step,
+        # which takes the writer, must not give a sequence other bits.
+        equal = spec.head_dim == spec.v_head_dim and not spec.value_in_key
+        self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
         layer = Layer.of(spec)
         self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _num_splits(options))
         self._prefill = Prefill(spec, layer, block_size, arch)
@@ -71,6 +78,9 @@ class TritonAttention(AttentionBackend):
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """The claim, and what hangs on the GPU and on the scale."""
         support = super().supports(spec, layout, block_size, phase)
+        if spec.head_dim > LONGEST_KEY or spec.v_head_dim > LONGEST_VALUE:
+            got = f"{spec.head_dim}/{spec.v_head_dim}"
+            support &= Support.no("head_dim/v_head_dim", f"at most {LONGEST_KEY}/{LONGEST_VALUE}", got)
         if spec.scale <= 0:
             support &= Support.no("scale", "a positive number", spec.scale)
         if spec.cache_dtype == torch.float8_e4m3fn and not INTERPRETED and spec.device.type == "cuda":
@@ -78,6 +88,16 @@ class TritonAttention(AttentionBackend):
             if capability < FP8_CAPABILITY:
                 support &= Support.no("kv_cache_dtype", "compute capability 8.9 or newer for fp8", "{}.{}".format(*capability))
         return support
+
+    @classmethod
+    def accepts(cls, cache: LayerCache) -> Support:
+        """Strides are followed, as long as the elements of a split head lie together."""
+        for name, logical in (("key", cache.logical_key), ("value", cache.logical_value)):
+            x = logical.shape[4]
+            if x > 1 and (logical.stride(4) != 1 or logical.stride(1) % x):
+                got = f"strides {logical.stride(1)} and {logical.stride(4)}"
+                return Support.no(f"cache, {name}", f"pieces of {x} elements, slots a multiple of them apart", got)
+        return YES
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
@@ -108,20 +128,22 @@ class TritonAttention(AttentionBackend):
         """Cut the sequences into chunks for the lengths that the device has now."""
         self._decode.cut_again(plan, metadata.kv_lens)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor) -> None:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None
+    ) -> None:
         """Attention of several new tokens a sequence."""
         _check_plan(plan, cache)
-        self._prefill.run(q, k, v, cache, plan, out)
+        self._prefill.run(q, k, v, cache, plan, out, lse)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the newest tokens over the cache."""
         _check_plan(plan, cache)
-        self._decode.run(q, cache, plan, out)
+        self._decode.run(q, cache, plan, out, lse)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
         """Attention of one new token a sequence over the cache, which gets its k and v."""
         _check_plan(plan, cache)
-        self._decode.run(q, cache, plan, out, (k, v))
+        self._decode.run(q, cache, plan, out, new=(k, v))
 
 
 def _num_splits(options: Mapping[str, str] | None) -> int | None:

@@ -137,6 +137,8 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
     if itemsize == 4:  # float32 has no tensor cores at full precision: small tiles, or registers spill
         config = replace(config, block_m=min(config.block_m, 32), block_n=min(config.block_n, 32), num_warps=4, tma=False)
         config = replace(config, num_stages=min(config.num_stages, 2))
+    if block_d > 256:  # latent attention: the sums alone take a third of the registers
+        config = replace(config, block_m=min(config.block_m, 64), block_n=min(config.block_n, 64), num_warps=8, tma=False)
     if block_d > 128:
         config = replace(config, block_n=max(config.block_n // 2, 16), num_stages=min(config.num_stages, 2), num_warps=8)
     rows = query_len * group

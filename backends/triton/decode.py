@@ -92,10 +92,10 @@ class Decode:
     ) -> None:
         self._spec = spec
         self._layer = layer
-        self._block_size = block_size
         self._multiprocessors = multiprocessors
         self._num_splits = INVARIANT_SPLITS if spec.batch_invariant and num_splits is None else num_splits
-        row = (layer.block_d, spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
+        self._block_size = block_size
+        row = (max(layer.block_d, layer.block_dv), spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
         self.configs = decode_configs(arch, *row)
         self._workspace = Workspace(spec.device)
         self._scalars = tuple(layer.scalars.values())
@@ -126,7 +126,8 @@ class Decode:
         mean = sum(live) // max(len(live), 1)
         step = max(16, mean // 32)
         keys = -(-mean // step) * step  # rounded, to keep the cached answers few
-        key_bytes = 2 * self._spec.head_dim * self._spec.cache_dtype.itemsize
+        elements = self._spec.head_dim + (0 if self._spec.value_in_key else self._spec.v_head_dim)
+        key_bytes = elements * self._spec.cache_dtype.itemsize
         items = len(live) * self._spec.num_kv_heads * tiles_m
         configs = configs or (self.configs if max_query_len == 1 else self.configs[:1])
         return choose_cut(items, keys, key_bytes, rows, self._multiprocessors, tuple(configs))
@@ -139,7 +140,7 @@ class Decode:
         chunks = Chunks(metadata.seq_lens, metadata.query_start_loc, splits, config.block_n, window, even)
         items = self._spec.num_kv_heads * tiles_m
         results = len(chunks.table) * items * rows if chunks.split else 0
-        floats = self._workspace.floats(results * (self._layer.block_d + 1))
+        floats = self._workspace.floats(results * (self._layer.block_dv + 1))
         plan = DecodePlan(
             block_table=metadata.block_table,
             chunks=chunks,
@@ -149,7 +150,7 @@ class Decode:
             rows=rows,
             config=config,
             partial=floats,
-            lse=floats[results * self._layer.block_d :],
+            lse=floats[results * self._layer.block_dv :],
             arrivals=self._workspace.counters(items * metadata.num_seqs if chunks.split else 0),
         )
         self._cut(plan, splits)
@@ -166,8 +167,16 @@ class Decode:
         if len(plan.chunks.table):
             plan.chunks.cut(self._launch_cut, splits)
 
-    def run(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, new: tuple[Tensor, Tensor] | None = None) -> None:
-        """q, out: [num_tokens, num_heads, head_dim].
+    def run(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: DecodePlan,
+        out: Tensor,
+        lse: Tensor | None = None,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens].
 
         new: k, v [num_seqs, num_kv_heads, head_dim] of one token a sequence; they are not in the cache yet, and written there.
         """
@@ -180,7 +189,7 @@ class Decode:
         if addressing is None:
             addressing = self._addressing[strides] = Addressing.of(cache)
         kind = (plan.block_m, plan.rows, plan.max_query_len == 1, plan.chunks.split, plan.early, plan.config)
-        variant = (q.stride(), out.stride(), k.stride(), v.stride(), new is not None, *kind)
+        variant = (q.stride(), out.stride(), k.stride(), v.stride(), new is not None, lse is not None, *kind)
         pointers = aligned(*(tensor.data_ptr() for tensor in (q, out, k, v, cache.key, cache.value)))
         key = (strides, variant, pointers)
         arguments = (
@@ -196,12 +205,14 @@ class Decode:
             self._layer.sinks,
             plan.partial,
             plan.lse,
+            plan.lse if lse is None else lse,
             plan.arrivals,
             *self._scalars,
             q.stride(0),
             q.stride(1),
             out.stride(0),
             out.stride(1),
+            0 if lse is None else lse.stride(0),
             k.stride(0),
             k.stride(1),
             v.stride(0),
@@ -211,7 +222,7 @@ class Decode:
         )
         constants = self._constants.get(key)
         if constants is None:
-            constants = self._constants[key] = self._compile_time(plan, cache, addressing, new is not None)
+            constants = self._constants[key] = self._compile_time(plan, cache, addressing, new is not None, lse is not None)
         grid = (plan.items, len(plan.chunks.table), 1)
         self._launch(key, grid, arguments, constants, num_warps=self._num_warps(plan))
 
@@ -220,10 +231,10 @@ class Decode:
         rows = plan.block_m // 16
         if self._spec.dtype == torch.float32:
             rows *= 4
-        return max(plan.config.num_warps, min(rows * max(1, self._layer.block_d // 128), 8))
+        return max(plan.config.num_warps, min(rows * max(1, self._layer.block_dv // 128), 8))
 
-    def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing, new: bool) -> dict[str, Any]:
-        whole_rows = addressing.k_x == addressing.v_x == 1 and addressing.strides[3] == addressing.strides[8] == 1
+    def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing, new: bool, lse: bool) -> dict[str, Any]:
+        pairs = cache.key.element_size() == 1 and addressing.pairs and self._spec.head_dim == self._spec.v_head_dim
         return {
             **self._layer.constants,
             "ONE_TOKEN": plan.max_query_len == 1,
@@ -232,12 +243,14 @@ class Decode:
             "K_X": addressing.k_x,
             "V_X": addressing.v_x,
             "V_SLOTS_INNER": addressing.v_slots_inner,
+            "K_PIECES": addressing.k_pieces and self._block_size % plan.config.block_n == 0,
+            "HAS_LSE": lse,
             "BLOCK_M": plan.block_m,
             "ROWS": plan.rows,
             "BLOCK_N": plan.config.block_n,
-            "PAIRS": cache.key.element_size() == 1 and whole_rows and not INTERPRETED,
+            "PAIRS": pairs and not INTERPRETED,
             "SPLIT": plan.chunks.split,
-            "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_d))),
+            "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_dv))),
             "STAGES": plan.config.num_stages,
             "PDL": launches_early(self._spec.device),
             "EARLY": plan.early,
@@ -247,4 +260,4 @@ class Decode:
         """Most bytes the partial results take: the split rule keeps launches small."""
         items = self._spec.num_kv_heads * most_chunks(max_num_seqs, self._num_splits or 1, self._num_splits is not None)
         most = max(items, 2 * MAX_ROUNDS * self._multiprocessors)  # splits, and as many again at most where they are one
-        return most * self.tile(1)[1] * (self._layer.block_d + 1) * 4
+        return most * self.tile(1)[1] * (self._layer.block_dv + 1) * 4

@@ -12,26 +12,28 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.backends.triton.fold_kernel import fold_cached, fold_new
+from headway.backends.triton.tiles import LN_2
 from headway.backends.triton.write_kernel import store_kv
 
 
 @triton.jit(
-    do_not_specialize=["window", "table_stride"],
-    do_not_specialize_on_alignment=["table_ptr", "lse_ptr"],
+    do_not_specialize=["window", "table_stride", "sums_stride_head"],
+    do_not_specialize_on_alignment=["table_ptr", "lse_ptr", "sums_ptr"],
 )
 def split_kv_decode(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
     key_ptr,  # a cache in any layout, addressed by the strides of its logical view [block, slot, head, dim / X, X]
     value_ptr,
-    out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
     new_k_ptr,  # NEW: [num_seqs, kv_heads, HEAD_DIM]
     new_v_ptr,
     table_ptr,  # int32 [num_seqs, max_blocks]
     chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
     slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads], log2(e) * sink
-    partial_ptr,  # float32 [chunks, items, ROWS, BLOCK_D]; items: grid axis 0
+    partial_ptr,  # float32 [chunks, items, ROWS, BLOCK_DV]; items: grid axis 0
     lse_ptr,  # float32 [chunks, items, ROWS]
+    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
     arrivals_ptr,  # int32 [num_seqs * items], zero between launches
     score_scale,
     cap_log2,
@@ -41,6 +43,7 @@ def split_kv_decode(
     q_stride_head,
     out_stride_token,
     out_stride_head,
+    sums_stride_head,
     new_k_stride_token,
     new_k_stride_head,
     new_v_stride_token,
@@ -61,11 +64,16 @@ def split_kv_decode(
     ONE_TOKEN: tl.constexpr,  # every sequence has exactly one query token
     NEW: tl.constexpr,  # that token's k and v are not in the cache yet but at new_k_ptr, new_v_ptr; ONE_TOKEN, no fp8 cache
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two, or the power of two before its TAIL
+    TAIL: tl.constexpr,  # the rest of a long row, rounded up to a power of two; 0: there is none
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,  # V_HEAD_DIM rounded up to a power of two
+    VALUE_IN_KEY: tl.constexpr,  # the value is the key's first tile
     BLOCK_SIZE: tl.constexpr,
     K_X: tl.constexpr,
     V_X: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr,  # neighbouring slots of the value lie side by side
+    K_PIECES: tl.constexpr,  # a tile lies in one block, pieces of K_X elements of neighbouring slots side by side
     BLOCK_M: tl.constexpr,  # rows of the query tile; the tensor cores want 16
     ROWS: tl.constexpr,  # rows that can be in use, rounded up to a power of two
     BLOCK_N: tl.constexpr,
@@ -76,6 +84,7 @@ def split_kv_decode(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -141,13 +150,16 @@ def split_kv_decode(
         q = ((q_even / row_scale[:, None]).to(tl.float16), (q_odd / row_scale[:, None]).to(tl.float16))
     else:
         q = (tl.load(q_rows + d[None, :], mask=inside, other=0.0).to(DOT),)
+        if TAIL > 0:
+            t = BLOCK_D + tl.arange(0, TAIL)
+            q = (q[0], tl.load(q_rows + t[None, :], mask=live[:, None] & (t[None, :] < HEAD_DIM), other=0.0).to(DOT))
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV // 2 if PAIRS else BLOCK_DV], tl.float32)
     acc_odd = acc
     table = table_ptr + seq * table_stride
     if NEW:
@@ -162,7 +174,8 @@ def split_kv_decode(
             q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
             cap_log2, window,
             k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_M, BLOCK_N, PAIRS, not V_SLOTS_INNER,
+            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
+            BLOCK_M, BLOCK_N, PAIRS, not V_SLOTS_INNER,
             HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
         )  # fmt: skip
     if V_SLOTS_INNER:
@@ -171,7 +184,8 @@ def split_kv_decode(
                 q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
                 cap_log2, window,
                 k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_M, BLOCK_N, PAIRS, True,
+                HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
+                BLOCK_M, BLOCK_N, PAIRS, True,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
             )  # fmt: skip
     if NEW:  # noqa: SIM102 - only this one is decided when it is compiled
@@ -185,7 +199,7 @@ def split_kv_decode(
                 new_block.to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE + tl.arange(0, 1), kv_head, 1.0, 1.0,
                 k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
                 v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, False,
+                HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, True, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, False,
             )  # fmt: skip
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
@@ -193,13 +207,16 @@ def split_kv_decode(
         score_scale = 1.0
     m = m * score_scale
 
+    dv = tl.arange(0, BLOCK_DV)
     out_rows = (token + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
-    out_ptrs = out_ptr + out_rows[:, None] + d[None, :]
+    out_ptrs = out_ptr + out_rows[:, None] + dv[None, :]
     if not SPLIT or num_chunks == 1:
         if HAS_SINKS:
             l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
+        if HAS_LSE:
+            tl.store(sums_ptr + head * sums_stride_head + token + row // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
         result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
-        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dv[None, :] < V_HEAD_DIM))
     else:
         arrivals_ptr += seq * tl.num_programs(0) + tl.program_id(0)
         lse = m + tl.log2(l)  # of a row without a visible key in this chunk: -inf
@@ -208,13 +225,14 @@ def split_kv_decode(
         slot = item * ROWS + tl.arange(0, BLOCK_M)
         used = tl.arange(0, BLOCK_M) < ROWS
         tl.store(lse_ptr + slot, lse, mask=used)
-        tl.store(partial_ptr + slot[:, None] * BLOCK_D + d[None, :], result, mask=used[:, None])
+        tl.store(partial_ptr + slot[:, None] * BLOCK_DV + dv[None, :], result, mask=used[:, None])
         tl.debug_barrier()  # the atomic below releases what all threads of this program stored
         arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
         if arrived == num_chunks - 1:
             _merge(
-                partial_ptr, lse_ptr, out_ptr, sinks_ptr, first_chunk, num_chunks, token, kv_head, first_row, query_len, v_scale,
-                out_stride_token, out_stride_head, GROUP, HEAD_DIM, BLOCK_D, ROWS, MERGED, HAS_SINKS,
+                partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, first_chunk, num_chunks, token, kv_head, first_row, query_len,
+                v_scale, out_stride_token, out_stride_head, sums_stride_head, GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED,
+                HAS_SINKS, HAS_LSE,
             )  # fmt: skip
             tl.store(arrivals_ptr, 0)
 
@@ -224,6 +242,7 @@ def _merge(
     partial_ptr,
     lse_ptr,
     out_ptr,
+    sums_ptr,
     sinks_ptr,
     first_chunk,
     num_chunks,
@@ -234,12 +253,14 @@ def _merge(
     v_scale,
     out_stride_token,
     out_stride_head,
+    sums_stride_head,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     MERGED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     """Combine the chunks of one query tile by their log-sum-exp, MERGED at a time so that the loads overlap."""
     r = tl.arange(0, ROWS)
@@ -270,6 +291,8 @@ def _merge(
         m = m_new
     if HAS_SINKS:
         l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
+    if HAS_LSE:
+        tl.store(sums_ptr + head * sums_stride_head + token + (first_row + r) // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
     result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
     out_rows = (token + (first_row + r) // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
     inside = live[:, None] & (d[None, :] < HEAD_DIM)

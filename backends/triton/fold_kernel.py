@@ -5,15 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headway.backends.triton.tiles import block_numbers, cached_rows, head_offsets, softmax_step, split_rows, unpack_fp8
+from headway.backends.triton.tiles import block_numbers, cached_rows, head_offsets, key_rows, softmax_step, unpack_fp8
 
 
 @triton.jit
 def fold_cached(
     q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale, cap_log2, window,
     k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
-    V_SLOTS_INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    VALUE_IN_KEY: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
+    V_SLOTS_INNER: tl.constexpr, K_PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
     ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -38,22 +39,25 @@ def fold_cached(
         scores = tl.dot(q[0], tl.trans(k_even), scores)
         scores = tl.dot(q[1], tl.trans(k_odd), scores) * row_scale[:, None]
     else:
-        if K_X > 1 and BLOCK_SIZE % BLOCK_N == 0:
-            k = split_rows(
-                key, blocks, first, k_stride_block, k_stride_dim, K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, DOT
-            )  # fmt: skip
-        else:
-            k = cached_rows(
-                key, blocks, head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D), first, end,
-                k_stride_block, k_stride_slot, K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-                True, False, False, DOT,
-            )  # fmt: skip
-        scores = tl.dot(q[0], tl.trans(k), scores, input_precision=PRECISION)
-        v = cached_rows(
-            value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_D), first, end,
-            v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
-            True, ZEROED, V_SLOTS_INNER, DOT,
+        k = key_rows(
+            key, blocks, first, end, k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, K_X, K_PIECES, BLOCK_SIZE,
+            HEAD_DIM, BLOCK_D, BLOCK_N, True, VALUE_IN_KEY, DOT,
         )  # fmt: skip
+        scores = tl.dot(q[0], tl.trans(k), scores, input_precision=PRECISION)
+        if TAIL > 0:
+            k_tail = key_rows(
+                key + BLOCK_D // K_X * k_stride_dim, blocks, first, end, k_stride_block, k_stride_slot, k_stride_dim, k_stride_x,
+                K_X, K_PIECES, BLOCK_SIZE, HEAD_DIM - BLOCK_D, TAIL, BLOCK_N, True, False, DOT,
+            )  # fmt: skip
+            scores = tl.dot(q[1], tl.trans(k_tail), scores, input_precision=PRECISION)
+        if VALUE_IN_KEY:
+            v = k
+        else:
+            v = cached_rows(
+                value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_DV), first, end,
+                v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, V_HEAD_DIM, BLOCK_DV, BLOCK_N,
+                True, ZEROED, V_SLOTS_INNER, DOT,
+            )  # fmt: skip
     m, l, weights, shrink = softmax_step(
         scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, score_scale, cap_log2,
         window, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,

@@ -26,7 +26,9 @@ class Layer:
     """Arguments common to the kernels of one spec."""
 
     block_d: int
-    """head_dim rounded up to a power of two."""
+    """Elements of a key row that one tile holds: head_dim rounded up to a power of two, or the power of two before the rest."""
+    block_dv: int
+    """v_head_dim rounded up to a power of two."""
     slopes: Tensor
     """float32 [num_heads], log2(e) * ALiBi slope; a placeholder where there are none."""
     sinks: Tensor
@@ -36,6 +38,8 @@ class Layer:
     @classmethod
     def of(cls, spec: AttentionSpec) -> Layer:
         """Prepare one spec; allocates the small tensors on its device."""
+        block_d, tail = _row(spec.head_dim)
+        block_dv = max(triton.next_power_of_2(spec.v_head_dim), 16)
         scale = spec.scale * spec.k_scale
         cap = spec.softcap
 
@@ -43,7 +47,8 @@ class Layer:
             return torch.tensor([x * _LOG2E for x in values or (0.0,)], dtype=torch.float32, device=spec.device)
 
         return cls(
-            block_d=triton.next_power_of_2(spec.head_dim),
+            block_d=block_d,
+            block_dv=block_dv,
             slopes=vector(spec.alibi_slopes),
             sinks=vector(spec.sinks),
             scalars={
@@ -56,7 +61,11 @@ class Layer:
                 "NUM_KV_HEADS": spec.num_kv_heads,
                 "GROUP": spec.group_size,
                 "HEAD_DIM": spec.head_dim,
-                "BLOCK_D": triton.next_power_of_2(spec.head_dim),
+                "BLOCK_D": block_d,
+                "TAIL": tail,
+                "V_HEAD_DIM": spec.v_head_dim,
+                "BLOCK_DV": block_dv,
+                "VALUE_IN_KEY": spec.value_in_key and block_dv == block_d,
                 "HAS_WINDOW": spec.sliding_window is not None,
                 "HAS_SOFTCAP": cap is not None,
                 "HAS_ALIBI": spec.alibi_slopes is not None,
@@ -65,6 +74,18 @@ class Layer:
                 "PRECISION": "ieee" if spec.dtype == torch.float32 else "tf32",
             },
         )
+
+
+def _row(head_dim: int) -> tuple[int, int]:
+    """How a key row is read: (elements of the first tile, elements of the tile for the rest; 0: there is none).
+
+    Long rows that are no power of two (DeepSeek's 192 and 576) take two tiles, since one would be half empty.
+    """
+    whole = max(triton.next_power_of_2(head_dim), 16)
+    rest = head_dim - whole // 2
+    if head_dim <= 128 or whole == head_dim or triton.next_power_of_2(rest) == whole // 2:
+        return whole, 0
+    return whole // 2, max(triton.next_power_of_2(rest), 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +99,19 @@ class Addressing:
     v_x: int
     v_slots_inner: bool
     """Whether neighbouring slots of the value lie side by side."""
+    k_pieces: bool
+    """Whether the key's pieces of k_x elements lie side by side for neighbouring slots of a block, as in vllm_5d."""
+    pairs: bool
+    """Whether each row lies in one piece and every row begins at an even element, so that bytes can be read two at a time."""
 
     @classmethod
     def of(cls, cache: LayerCache) -> Addressing:
         """Read off a cache."""
         key, value = cache.logical_key, cache.logical_value
-        return cls((*key.stride(), *value.stride()), key.shape[4], value.shape[4], value.stride(1) == 1)
+        k_x, v_x = key.shape[4], value.shape[4]
+        strides = (*key.stride(), *value.stride())
+        k_pieces = k_x > 1 and key.stride(4) == 1 and key.stride(1) == k_x
+        rows = k_x == v_x == 1 and strides[3] == strides[8] == 1
+        pairs = rows and not any(stride % 2 for stride in (*strides[:3], *strides[5:8]))
+        pairs = pairs and key.data_ptr() % 2 == value.data_ptr() % 2 == 0
+        return cls(strides, k_x, v_x, value.stride(1) == 1, k_pieces, pairs)

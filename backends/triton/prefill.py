@@ -60,7 +60,7 @@ class Prefill:
         rereads = self._spec.cache_dtype != self._spec.dtype or self._spec.batch_invariant
         dense = metadata.phase is Phase.PREFILL and not rereads
         paged = 0 if dense else self._block_size
-        row = (self._layer.block_d, self._spec.dtype.itemsize)
+        row = (max(self._layer.block_d, self._layer.block_dv), self._spec.dtype.itemsize)
         longest = ANY_PROMPT if self._spec.batch_invariant else metadata.max_query_len
         config = prefill_config(self._arch, *row, longest, self._spec.group_size, paged)
         tiles = self._tiles(metadata, config.block_m)
@@ -84,17 +84,22 @@ class Prefill:
         numbers = torch.repeat_interleave(counts.cumsum(0), counts) - 1 - torch.arange(len(seqs))
         return torch.stack([seqs, numbers], 1).int()
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor) -> None:
-        """q, out: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim], read where no context is."""
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens].
+
+        k, v: [num_tokens, num_kv_heads, head_dim or v_head_dim], read where there is no context.
+        """
         if plan.tiles.shape[0] == 0:
             return
         config = plan.config
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)
         pointers = aligned(q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr())
-        key = (plan.dense, config, keys.stride(), values.stride(), q.stride(), out.stride(), pointers)
+        key = (plan.dense, config, keys.stride(), values.stride(), q.stride(), out.stride(), pointers, lse is not None)
         variant = self._variants.get(key)
         if variant is None:
-            variant = self._variants[key] = self._variant(keys, values, None if plan.dense else cache, config)
+            variant = self._variants[key] = self._variant(keys, values, None if plan.dense else cache, config, lse is not None)
         read: tuple[Any, Any] = (keys, values)
         if variant.tma:
             read = self._describe(_one_block(keys, values), config) if plan.dense else self._paged_descriptors(cache, config)
@@ -102,6 +107,7 @@ class Prefill:
             q,
             *read,
             out,
+            plan.tiles if lse is None else lse,
             plan.tiles,
             plan.block_table,
             plan.seq_lens,
@@ -113,6 +119,7 @@ class Prefill:
             q.stride(1),
             out.stride(0),
             out.stride(1),
+            0 if lse is None else lse.stride(0),
             plan.block_table.stride(0),
             *variant.strides,
         )
@@ -120,7 +127,7 @@ class Prefill:
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         self._launch(key, grid, arguments, variant.constants, **options)
 
-    def _variant(self, keys: Tensor, values: Tensor, cache: LayerCache | None, config: PrefillConfig) -> _Variant:
+    def _variant(self, keys: Tensor, values: Tensor, cache: LayerCache | None, config: PrefillConfig, lse: bool) -> _Variant:
         """Strides, and all that is compiled in, for one way to read keys; cache: None where they are this step's own."""
         if cache is None:
             strides = tuple(s for t in (keys, values) for s in (0, t.stride(0), t.stride(1), 1, 1))
@@ -131,7 +138,8 @@ class Prefill:
             strides, k_x, v_x = addressing.strides, addressing.k_x, addressing.v_x
             views = _blocks(cache) if k_x == v_x == 1 else []
         whole = cache is None or self._block_size % config.block_n == 0
-        tma = config.tma and whole and bool(views) and all(map(_describable, views))
+        equal = self._spec.head_dim == self._spec.v_head_dim and not self._spec.value_in_key
+        tma = config.tma and whole and equal and bool(views) and all(map(_describable, views))
         constants = {
             **self._layer.constants,
             "BLOCK_SIZE": self._block_size,
@@ -142,6 +150,7 @@ class Prefill:
             "BLOCK_N": config.block_n,
             "PAGED": cache is not None,
             "TMA": tma,
+            "HAS_LSE": lse,
             "STAGES": config.num_stages,
         }
         return _Variant(tma, strides, constants)

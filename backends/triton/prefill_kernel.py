@@ -9,18 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headway.backends.triton.tiles import block_numbers, cached_rows, dense_rows, head_offsets, softmax_step
+from headway.backends.triton.tiles import LN_2, block_numbers, cached_rows, dense_rows, head_offsets, softmax_step
 
 
 @triton.jit(
-    do_not_specialize=["window", "table_stride"],
-    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "query_start_ptr"],
+    do_not_specialize=["window", "table_stride", "sums_stride_head"],
+    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "query_start_ptr", "sums_ptr"],
 )
 def varlen_attention(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
     key,  # pointer to a cache (PAGED) or to k [num_tokens, kv_heads, HEAD_DIM]; with TMA a descriptor [block, head, slot, dim]
     value,
-    out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
+    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the log-sum-exp of each row
     tiles_ptr,  # int32 [num_tiles, 2]: sequence and tile number of each program, the longest first
     table_ptr,  # int32 [num_seqs, max_blocks]
     seq_lens_ptr,  # int32 [num_seqs]
@@ -35,6 +36,7 @@ def varlen_attention(
     q_stride_head,
     out_stride_token,
     out_stride_head,
+    sums_stride_head,
     table_stride,
     k_stride_block,  # those of k, v without context: 0, token, head, 1, 1
     k_stride_slot,
@@ -49,7 +51,11 @@ def varlen_attention(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # HEAD_DIM rounded up to a power of two, or the power of two before its TAIL
+    TAIL: tl.constexpr,  # the rest of a long row, rounded up to a power of two; 0: there is none
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    VALUE_IN_KEY: tl.constexpr,  # the value is the key's first tile
     BLOCK_SIZE: tl.constexpr,
     K_X: tl.constexpr,
     V_X: tl.constexpr,
@@ -62,6 +68,7 @@ def varlen_attention(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -82,14 +89,18 @@ def varlen_attention(
     d = tl.arange(0, BLOCK_D)
     inside = live[:, None] & (d[None, :] < HEAD_DIM)
     q_rows = (start + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head
-    q = tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=inside, other=0.0).to(DOT)
+    q = (tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=inside, other=0.0).to(DOT),)
+    if TAIL > 0:
+        t = BLOCK_D + tl.arange(0, TAIL)
+        in_tail = live[:, None] & (t[None, :] < HEAD_DIM)
+        q = (q[0], tl.load(q_ptr + q_rows[:, None] + t[None, :], mask=in_tail, other=0.0).to(DOT))
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     table = table_ptr + seq * table_stride
 
     # Keys the tile's first row sees, those its last row sees, and in between the part that needs no mask.
@@ -107,31 +118,35 @@ def varlen_attention(
             q, key, value, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions, slopes,
             score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, True,
-            HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
+        PAGED, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
         )  # fmt: skip
     m, l, acc = _walk(
         q, key, value, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions, slopes,
         score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, False,
-        HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
+        PAGED, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
     m, l, acc = _walk(
         q, key, value, m, l, acc, table, kv_head, start, full_end, newest + 1, kv_len, positions, slopes,
         score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, TMA, True,
-        HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
+        PAGED, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
 
+    if HAS_SOFTCAP or HAS_ALIBI:
+        score_scale = 1.0
     if HAS_SINKS:
-        if HAS_SOFTCAP or HAS_ALIBI:
-            score_scale = 1.0
         l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m * score_scale)
+    if HAS_LSE:
+        tl.store(sums_ptr + head * sums_stride_head + start + row // GROUP, (m * score_scale + tl.log2(l)) * LN_2, mask=live)
     result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
     out_rows = (start + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
-    tl.store(out_ptr + out_rows[:, None] + d[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
+    dv = tl.arange(0, BLOCK_DV)
+    out_mask = live[:, None] & (dv[None, :] < V_HEAD_DIM)
+    tl.store(out_ptr + out_rows[:, None] + dv[None, :], result.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit
@@ -139,7 +154,8 @@ def _walk(
     q, key, value, m, l, acc, table, kv_head, start, begin, end, kv_len, positions, slopes,
     score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
     v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    VALUE_IN_KEY: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
@@ -148,7 +164,7 @@ def _walk(
     """Fold the keys begin .. end into (m, l, acc); begin is a multiple of BLOCK_N."""
     n = tl.arange(0, BLOCK_N)
     k_offsets = head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D)
-    v_offsets = head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_D)
+    v_offsets = head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_DV)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         if TMA:
             if PAGED:
@@ -158,25 +174,41 @@ def _walk(
                 block = 0
                 slot = start + first
             k = key.load([block, kv_head, slot, 0]).reshape(BLOCK_N, BLOCK_D).to(DOT)
-            v = value.load([block, kv_head, slot, 0]).reshape(BLOCK_N, BLOCK_D).to(DOT)
+            v = value.load([block, kv_head, slot, 0]).reshape(BLOCK_N, BLOCK_DV).to(DOT)
             if MASKED:  # a weight of 0 does not silence NaN: rows past the end are a neighbour's or nobody's
                 v = tl.where((first + n < kv_len)[:, None], v, 0.0).to(DOT)
         elif PAGED:
             blocks = block_numbers(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
             k = cached_rows(
                 key + kv_head * k_stride_head, blocks, k_offsets, first, kv_len, k_stride_block, k_stride_slot,
-                K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, False, False, DOT,
+                K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, MASKED and VALUE_IN_KEY, False, DOT,
             )  # fmt: skip
-            v = cached_rows(
-                value + kv_head * v_stride_head, blocks, v_offsets, first, kv_len, v_stride_block, v_stride_slot,
-                V_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, MASKED, V_SLOTS_INNER, DOT,
-            )  # fmt: skip
+            if TAIL > 0:
+                t_base = key + kv_head * k_stride_head + BLOCK_D // K_X * k_stride_dim
+                t_offsets = head_offsets(k_stride_dim, k_stride_x, K_X, TAIL)
+                k_tail = cached_rows(
+                    t_base, blocks, t_offsets, first, kv_len, k_stride_block, k_stride_slot,
+                    K_X, BLOCK_SIZE, HEAD_DIM - BLOCK_D, TAIL, BLOCK_N, MASKED, False, False, DOT,
+                )  # fmt: skip
+            if VALUE_IN_KEY:
+                v = k
+            else:
+                v = cached_rows(
+                    value + kv_head * v_stride_head, blocks, v_offsets, first, kv_len, v_stride_block, v_stride_slot,
+                    V_X, BLOCK_SIZE, V_HEAD_DIM, BLOCK_DV, BLOCK_N, MASKED, MASKED, V_SLOTS_INNER, DOT,
+                )  # fmt: skip
         else:
             k_base = key + start.to(tl.int64) * k_stride_slot + kv_head * k_stride_head
             v_base = value + start.to(tl.int64) * v_stride_slot + kv_head * v_stride_head
             k = dense_rows(k_base, first, kv_len, k_stride_slot, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, DOT)
-            v = dense_rows(v_base, first, kv_len, v_stride_slot, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, DOT)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if TAIL > 0:
+                k_tail = dense_rows(
+                    k_base + BLOCK_D, first, kv_len, k_stride_slot, HEAD_DIM - BLOCK_D, TAIL, BLOCK_N, MASKED, DOT
+                )
+            v = dense_rows(v_base, first, kv_len, v_stride_slot, V_HEAD_DIM, BLOCK_DV, BLOCK_N, MASKED, DOT)
+        scores = tl.dot(q[0], tl.trans(k), input_precision=PRECISION)
+        if TAIL > 0:
+            scores = tl.dot(q[1], tl.trans(k_tail), scores, input_precision=PRECISION)
         m, l, weights, shrink = softmax_step(
             scores, m, l, first + n, positions, positions, slopes, score_scale, cap_log2, window,
             MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,

@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LN_2 = tl.constexpr(0.6931471805599453)
+"""From the base-2 logarithms that kernels work with to the natural ones that callers get."""
+
 
 @triton.jit
 def head_offsets(stride_dim, stride_x, X: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -103,12 +106,45 @@ def split_rows(
     piece = tl.arange(0, BLOCK_D // X)
     within = (first % BLOCK_SIZE) // BLOCK_N * BLOCK_N * X
     ptrs = base_ptr + block * stride_block + within + (piece * stride_dim)[:, None] + tl.arange(0, BLOCK_N * X)[None, :]
-    if HEAD_DIM == BLOCK_D:
+    if HEAD_DIM >= BLOCK_D:
         tile = tl.load(ptrs)
     else:
         tile = tl.load(ptrs, mask=(piece * X < HEAD_DIM)[:, None], other=0.0)
     tile = tl.permute(tl.reshape(tile, (BLOCK_D // X, BLOCK_N, X)), (1, 0, 2))
     return tl.reshape(tile, (BLOCK_N, BLOCK_D)).to(DOT)
+
+
+@triton.jit
+def key_rows(
+    base_ptr,  # the head's first element
+    blocks,  # of block_numbers
+    first,
+    limit,
+    stride_block,
+    stride_slot,
+    stride_dim,
+    stride_x,
+    X: tl.constexpr,
+    PIECES: tl.constexpr,  # a tile lies in one block, pieces of X elements of neighbouring slots side by side
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    ZEROED: tl.constexpr,  # the rows serve as values too
+    DOT: tl.constexpr,
+):
+    """Elements 0 .. min(HEAD_DIM, BLOCK_D) of paged keys, [BLOCK_N, BLOCK_D], in the way that their layout reads fastest."""
+    if PIECES:
+        tile = split_rows(base_ptr, blocks, first, stride_block, stride_dim, X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, DOT)
+        if ZEROED:
+            tile = tl.where((first + tl.arange(0, BLOCK_N) < limit)[:, None], tile, 0.0).to(DOT)
+    else:
+        tile = cached_rows(
+            base_ptr, blocks, head_offsets(stride_dim, stride_x, X, BLOCK_D), first, limit, stride_block, stride_slot,
+            X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, ZEROED, False, DOT,
+        )  # fmt: skip
+    return tile
 
 
 @triton.jit
@@ -133,11 +169,11 @@ def dense_rows(
 def _load(ptrs, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     inside = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
     if MASKED:
-        if HEAD_DIM == BLOCK_D:
+        if HEAD_DIM >= BLOCK_D:
             rows = tl.load(ptrs, mask=live[:, None], other=0.0)
         else:
             rows = tl.load(ptrs, mask=live[:, None] & inside, other=0.0)
-    elif HEAD_DIM == BLOCK_D:
+    elif HEAD_DIM >= BLOCK_D:
         rows = tl.load(ptrs)
     else:
         rows = tl.load(ptrs, mask=inside, other=0.0)

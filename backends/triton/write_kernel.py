@@ -12,7 +12,7 @@ from headway.backends.triton.tiles import head_offsets
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
 def write_kv(
     k_ptr,  # [num_tokens, kv_heads, HEAD_DIM]
-    v_ptr,
+    v_ptr,  # [num_tokens, kv_heads, V_HEAD_DIM]
     key_ptr,  # a cache in any layout, addressed by the strides of its logical view [block, slot, head, dim / X, X]
     value_ptr,
     slots_ptr,  # int64 [num_tokens]; -1: skipped
@@ -35,6 +35,9 @@ def write_kv(
     value_stride_x,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_VALUE: tl.constexpr,  # else the value lies in the key
     BLOCK_SIZE: tl.constexpr,
     K_X: tl.constexpr,
     V_X: tl.constexpr,
@@ -52,14 +55,17 @@ def write_kv(
     slots = tl.load(slots_ptr + t, mask=t < num_tokens, other=-1)
     d = tl.arange(0, BLOCK_D)
     rows = t.to(tl.int64)[:, None]
-    mask = (slots >= 0)[:, None] & (d[None, :] < HEAD_DIM)
-    k = tl.load(k_ptr + rows * k_stride_token + head * k_stride_head + d[None, :], mask=mask, other=0.0)
-    v = tl.load(v_ptr + rows * v_stride_token + head * v_stride_head + d[None, :], mask=mask, other=0.0)
+    dv = tl.arange(0, BLOCK_DV)
+    kept = (slots >= 0)[:, None]
+    k_rows = k_ptr + rows * k_stride_token + head * k_stride_head
+    v_rows = v_ptr + rows * v_stride_token + head * v_stride_head
+    k = tl.load(k_rows + d[None, :], mask=kept & (d[None, :] < HEAD_DIM), other=0.0)
+    v = tl.load(v_rows + dv[None, :], mask=kept & (dv[None, :] < V_HEAD_DIM) & HAS_VALUE, other=0.0)
     store_kv(
         k, v, key_ptr, value_ptr, slots, head, k_scale, v_scale,
         key_stride_block, key_stride_slot, key_stride_head, key_stride_dim, key_stride_x,
         value_stride_block, value_stride_slot, value_stride_head, value_stride_dim, value_stride_x,
-        HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, FP8,
+        HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, HAS_VALUE, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, FP8,
     )  # fmt: skip
 
 
@@ -68,10 +74,10 @@ def store_kv(
     k, v, key_ptr, value_ptr, slots, head, k_scale, v_scale,
     key_stride_block, key_stride_slot, key_stride_head, key_stride_dim, key_stride_x,
     value_stride_block, value_stride_slot, value_stride_head, value_stride_dim, value_stride_x,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
-    V_SLOTS_INNER: tl.constexpr, FP8: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_VALUE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr, V_SLOTS_INNER: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Store one head's k and v [BLOCK_T, BLOCK_D] to slots [BLOCK_T]; -1 is skipped. Arguments as in `write_kv`."""
+    """Store one head's k and v [BLOCK_T, BLOCK_D or BLOCK_DV] to slots [BLOCK_T]; -1 is skipped. Arguments as in `write_kv`."""
     live = slots >= 0
     slots = tl.where(live, slots, 0)
     blocks = slots // BLOCK_SIZE
@@ -80,7 +86,10 @@ def store_kv(
     k_rows = blocks * key_stride_block + inner * key_stride_slot + head * key_stride_head
     v_rows = blocks * value_stride_block + inner * value_stride_slot + head * value_stride_head
     _store(key_ptr, k_rows, key_stride_dim, key_stride_x, k, k_scale, live, HEAD_DIM, BLOCK_D, K_X, K_X > 1, FP8)
-    _store(value_ptr, v_rows, value_stride_dim, value_stride_x, v, v_scale, live, HEAD_DIM, BLOCK_D, V_X, V_SLOTS_INNER, FP8)
+    if HAS_VALUE:
+        _store(
+            value_ptr, v_rows, value_stride_dim, value_stride_x, v, v_scale, live, V_HEAD_DIM, BLOCK_DV, V_X, V_SLOTS_INNER, FP8
+        )
 
 
 @triton.jit

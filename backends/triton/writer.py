@@ -15,7 +15,7 @@ from headway.core.contract.layout import LayerCache
 
 
 class Writer:
-    """Writes k, v [num_tokens, num_kv_heads, head_dim] to slot_mapping [num_tokens]; -1 is skipped.
+    """Writes k, v [num_tokens, num_kv_heads, head_dim or v_head_dim] to slot_mapping [num_tokens]; -1 is skipped.
 
     One launch, no synchronisation: it can be captured in a CUDA graph. An fp8 cache gets k / k_scale and v / v_scale, saturated.
     """
@@ -28,12 +28,13 @@ class Writer:
     def __call__(self, k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         """See the class."""
         num_tokens, num_kv_heads, head_dim = k.shape
+        v_head_dim = v.shape[2]
         if num_tokens == 0:
             return
         block_t, num_warps = tile_of(num_tokens)
         cached = (cache.key.stride(), cache.value.stride(), cache.geometry)
         pointers = aligned(k.data_ptr(), v.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr())
-        key = (cached, k.dtype, k.stride(), v.stride(), pointers, block_t, num_warps)
+        key = (cached, cache.layout, k.dtype, k.stride(), v.stride(), pointers, block_t, num_warps)
         known = self._known.get(key)
         if known is None:
             addressing = Addressing.of(cache)
@@ -42,6 +43,9 @@ class Writer:
                 {
                     "HEAD_DIM": head_dim,
                     "BLOCK_D": triton.next_power_of_2(head_dim),
+                    "V_HEAD_DIM": v_head_dim,
+                    "BLOCK_DV": triton.next_power_of_2(v_head_dim),
+                    "HAS_VALUE": cache.layout.has_value,
                     "BLOCK_SIZE": cache.block_size,
                     "K_X": addressing.k_x,
                     "V_X": addressing.v_x,

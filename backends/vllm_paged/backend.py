@@ -85,8 +85,9 @@ class VllmPagedAttention(AttentionBackend):
         """Choose single-pass or partitioned once for all layers."""
         return self._decode.plan(metadata)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the newest tokens over the cache."""
+        assert lse is None, "not declared"
         self._decode.run(q, cache, plan, out)
 
 

@@ -83,7 +83,7 @@ def paged_attention(
         block_table_cpu=block_table,
     )
     geometry = CacheGeometry(key.shape[0], value.shape[3], value.shape[1], head_dim, key.dtype, key.device)
-    decode.run(q, LayerCache(key, value, VLLM_5D, geometry, k_scale, v_scale), decode.plan(metadata), out)
+    decode.run(q, LayerCache({"key": key, "value": value}, VLLM_5D, geometry, k_scale, v_scale), decode.plan(metadata), out)
 
 
 @torch.library.custom_op("headway::copy_blocks", mutates_args=("key", "value"), device_types="cuda")

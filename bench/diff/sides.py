@@ -11,11 +11,10 @@ from torch import Tensor
 
 from headway.backends.layouts import write_rows
 from headway.core.contract.errors import UnsupportedError
-from headway.core.contract.layout import NHD, CacheLayout, LayerCache
+from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.attention import PagedAttention
-from headway.core.engine.pool import geometry
 from headway.core.select.selector import BackendSource, Selector, check_names
 from headway.testing.cases import Case
 from headway.testing.reference import reference
@@ -177,7 +176,9 @@ class _Blocks:
 
     def allocate(self, specs: Sequence[AttentionSpec], layout: CacheLayout) -> list[LayerCache]:
         num_blocks = sum(map(len, self._tables))
-        return [layout.allocate(geometry(spec, num_blocks, self.block_size)) for spec in specs]
+        return [
+            layout.allocate(CacheGeometry.of(spec, num_blocks, self.block_size), spec.k_scale, spec.v_scale) for spec in specs
+        ]
 
     def metadata(self, step: Step, spec: AttentionSpec) -> AttentionMetadata:
         tables = [self._tables[row] for row in step.rows]

@@ -18,7 +18,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
 
-API_VERSION = 1
+API_VERSION = 2
 """Version of this contract. A plugin built for another one is refused with both numbers."""
 
 Plan = Any
@@ -80,7 +80,16 @@ class AttentionBackend(ABC):
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether it can serve this layer; the only place where that is decided. Extend it where a claim needs more words."""
-        return cls.capabilities.check(spec, layout, block_size, phase) & layout.check(spec.head_dim, spec.cache_dtype)
+        return cls.capabilities.check(spec, layout, block_size, phase) & layout.check(spec, block_size)
+
+    @classmethod
+    def accepts(cls, cache: LayerCache) -> Support:
+        """Whether it can read a cache that is there: asked once for each cache, before the first step."""
+        if cls.capabilities.contiguous_blocks and not cache.contiguous_blocks:
+            return Support.no(
+                "cache", "blocks that are one piece of memory each", "strided blocks", f"another backend than {cls.name}"
+            )
+        return YES
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
@@ -109,16 +118,24 @@ class AttentionBackend(ABC):
         The metadata has the step's own host lengths. What the captured kernels read must be changed in place. Must not wait.
         """
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None
+    ) -> None:
         """Attention of several new tokens a sequence, PREFILL and EXTEND, causal from the bottom right.
 
-        q, out: [num_prefill_tokens, num_heads, head_dim]; k, v: [num_prefill_tokens, num_kv_heads, head_dim], this step's
-        tokens, already written to the cache. A sequence's query i of n sits at position seq_len - n + i.
+        q: [num_prefill_tokens, num_heads, head_dim]; k: [num_prefill_tokens, num_kv_heads, head_dim]; v, out: the same with
+        v_head_dim, out with num_heads. k and v are this step's tokens, already written to the cache. A sequence's query i of n
+        sits at position seq_len - n + i.
+        lse: float32 [num_heads, num_prefill_tokens], filled with the natural logarithm of each softmax's denominator, sinks
+        included; handed in only where `Capabilities.lse` says so, so that a backend without it need not have the parameter.
         """
         raise NotImplementedError(f"{self.name} declares no prefill")
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
-        """Attention of the newest tokens over the cache. q, out: [num_decode_tokens, num_heads, head_dim].
+    def decode(self, q: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None) -> None:
+        """Attention of the newest tokens over the cache.
+
+        q: [num_decode_tokens, num_heads, head_dim]; out: [num_decode_tokens, num_heads, v_head_dim]; lse: float32 [num_heads,
+        num_decode_tokens], as in `prefill`.
 
         Rows of padding sequences (length 0) must not disturb others; what is written to them is not read.
         """
@@ -127,9 +144,9 @@ class AttentionBackend(ABC):
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
         """As `decode` of one token a sequence, whose k and v are not in the cache yet: puts them there as well.
 
-        q, out: [num_seqs, num_heads, head_dim]; k, v: [num_seqs, num_kv_heads, head_dim], for position seq_len - 1. The cache
-        must hold the bits that the layout's writer would leave; a padding sequence (length 0) writes nothing. Called where
-        `decode_writes` says so and the whole step is such a decode.
+        q: [num_seqs, num_heads, head_dim]; k: [num_seqs, num_kv_heads, head_dim], for position seq_len - 1; v, out: with
+        v_head_dim. The cache must hold the bits that the layout's writer would leave; a padding sequence (length 0) writes
+        nothing. Called where `decode_writes` says so and the whole step is such a decode.
         """
         raise NotImplementedError(f"{self.name} does not write in decode")
 

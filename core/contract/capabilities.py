@@ -32,6 +32,10 @@ class Capabilities:
     """block_size must be a multiple of this."""
     head_dims: tuple[int, ...] | None = None
     """Accepted head_dim; None: any."""
+    v_head_dims: tuple[tuple[int, int], ...] | None = ()
+    """Accepted pairs (head_dim, v_head_dim) beside equal ones of `head_dims`; None: any pair."""
+    value_in_key: bool = False
+    """It reads the value out of the key (`AttentionSpec.value_in_key`), in a layout that stores no value."""
     max_group_size: int | None = None
     """Most query heads that may share a kv head; None: any."""
     features: frozenset[str] = frozenset()
@@ -43,6 +47,14 @@ class Capabilities:
     0 * NaN is NaN. The pool keeps that promise (zeroed when allocated, and a freed block keeps the finite rows it held), so a
     test poisons unused slots with a large number for such a backend, and with NaN for any other."""
 
+    contiguous_blocks: bool = False
+    """It needs each block of a cache tensor to be one piece of memory: it follows the layout, and not the strides of memory that
+    somebody else allocated. Asked by `AttentionBackend.accepts`."""
+    exact_host_lengths: bool = False
+    """Its plan of a decode needs the exact lengths on the host. It is neither captured in a graph nor planned where the host
+    knows upper bounds alone (`AttentionMetadata.upper_bound_lens`)."""
+    lse: bool = False
+    """It fills `lse`, the logarithm of the sum of exp(score) over the keys, where `prefill` or `decode` gets one."""
     batch_invariant: bool = False
     """Where a layer asks for it (`AttentionSpec.batch_invariant`), the bits of a sequence's output do not depend on what else is
     in the step: no split, tile or grouping is chosen by the number of sequences or another's length, nor by the phase, which is
@@ -78,8 +90,16 @@ class Capabilities:
         if self.layouts is not None and paged:
             names = " or ".join(known.name for known in self.layouts)
             need(layout in self.layouts, "kv_layout", names, layout.name, f"--kv-layout {self.layouts[0].name}")
-        if self.head_dims is not None:
-            need(spec.head_dim in self.head_dims, "head_dim", " or ".join(map(str, self.head_dims)), spec.head_dim)
+        pieces = layout.contiguous_blocks or not (self.contiguous_blocks and paged)
+        need(pieces, "kv_layout", "a layout whose blocks are one piece of memory each", layout.name)
+        dims = (spec.head_dim, spec.v_head_dim)
+        if dims[0] == dims[1]:
+            known = self.head_dims
+            need(known is None or dims[0] in known, "head_dim", " or ".join(map(str, known or ())), dims[0])
+        elif self.v_head_dims is not None:
+            pairs = " or ".join(f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in self.v_head_dims)
+            need(dims in self.v_head_dims, "head_dim/v_head_dim", pairs or "equal ones", f"{dims[0]}/{dims[1]}")
+        need(self.value_in_key or not spec.value_in_key, "value_in_key", "a backend that reads the value out of the key", "True")
         multiple = self.block_multiple
         need(
             not paged or block_size % multiple == 0,

@@ -1,9 +1,9 @@
-"""Cache layouts as values: named axes, one view that all layouts share, and `gather`, which reads logical rows back."""
+"""Cache layouts as values: named tensors with named axes, one logical view of each, and `gather`, which reads rows back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,10 +11,14 @@ import numpy
 import torch
 from torch import Tensor
 
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
 
 LOGICAL_AXES = ("block", "slot", "head", "dim", "x")
 """Every cache tensor has these axes in some order; "x" is the inner part of a split head_dim and may be absent."""
+TENSORS = ("key", "value")
+"""Names that a layout's tensors may have; every layout has a key, and `latent` has nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +30,24 @@ class CacheGeometry:
     """Slots (tokens) in a block."""
     num_kv_heads: int
     head_dim: int
+    """Elements of one head of the key."""
     dtype: torch.dtype
     device: torch.device
+    v_head_dim: int = 0
+    """Elements of one head of the value; 0, the default, becomes `head_dim`."""
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Of key and value of one layer."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        if self.v_head_dim == 0:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, num_blocks: int, block_size: int) -> CacheGeometry:
+        """The cache of a layer, in the element type that its spec asks for."""
+        heads = spec.num_kv_heads, spec.head_dim
+        return cls(num_blocks, block_size, *heads, spec.cache_dtype, spec.device, spec.v_head_dim)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheLayout:
     """Where the element (block, slot, head, dim) of a layer's key and value lies.
 
@@ -43,57 +55,130 @@ class CacheLayout:
     """
 
     name: str = field(compare=False)
-    key_axes: tuple[str, ...]
-    """Order of LOGICAL_AXES in memory, outermost first."""
-    value_axes: tuple[str, ...]
+    tensors: Mapping[str, tuple[str, ...]]
+    """Name of each tensor ("key", "value") -> the order of LOGICAL_AXES in memory, outermost first. A layout without a "value" is
+    for layers whose value lies in the key (`AttentionSpec.value_in_key`)."""
     pack_bytes: int = 0
     """Bytes of the inner axis "x" where a tensor has one: x = pack_bytes // element size (vLLM's key cache: 16)."""
 
     def __post_init__(self) -> None:
-        for axes in (self.key_axes, self.value_axes):
-            assert set(axes) | {"x"} == set(LOGICAL_AXES), f"{self.name}: axes must be an order of {LOGICAL_AXES}: {axes}"
-            assert "x" not in axes or self.pack_bytes > 0, f"{self.name}: axis x needs pack_bytes"
+        frozen = {name: tuple(axes) for name, axes in self.tensors.items()}
+        object.__setattr__(self, "tensors", frozen)
+        if "key" not in frozen or not set(frozen) <= set(TENSORS):
+            raise ConfigError(f"layout {self.name!r}, tensors", "a key and perhaps a value", ", ".join(frozen) or "none")
+        for name, axes in frozen.items():
+            if len(set(axes)) != len(axes) or set(axes) | {"x"} != set(LOGICAL_AXES):
+                need = f"each of {', '.join(LOGICAL_AXES[:-1])} once, and perhaps x"
+                raise ConfigError(f"layout {self.name!r}, axes of {name}", need, ", ".join(axes) or "none")
+            if "x" in axes and self.pack_bytes <= 0:
+                raise ConfigError(f"layout {self.name!r}, pack_bytes", "the bytes of the axis x", self.pack_bytes)
+
+    def __hash__(self) -> int:
+        return hash((tuple(sorted(self.tensors.items())), self.pack_bytes))
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the value has a tensor of its own."""
+        return "value" in self.tensors
+
+    @property
+    def contiguous_blocks(self) -> bool:
+        """Whether `allocate` makes each block one piece of memory in each tensor, as copies and offload want it."""
+        return all(axes[0] == "block" for axes in self.tensors.values())
 
     def x(self, dtype: torch.dtype) -> int:
         """Elements of the inner axis for this element type; 1 where the layout does not split head_dim."""
         return self.pack_bytes // dtype.itemsize if self.pack_bytes else 1
 
-    def check(self, head_dim: int, dtype: torch.dtype) -> Support:
-        """Whether heads of this size can be laid out so."""
-        if head_dim % self.x(dtype):
-            return Support.no("head_dim", f"a multiple of {self.x(dtype)} for layout {self.name}", head_dim)
-        return YES
+    def check(self, spec: AttentionSpec, block_size: int) -> Support:
+        """Whether a layer's keys and values can be laid out so, and why not."""
+        if spec.value_in_key and self.has_value:
+            return Support.no("kv_layout", "a layout that keeps the value inside the key", self.name, "--kv-layout latent")
+        if not spec.value_in_key and not self.has_value:
+            return Support.no("kv_layout", "a layout with a value of its own", self.name, "--kv-layout nhd")
+        support = YES
+        for name, axes in self.tensors.items():
+            what, size = ("head_dim", spec.head_dim) if name == "key" else ("v_head_dim", spec.v_head_dim)
+            x = self.x(spec.cache_dtype) if "x" in axes else 1
+            if x < 1 or size % x:
+                support &= Support.no(what, f"a multiple of {x} for layout {self.name}", size)
+        return support
 
-    def shape(self, axes: tuple[str, ...], geometry: CacheGeometry) -> tuple[int, ...]:
-        """Shape of a tensor with these axes (`key_axes` or `value_axes`)."""
+    def shape(self, name: str, geometry: CacheGeometry) -> tuple[int, ...]:
+        """Shape of the tensor "key" or "value"."""
+        axes = self.tensors[name]
         x = self.x(geometry.dtype) if "x" in axes else 1
         sizes = {
             "block": geometry.num_blocks,
             "slot": geometry.block_size,
             "head": geometry.num_kv_heads,
-            "dim": geometry.head_dim // x,
+            "dim": (geometry.head_dim if name == "key" else geometry.v_head_dim) // x,
             "x": x,
         }
         return tuple(sizes[axis] for axis in axes)
 
+    def bytes_per_block(self, geometry: CacheGeometry) -> int:
+        """Bytes that one block of one layer takes, over all tensors."""
+        whole = sum(math.prod(self.shape(name, geometry)) for name in self.tensors)
+        return whole // geometry.num_blocks * geometry.dtype.itemsize
+
     def allocate(self, geometry: CacheGeometry, k_scale: float = 1.0, v_scale: float = 1.0) -> LayerCache:
-        """Allocate one layer's key and value, zeroed: kernels that read whole blocks must meet finite numbers."""
-        key = _zeros(self.shape(self.key_axes, geometry), geometry)
-        value = _zeros(self.shape(self.value_axes, geometry), geometry)
-        return LayerCache(key, value, self, geometry, k_scale, v_scale)
+        """Allocate one layer's cache, zeroed: kernels that read whole blocks must meet finite numbers."""
+        tensors = {name: _zeros(self.shape(name, geometry), geometry) for name in self.tensors}
+        return LayerCache(tensors, self, geometry, k_scale, v_scale)
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's paged cache. The layout travels with the tensors, so that nobody has to guess it from a shape."""
+    """One layer's paged cache. The layout travels with the tensors, so that nobody has to guess it from a shape.
 
-    key: Tensor
-    value: Tensor
+    The tensors may be views of memory that somebody else allocated (another engine's packed keys and values): their strides are
+    the truth, and a kernel that cannot follow them is refused (`Capabilities.contiguous_blocks`).
+
+    :raises ConfigError: a tensor is missing, or its shape or element type is not what layout and geometry say.
+    """
+
+    tensors: Mapping[str, Tensor]
+    """By the names of `layout.tensors`."""
     layout: CacheLayout
     geometry: CacheGeometry
     k_scale: float = 1.0
     """Key = stored key * k_scale (an fp8 cache; 1 otherwise): the writer divides before it stores."""
     v_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        what = f"cache in layout {self.layout.name}"
+        if set(self.tensors) != set(self.layout.tensors):
+            raise ConfigError(what, f"the tensors {', '.join(self.layout.tensors)}", ", ".join(self.tensors) or "none")
+        for name, tensor in self.tensors.items():
+            shape = self.layout.shape(name, self.geometry)
+            if tuple(tensor.shape) != shape:
+                raise ConfigError(f"{what}, {name}", f"shape {list(shape)}", list(tensor.shape))
+            if tensor.dtype != self.geometry.dtype:
+                raise ConfigError(f"{what}, {name}", f"element type {self.geometry.dtype}", tensor.dtype)
+
+    @classmethod
+    def wrap(
+        cls, tensors: Mapping[str, Tensor], layout: CacheLayout, spec: AttentionSpec, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> LayerCache:
+        """A cache over memory that is there already: sizes come from the key's shape, what a head is from the spec."""
+        sizes = dict(zip(layout.tensors["key"], tensors["key"].shape, strict=True))
+        geometry = CacheGeometry.of(spec, sizes["block"], sizes["slot"])
+        return cls(tensors, layout, geometry, k_scale, v_scale)
+
+    @property
+    def key(self) -> Tensor:
+        """Of the layout's axes."""
+        return self.tensors["key"]
+
+    @cached_property
+    def value(self) -> Tensor:
+        """Of the layout's axes; where the value lies in the key, a view of the key's first `v_head_dim` elements."""
+        if "value" in self.tensors:
+            return self.tensors["value"]
+        axes = self.layout.tensors["key"]
+        x = self.layout.x(self.geometry.dtype) if "x" in axes else 1
+        return self.key.narrow(axes.index("dim"), 0, self.geometry.v_head_dim // x)
 
     @property
     def block_size(self) -> int:
@@ -101,37 +186,58 @@ class LayerCache:
         return self.geometry.block_size
 
     @cached_property
+    def contiguous_blocks(self) -> bool:
+        """Whether each block is one piece of memory in each tensor, its elements in the order of the layout's axes."""
+        return all(
+            tensor.select(self.layout.tensors[name].index("block"), 0).is_contiguous() for name, tensor in self.tensors.items()
+        )
+
+    @cached_property
     def logical_key(self) -> Tensor:
         """View [num_blocks, block_size, num_kv_heads, head_dim / x, x]: its strides address every layout alike."""
-        return _logical(self.key, self.layout.key_axes)
+        return _logical(self.key, self.layout.tensors["key"])
 
     @cached_property
     def logical_value(self) -> Tensor:
-        """View [num_blocks, block_size, num_kv_heads, head_dim / x, x] of the value."""
-        return _logical(self.value, self.layout.value_axes)
+        """View [num_blocks, block_size, num_kv_heads, v_head_dim / x, x] of the value."""
+        return _logical(self.value, self.layout.tensors["value" if self.layout.has_value else "key"])
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Read logical rows back, in the order of `slots`: the oracle every writer and kernel is tested against.
 
-        slots: int64 [...], each block * block_size + offset, none negative. Returns k, v [..., num_kv_heads, head_dim], copies as
-        they are stored: those of an fp8 cache are still to be multiplied by `k_scale` and `v_scale`.
+        slots: int64 [...], each block * block_size + offset, none negative. Returns k [..., num_kv_heads, head_dim] and
+        v [..., num_kv_heads, v_head_dim], copies as they are stored: those of an fp8 cache are still to be multiplied by
+        `k_scale` and `v_scale`.
         """
-        rows = slots.reshape(-1)
-        k = _gather(self.logical_key, rows, self.block_size)
-        v = _gather(self.logical_value, rows, self.block_size)
-        shape = (*slots.shape, self.geometry.num_kv_heads, self.geometry.head_dim)
-        return k.view(shape), v.view(shape)
+        rows, heads = slots.reshape(-1), self.geometry.num_kv_heads
+        k = _gather(self.logical_key, rows, self.block_size).view(*slots.shape, heads, self.geometry.head_dim)
+        if not self.layout.has_value:
+            return k, k[..., : self.geometry.v_head_dim]
+        return k, _gather(self.logical_value, rows, self.block_size).view(*slots.shape, heads, self.geometry.v_head_dim)
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks, int64 [n] each, none of the targets among the sources; does not wait for the device."""
+        for name, tensor in self.tensors.items():
+            if tensor.dtype.is_floating_point and tensor.element_size() == 1:  # torch indexes no fp8: move it as bytes
+                tensor = tensor.view(torch.uint8)
+            axis = self.layout.tensors[name].index("block")
+            tensor.index_copy_(axis, targets, tensor.index_select(axis, sources))
 
 
-NHD = CacheLayout("nhd", ("block", "slot", "head", "dim"), ("block", "slot", "head", "dim"))
+_ROWS = ("block", "slot", "head", "dim")
+NHD = CacheLayout("nhd", {"key": _ROWS, "value": _ROWS})
 """FlashAttention's paged layout: the slots of a block are consecutive rows."""
-HND = CacheLayout("hnd", ("block", "head", "slot", "dim"), ("block", "head", "slot", "dim"))
+_HEADS = ("block", "head", "slot", "dim")
+HND = CacheLayout("hnd", {"key": _HEADS, "value": _HEADS})
 """FlashInfer's and TensorRT-LLM's: the rows of one head lie together."""
-VLLM_5D = CacheLayout("vllm_5d", ("block", "head", "dim", "slot", "x"), ("block", "head", "dim", "slot"), pack_bytes=16)
+VLLM_5D = CacheLayout("vllm_5d", {"key": ("block", "head", "dim", "slot", "x"), "value": ("block", "head", "dim", "slot")}, 16)
 """The layout of vLLM's PagedAttention kernels: 16-byte pieces of the key interleaved over slots, the value transposed."""
+LATENT = CacheLayout("latent", {"key": _ROWS})
+"""One row a token, the value inside the key: the cache of latent attention (DeepSeek-V2), as FlashMLA and vLLM lay it out."""
 
 CacheWriter = Callable[[Tensor, Tensor, LayerCache, Tensor], None]
-"""(k, v, cache, slot_mapping): writes k, v [num_tokens, num_kv_heads, head_dim] to slot_mapping [num_tokens]; -1 is skipped."""
+"""(k, v, cache, slot_mapping): writes k [num_tokens, num_kv_heads, head_dim] and v [num_tokens, num_kv_heads, v_head_dim] to
+slot_mapping [num_tokens]; -1 is skipped. In a layout without a value v is not written, since it lies in k."""
 
 
 @dataclass(frozen=True, slots=True)

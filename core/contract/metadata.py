@@ -61,6 +61,11 @@ class AttentionMetadata:
     query_start_loc_cpu: Tensor
     seq_lens_cpu: Tensor
     block_table_cpu: Tensor
+    num_blocks: int = 0
+    """Blocks of the pool, for plans that depend on its size; 0: not known."""
+    upper_bound_lens: bool = False
+    """Whether `seq_lens_cpu` of the sequences that decode may be upper bounds, since the host launched steps that it has not read
+    yet. A backend whose decode must know the lengths exactly says so (`Capabilities.exact_host_lengths`)."""
 
     @property
     def num_seqs(self) -> int:
@@ -127,6 +132,8 @@ class AttentionMetadata:
             query_start_loc_cpu=self.query_start_loc_cpu[first : last + 1] - skip,
             seq_lens_cpu=self.seq_lens_cpu[first:last],
             block_table_cpu=self.block_table_cpu[first:last],
+            num_blocks=self.num_blocks,
+            upper_bound_lens=self.upper_bound_lens and decodes,
         )
 
     @classmethod
@@ -138,17 +145,24 @@ class AttentionMetadata:
         block_size: int,
         device: torch.device | str = "cpu",
         decode_query_len: int = 1,
+        num_draft_tokens: Sequence[int] | None = None,
+        num_blocks: int = 0,
+        upper_bound_lens: bool = False,
     ) -> AttentionMetadata:
         """Lay out one step from host lengths.
 
         block_tables: for each sequence the physical blocks that hold its context and have room for its new tokens.
         decode_query_len: most new tokens that still count as DECODE.
+        num_draft_tokens: for each sequence the drafts that it verifies. A sequence with drafts has one query token more than
+        drafts and is DECODE, one without is DECODE with a single query token: lengths alone cannot tell a draft from a prompt.
+        num_blocks, upper_bound_lens: see the fields.
         Sequences that decode must come last; a padding row has query_len 1, context_len -1 (so a length of 0) and no blocks.
         """
         num_seqs = len(query_lens)
         lens = list(zip(query_lens, context_lens, strict=True))
-        num_prefills = sum(Phase.of(q, c, decode_query_len) is not Phase.DECODE for q, c in lens)
-        decodes = [Phase.of(q, c, decode_query_len) is Phase.DECODE for q, c in lens]
+        most = [decode_query_len] * num_seqs if num_draft_tokens is None else [drafts + 1 for drafts in num_draft_tokens]
+        decodes = [Phase.of(q, c, longest) is Phase.DECODE for (q, c), longest in zip(lens, most, strict=True)]
+        num_prefills = num_seqs - sum(decodes)
         assert not any(decodes[:num_prefills]), "sequences that prefill or extend must come before those that decode"
 
         query = torch.tensor(query_lens, dtype=torch.int32)
@@ -184,4 +198,6 @@ class AttentionMetadata:
             query_start_loc_cpu=starts,
             seq_lens_cpu=seq_lens,
             block_table_cpu=table,
+            num_blocks=num_blocks,
+            upper_bound_lens=upper_bound_lens,
         )

@@ -14,7 +14,10 @@ class Attention(Protocol):
     """The one function through which a model attends; the engine hands it in."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]. Returns the shape of q."""
+        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim and v_head_dim].
+
+        Returns [num_tokens, num_heads, v_head_dim].
+        """
 
 
 class Model(Protocol):

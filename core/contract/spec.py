@@ -22,7 +22,7 @@ class AttentionSpec:
     num_kv_heads: int
     """Key and value heads."""
     head_dim: int
-    """Elements of one head, the same for query, key and value."""
+    """Elements of one head of query and key."""
     scale: float
     """Multiplies q.k before the softmax; never applied twice, never assumed to be head_dim ** -0.5."""
     dtype: torch.dtype = torch.float32
@@ -46,8 +46,18 @@ class AttentionSpec:
     batch_invariant: bool = False
     """A sequence's output must have the same bits whatever else is in its step: asked for by a model that keeps the bits of its
     rows everywhere else."""
+    v_head_dim: int = 0
+    """Elements of one head of value and output; 0, the default, becomes `head_dim`."""
+    value_in_key: bool = False
+    """The value is the first `v_head_dim` elements of the key, stored once (DeepSeek-V2's absorbed latent attention)."""
 
     def __post_init__(self) -> None:
+        if self.v_head_dim == 0:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        sizes = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")
+        assert min(getattr(self, size) for size in sizes) > 0, "numbers of heads and their elements must be positive"
+        assert self.v_head_dim <= self.head_dim or not self.value_in_key, "a value inside the key cannot be longer than the key"
+        assert self.k_scale == self.v_scale or not self.value_in_key, "a value inside the key has the key's scale"
         assert self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads"
         assert self.alibi_slopes is None or len(self.alibi_slopes) == self.num_heads, "one ALiBi slope a query head"
         assert self.kv_dtype is not None or self.k_scale == self.v_scale == 1.0, "only a cache with its own kv_dtype is scaled"
@@ -74,4 +84,6 @@ class AttentionSpec:
         dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))
         if self.cache_dtype != self.dtype:
             extra = f", {KV_DTYPE_NAMES.get(self.cache_dtype, self.cache_dtype)} cache{extra}"
-        return f"{self.num_heads}/{self.num_kv_heads} heads x {self.head_dim} {dtype} on {self.device.type}{extra}"
+        dim = str(self.head_dim) if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
+        extra = f" value_in_key{extra}" if self.value_in_key else extra
+        return f"{self.num_heads}/{self.num_kv_heads} heads x {dim} {dtype} on {self.device.type}{extra}"

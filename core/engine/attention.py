@@ -74,7 +74,7 @@ class PagedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], self.specs[layer].v_head_dim))
         torch.ops.headway.attention(q, k, v, out, self._handle, layer)
         return out
 

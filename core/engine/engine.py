@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.contract.layout import CacheLayout
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine import deterministic, pool
@@ -73,10 +74,10 @@ class Engine:
         if memory is None and device.type == "cuda":
             sizes = config.step_tokens, config.max_num_seqs
             memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
-        self.max_model_len = _max_model_len(config, model, block_size, memory)
+        self.max_model_len = _max_model_len(config, model, self.selection.layout, block_size, memory)
         config.check_budget(self.max_model_len)
         self._longer_prompts = _longer_prompts(config, self.max_model_len, model.max_position_embeddings)
-        self.pool = pool.pool_size(specs, block_size, self.max_model_len, config.max_num_seqs, memory)
+        self.pool = pool.pool_size(specs, self.selection.layout, block_size, self.max_model_len, config.max_num_seqs, memory)
         self.caches = pool.allocate(specs, self.selection.layout, self.pool)
         writer = source.layout(self.selection.layout.name).load_writer(device)
         attention = PagedAttention(specs, self.caches, writer)
@@ -247,10 +248,10 @@ def _longer_prompts(config: EngineConfig, max_model_len: int, made_for: int) -> 
     return "shorten it or raise kv_cache_memory"
 
 
-def _max_model_len(config: EngineConfig, model: Model, block_size: int, memory: int | None) -> int:
+def _max_model_len(config: EngineConfig, model: Model, layout: CacheLayout, block_size: int, memory: int | None) -> int:
     made_for = model.max_position_embeddings
     if config.max_model_len is None:
-        fits = pool.longest_that_fits(model.attention_specs, block_size, memory, made_for)
+        fits = pool.longest_that_fits(model.attention_specs, layout, block_size, memory, made_for)
         if not config.enable_chunked_prefill:
             fits = min(fits, config.step_tokens)
         if 0 < fits < made_for:

@@ -47,7 +47,7 @@ def _most_held(model: Model, max_num_tokens: int, max_num_seqs: int, device: tor
     """Most bytes that a step needs beside weights and cache."""
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.zeros_like(q)
+        return q.new_zeros((*q.shape[:2], model.attention_specs[layer].v_head_dim))
 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -33,19 +33,24 @@ class PoolSize:
         return self.num_blocks * self.block_size
 
 
-def geometry(spec: AttentionSpec, num_blocks: int, block_size: int) -> CacheGeometry:
-    """Geometry of one layer's cache."""
-    return CacheGeometry(num_blocks, block_size, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device)
+def bytes_per_block(specs: Sequence[AttentionSpec], layout: CacheLayout, block_size: int) -> int:
+    """Bytes that one block takes over all layers, in the element type that each layer's spec asks for."""
+    return sum(layout.bytes_per_block(CacheGeometry.of(spec, 1, block_size)) for spec in specs)
 
 
 def pool_size(
-    specs: Sequence[AttentionSpec], block_size: int, max_model_len: int, max_num_seqs: int, memory: int | None
+    specs: Sequence[AttentionSpec],
+    layout: CacheLayout,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    memory: int | None,
 ) -> PoolSize:
     """Blocks that fit in `memory` bytes (None: a share of the host's free memory), never more than all sequences could fill.
 
     :raises ConfigError: not even one sequence of max_model_len fits.
     """
-    block_bytes = sum(geometry(spec, 1, block_size).bytes_per_block for spec in specs)
+    block_bytes = bytes_per_block(specs, layout, block_size)
     one = -(-max_model_len // block_size)
     budget = _default_memory(one * block_bytes) if memory is None else memory
     num_blocks = min(budget // block_bytes, one * max_num_seqs)
@@ -60,9 +65,11 @@ def pool_size(
     return PoolSize(num_blocks, block_size, num_blocks * block_bytes)
 
 
-def longest_that_fits(specs: Sequence[AttentionSpec], block_size: int, memory: int | None, at_most: int) -> int:
+def longest_that_fits(
+    specs: Sequence[AttentionSpec], layout: CacheLayout, block_size: int, memory: int | None, at_most: int
+) -> int:
     """Longest sequence, up to `at_most` tokens, for which the pool has room: the default of max_model_len."""
-    block_bytes = sum(geometry(spec, 1, block_size).bytes_per_block for spec in specs)
+    block_bytes = bytes_per_block(specs, layout, block_size)
     wanted = -(-at_most // block_size) * block_bytes
     budget = _default_memory(wanted) if memory is None else memory
     return min(at_most, budget // block_bytes * block_size)
@@ -70,7 +77,9 @@ def longest_that_fits(specs: Sequence[AttentionSpec], block_size: int, memory: i
 
 def allocate(specs: Sequence[AttentionSpec], layout: CacheLayout, size: PoolSize) -> list[LayerCache]:
     """One cache a layer."""
-    return [layout.allocate(geometry(spec, size.num_blocks, size.block_size)) for spec in specs]
+    return [
+        layout.allocate(CacheGeometry.of(spec, size.num_blocks, size.block_size), spec.k_scale, spec.v_scale) for spec in specs
+    ]
 
 
 def parse_memory(text: str | int) -> int:

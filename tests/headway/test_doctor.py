@@ -196,7 +196,7 @@ class Libraries:
         def load() -> type:
             raise ModuleNotFoundError("No module named 'kernels' " + "and so on " * 40)
 
-        return [BackendInfo(f"of_{name.replace('-', '_')}", "for a test", load, name, api_version=1) for name in PACKAGES]
+        return [BackendInfo(f"of_{name.replace('-', '_')}", "for a test", load, name, api_version=2) for name in PACKAGES]
 
 
 @pytest.mark.parametrize("machine", [H200, LAPTOP], ids=["h200", "laptop"])
@@ -222,7 +222,7 @@ def test_nothing_is_probed_twice() -> None:
                 calls.append(1)
                 raise ImportError("gone")
 
-            return [BackendInfo("probed", "for a test", load, "triton", api_version=1)]
+            return [BackendInfo("probed", "for a test", load, "triton", api_version=2)]
 
     registry = create_registry([Probed()], load_entry_points=False)
     registry.availability("probed")

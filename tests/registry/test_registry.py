@@ -34,7 +34,7 @@ def info(name: str, load: Callable[[], object] = refuse_to_load, **changes: obje
 
 def layout(name: str, *axes: str) -> LayoutInfo:
     order = axes or ("head", "block", "slot", "dim")
-    return LayoutInfo(CacheLayout(name, order, order), lambda device: write_rows)
+    return LayoutInfo(CacheLayout(name, {"key": order, "value": order}), lambda device: write_rows)
 
 
 class Plugin:
@@ -140,7 +140,7 @@ def test_a_plugin_that_uses_a_name_twice_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "clash",
-    [layout("nhd", "slot", "block", "head", "dim"), layout("other", *NHD.key_axes)],
+    [layout("nhd", "slot", "block", "head", "dim"), layout("other", *NHD.tensors["key"])],
     ids=["same name, other axes", "same axes, other name"],
 )
 def test_a_layout_that_exists_is_refused(clash: LayoutInfo) -> None:
@@ -148,7 +148,7 @@ def test_a_layout_that_exists_is_refused(clash: LayoutInfo) -> None:
         make(mine=Plugin(layouts=[clash]))
 
 
-@pytest.mark.parametrize("second", [layout("mine", *HND.key_axes[::-1]), layout("other")], ids=["same name", "same axes"])
+@pytest.mark.parametrize("second", [layout("mine", *HND.tensors["key"][::-1]), layout("other")], ids=["same name", "same axes"])
 def test_a_plugin_that_brings_one_layout_twice_is_refused(second: LayoutInfo) -> None:
     with pytest.raises(PluginError, match="mine"):
         make(mine=Plugin(layouts=[layout("mine"), second]))
@@ -316,7 +316,7 @@ def test_a_backend_without_a_plan_is_unavailable_and_says_what_it_lacks() -> Non
     class Plugin:
         @hookimpl
         def headway_register_backends(self) -> list[BackendInfo]:
-            return [BackendInfo("unplanned", "has no plan", lambda: Unplanned, api_version=1)]
+            return [BackendInfo("unplanned", "has no plan", lambda: Unplanned, api_version=2)]
 
     registry = create_registry([Plugin()], load_entry_points=False)
     assert "lacks plan" in str(registry.availability("unplanned"))

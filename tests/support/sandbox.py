@@ -138,8 +138,8 @@ class ToyDecode(Toy):
 @hookimpl
 def headway_register_backends():
     return [
-        BackendInfo("toy", "plain attention", lambda: Toy, api_version=1),
-        BackendInfo("toy.decode", "plain attention, one query token", lambda: ToyDecode, api_version=1),
+        BackendInfo("toy", "plain attention", lambda: Toy, api_version=2),
+        BackendInfo("toy.decode", "plain attention, one query token", lambda: ToyDecode, api_version=2),
     ]
 '''
 """Source of a plugin that works: `toy` serves every phase on nhd and hnd, `toy.decode` decodes on hnd in blocks of 64 n."""
@@ -191,10 +191,10 @@ def missing():
 @hookimpl
 def headway_register_backends():
     return [
-        BackendInfo("other_machine", "refuses this machine", lambda: OtherMachine, api_version=1),
-        BackendInfo("other_model", "refuses the tiny model", lambda: OtherModel, api_version=1),
-        BackendInfo("failing", "raises in prefill", lambda: Failing, api_version=1),
-        BackendInfo("missing_library", "does not load", missing, extra="libkernel>=2", api_version=1),
+        BackendInfo("other_machine", "refuses this machine", lambda: OtherMachine, api_version=2),
+        BackendInfo("other_model", "refuses the tiny model", lambda: OtherModel, api_version=2),
+        BackendInfo("failing", "raises in prefill", lambda: Failing, api_version=2),
+        BackendInfo("missing_library", "does not load", missing, extra="libkernel>=2", api_version=2),
     ]
 '''
 """Source of a plugin whose backends cannot be used with the tiny model on a CPU."""
@@ -231,7 +231,7 @@ from headway.core.contract.backend import BackendInfo
 
 @hookimpl
 def headway_register_backends():
-    return [BackendInfo("sdpa", "", lambda: None, api_version=1)]
+    return [BackendInfo("sdpa", "", lambda: None, api_version=2)]
 """,
     "raising_hook": """
 from headway import hookimpl
@@ -256,7 +256,7 @@ BROKEN_SAYS = {
     "missing_dependency": ("ModuleNotFoundError", "a_library_nobody_has"),
     "wrong_signature": ("headway_register_backends", "surprise"),
     "unknown_hook": ("unknown hook", "headway_register_kernels"),
-    "wrong_api": ("from_the_future", "api_version 99", "Headway has 1"),
+    "wrong_api": ("from_the_future", "api_version 99", "Headway has 2"),
     "taken_name": ("'sdpa'", "taken_name 1.0", "built-in"),
     "raising_hook": ("KeyError", "no table of kernels"),
     "wrong_answer": ("str",),

@@ -36,7 +36,7 @@ def plugin(name: str, **methods: object) -> SimpleNamespace:
     class Plugin:
         @hookimpl
         def headway_register_backends(self) -> list[BackendInfo]:
-            return [BackendInfo(name, "for a test", lambda: backend, api_version=1)]
+            return [BackendInfo(name, "for a test", lambda: backend, api_version=2)]
 
     return Plugin()
 

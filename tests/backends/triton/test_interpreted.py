@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ import torch
 from grid import CASES, LAYOUTS, SPECS, VERIFY, spec
 from headway.backends import layouts
 from headway.core.contract.errors import BackendError, ConfigError
-from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, CacheLayout
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheGeometry, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cases import Case, make_case, parse_case
-from headway.testing.reference import reference, relative_error, run_backend
+from headway.testing.reference import reference, reference_with_lse, relative_error, run_backend
 from invariance import dependent, invariance_case
+from latent import IN_KEY, UNEQUAL, errors_of, strided
+from latent import case_of as latent_case
 from new_token import LENGTHS, error_after_writing, new_token_case, write_and_decode
 
 pytest.importorskip("triton")
@@ -243,3 +246,38 @@ def test_a_captured_plan_is_cut_anew_for_each_replay() -> None:
     out = torch.full_like(case.q, math.nan)
     backend.decode(case.q, case.cache, plan, out)
     assert relative_error(out, reference(case), case) < 2e-6
+
+
+@pytest.mark.parametrize("case_name", ["prefill", "mixed", "verify"])
+@pytest.mark.parametrize(
+    ("layer", "layout"),
+    [("expanded", VLLM_5D), ("192/128", NHD), ("longer value", HND), ("expanded, window softcap sinks", NHD)],
+)
+def test_unequal_heads(layer: str, layout: CacheLayout, case_name: str) -> None:
+    error, lse = errors_of(TritonAttention, latent_case(case_name, UNEQUAL[layer], layout))
+    assert error < 3e-6
+    assert lse < 2e-5
+
+
+@pytest.mark.parametrize(("layer", "case_name"), [*product(IN_KEY, ["mixed", "verify"]), ("absorbed", "prefill")])
+def test_values_inside_keys(layer: str, case_name: str) -> None:
+    error, lse = errors_of(TritonAttention, latent_case(case_name, IN_KEY[layer], LATENT))
+    assert error < 3e-6
+    assert lse < 2e-5
+
+
+@pytest.mark.parametrize("case_name", ["mixed", "decode ragged"])
+def test_a_cache_in_foreign_memory(case_name: str) -> None:
+    error, lse = errors_of(TritonAttention, strided(latent_case(case_name, spec(), NHD)))
+    assert error < 2e-6
+    assert lse < 2e-5
+
+
+def test_the_log_sum_exp_of_split_sequences() -> None:
+    case = case_of("2q1s200_1q1s3", spec(sinks=(0.3, -1.0, 2.0, 0.0)))
+    backend = TritonAttention(case.spec, NHD, 16, {"num_splits": "4"})
+    lse = torch.full((case.spec.num_heads, len(case.q)), math.nan)
+    out = run_backend(backend, case, lse)
+    expected, sums = reference_with_lse(case)
+    assert relative_error(out, expected, case) < 2e-6
+    assert float((lse - sums).abs().max()) < 1e-5

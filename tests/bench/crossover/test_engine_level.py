@@ -51,7 +51,7 @@ class Hangs(SDPA):
 
 @hookimpl
 def headway_register_backends():
-    return [BackendInfo(b.name, "for a test", lambda b=b: b, api_version=1) for b in (Dies, Hangs)]
+    return [BackendInfo(b.name, "for a test", lambda b=b: b, api_version=2) for b in (Dies, Hangs)]
 '''
 
 

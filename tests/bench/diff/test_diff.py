@@ -105,7 +105,7 @@ def with_wrong(**where: Any) -> Registry:
     class Plugin:
         @hookimpl
         def headway_register_backends(self) -> list[BackendInfo]:
-            return [BackendInfo("wrong", "wrong somewhere", lambda: type("Wrong", (Wrong,), where), api_version=1)]
+            return [BackendInfo("wrong", "wrong somewhere", lambda: type("Wrong", (Wrong,), where), api_version=2)]
 
     return create_registry([Plugin()], load_entry_points=False)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grid import DTYPES, LAYOUTS
-from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, CacheLayout
+from headway.backends.layouts import write_rows
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
+from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry
 
 CPU = torch.device("cpu")
@@ -75,14 +80,86 @@ def test_any_slots_in_any_order(registry: Registry, layout: CacheLayout, slots: 
 
 
 def test_a_head_that_cannot_be_split_is_refused() -> None:
-    support = VLLM_5D.check(head_dim=36, dtype=torch.bfloat16)
+    support = VLLM_5D.check(AttentionSpec(4, 2, 36, 0.2, torch.bfloat16), 16)
     assert not support
     assert "a multiple of 8" in str(support)
-    assert VLLM_5D.check(head_dim=36, dtype=torch.float32)
+    assert VLLM_5D.check(AttentionSpec(4, 2, 36, 0.2, torch.float32), 16)
+
+
+def test_a_value_inside_the_key_needs_a_layout_without_a_value_and_the_other_way_round() -> None:
+    latent, plain = AttentionSpec(8, 1, 48, 0.2, v_head_dim=32, value_in_key=True), AttentionSpec(8, 1, 48, 0.2, v_head_dim=32)
+    assert LATENT.check(latent, 16)
+    assert NHD.check(plain, 16)
+    assert "--kv-layout latent" in str(NHD.check(latent, 16))
+    assert "--kv-layout nhd" in str(LATENT.check(plain, 16))
+
+
+def test_sizes_come_from_the_spec() -> None:
+    latent = CacheGeometry.of(AttentionSpec(8, 1, 48, 0.2, v_head_dim=32, value_in_key=True), 3, 16)
+    plain = CacheGeometry.of(AttentionSpec(8, 2, 48, 0.2, v_head_dim=32, kv_dtype=torch.float8_e4m3fn), 3, 16)
+    assert LATENT.bytes_per_block(latent) == 16 * 48 * 4
+    assert NHD.bytes_per_block(plain) == 16 * 2 * (48 + 32)
+    cache = LATENT.allocate(latent)
+    assert cache.value.shape == (3, 16, 1, 32)
+    assert cache.value.data_ptr() == cache.key.data_ptr()
+
+
+@pytest.mark.parametrize("layout", [NHD, HND, VLLM_5D], ids=lambda layout: layout.name)
+def test_a_cache_may_be_a_view_of_foreign_memory(layout: CacheLayout) -> None:
+    """Keys and values packed behind each other in every block, as other engines allocate them."""
+    spec = AttentionSpec(4, 2, 32, 0.2)
+    sizes = [layout.shape(name, CacheGeometry.of(spec, 5, 16)) for name in ("key", "value")]
+    packed = torch.zeros(5, 2, math.prod(sizes[0][1:]))
+    views = {name: packed[:, at].view(sizes[at]) for at, name in enumerate(("key", "value"))}
+    cache = LayerCache.wrap(views, layout, spec)
+    assert cache.geometry == CacheGeometry.of(spec, 5, 16)
+    assert cache.contiguous_blocks
+    k, v = torch.randn(2, 3, 2, 32)
+    write_rows(k, v, cache, torch.tensor([3, 70, 16]))
+    got = cache.gather(torch.tensor([3, 70, 16]))
+    assert torch.equal(got[0], k)
+    assert torch.equal(got[1], v)
+    assert packed.count_nonzero() == 2 * k.numel()
+    with pytest.raises(ConfigError, match=r"value: needs shape .*, got"):
+        LayerCache({**views, "value": views["value"][1:]}, layout, cache.geometry)
+
+
+def test_heads_interleaved_with_another_engines_are_no_contiguous_blocks() -> None:
+    spec = AttentionSpec(4, 2, 32, 0.2)
+    wide = torch.zeros(5, 16, 2, 64)
+    cache = LayerCache.wrap({"key": wide[..., :32], "value": wide[..., 32:]}, NHD, spec)
+    assert not cache.contiguous_blocks
+
+
+@pytest.mark.parametrize("layout", [NHD, HND, VLLM_5D, LATENT], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_blocks_are_copied_whole(layout: CacheLayout, dtype: torch.dtype) -> None:
+    cache = layout.allocate(CacheGeometry(6, 16, 1, 32, dtype, torch.device("cpu")))
+    for tensor in cache.tensors.values():
+        tensor.copy_(torch.randn(tensor.shape).to(dtype))
+    cache.copy_blocks(torch.tensor([0, 3]), torch.tensor([5, 1]))
+    slots = torch.arange(16)
+    for source, target in ((0, 5), (3, 1)):
+        for before, after in zip(cache.gather(source * 16 + slots), cache.gather(target * 16 + slots), strict=True):
+            assert torch.equal(before.float(), after.float())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"value": ("block", "slot", "head", "dim")}, "tensors: needs a key"),
+        ({"key": ("block", "slot", "dim")}, "axes of key: needs each of block, slot, head, dim once"),
+        ({"key": ("block", "slot", "head", "dim", "x")}, "pack_bytes: needs the bytes of the axis x"),
+        ({"key": ("block", "slot", "head", "dim"), "scale": ("block",)}, "got key, scale"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(tensors: dict[str, tuple[str, ...]], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CacheLayout("mine", tensors)
 
 
 def test_equal_axes_are_one_layout_whatever_its_name() -> None:
-    assert CacheLayout("mine", NHD.key_axes, NHD.value_axes) == NHD
+    assert CacheLayout("mine", NHD.tensors) == NHD
     assert NHD != HND
 
 

@@ -152,7 +152,7 @@ class Failing(SDPA):
 class FailingPlugin:
     @hookimpl
     def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("failing", "raises in decode", lambda: Failing, api_version=1)]
+        return [BackendInfo("failing", "raises in decode", lambda: Failing, api_version=2)]
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
@@ -257,7 +257,7 @@ class Sick(SDPA):
 class SickPlugin:
     @hookimpl
     def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("sick", "writes NaN", lambda: Sick, api_version=1)]
+        return [BackendInfo("sick", "writes NaN", lambda: Sick, api_version=2)]
 
 
 def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

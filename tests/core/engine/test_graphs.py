@@ -147,7 +147,7 @@ class Walk(AttentionBackend):
 class WalkPlugin:
     @hookimpl
     def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("walk", "for tests", lambda: Walk, api_version=1)]
+        return [BackendInfo("walk", "for tests", lambda: Walk, api_version=2)]
 
 
 def engine(**options: object) -> Engine:
