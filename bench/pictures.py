@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.bench.crossover.plot import to_png
 from headway.bench.crossover.view import view
-from headway.bench.generate.report import read_kernel_peers, read_offline, read_peers
+from headway.bench.generate.report import read_kernel_peers, read_peers
 from headway.bench.kernel.results import read_report
 from headway.core.contract.errors import ConfigError
 from headway.tuning.files import read_table
@@ -29,7 +29,9 @@ Series = Mapping[str, Sequence[float | None]]
 """Name of a bar -> its height in each group; None where it was not measured."""
 
 
-def bars(title: str, groups: Sequence[str], series: Series, ylabel: str, xlabel: str, line: tuple[float, str] | None = None) -> bytes:
+def bars(
+    title: str, groups: Sequence[str], series: Series, ylabel: str, xlabel: str, line: tuple[float, str] | None = None
+) -> bytes:
     """Grouped bars as a PNG, each with its figure above it, and "not measured" where there is none.
 
     line: a height to draw across, and what it stands for.
@@ -99,9 +101,15 @@ def decode(folder: Path = H200, batch: int = 8) -> bytes:
     """Decode of one batch size by length, 32/8 heads."""
     cells = [cell for cell in read_report(folder / "decode.json").cells if cell.geometry == "32/8/128" and cell.phase == "decode"]
     cases = [case for case in dict.fromkeys(cell.case for cell in cells) if case.startswith(f"{batch}q1s")]
-    names = {"triton nhd 256": "Headway triton", "flash_attn (bare) 256": "flash-attn 2", "flashinfer.fa2 (bare) 16": "flashinfer fa2"}
+    names = {
+        "triton nhd 256": "Headway triton",
+        "flash_attn (bare) 256": "flash-attn 2",
+        "flashinfer.fa2 (bare) 16": "flashinfer fa2",
+    }
     at = {(cell.label, cell.case): cell.gbps for cell in cells}
-    shown = {name: [at.get((label, case)) for case in cases] for label, name in names.items() if any((label, c) in at for c in cases)}
+    shown = {
+        name: [at.get((label, case)) for case in cases] for label, name in names.items() if any((label, c) in at for c in cases)
+    }
     groups = [case.removeprefix(f"{batch}q1s") for case in cases]
     title = f"Decode of {batch} sequences, 32 query and 8 kv heads of 128, bfloat16, NVIDIA H200"
     return bars(title, groups, shown, "GB/s of keys and values, each read once", "cached tokens of each sequence (k: 1,024)")
