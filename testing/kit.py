@@ -142,6 +142,10 @@ def _distinct(cells: Iterable[Cell | None]) -> list[Cell]:
 
 def _raised(error: Exception) -> str:
     """What a backend raised and where, in one line."""
+    if isinstance(error, HeadwayError) and error.__cause__ is not None:  # the engine's word around what the backend raised
+        frames = traceback.extract_tb(error.__cause__.__traceback__)[-1:]
+        where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""
+        return f"{' '.join(str(error).split())[:_NOTE]}{where}"
     frames = traceback.extract_tb(error.__traceback__)[-1:]
     where = (
         f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames and not isinstance(error, HeadwayError) else ""
@@ -149,8 +153,8 @@ def _raised(error: Exception) -> str:
     return f"raised {type(error).__name__}: {' '.join(str(error).split())[:_NOTE]}{where}"
 
 
-def _guess_of(error: Exception) -> str:
-    text = str(error)
+def _guess_of(error: BaseException) -> str:
+    error, text = error.__cause__ or error, str(error)
     if isinstance(error, IndexError) or "out of range" in text or "out of bounds" in text:
         return "reads or writes outside the cache"
     if "view size is not compatible" in text or "contiguous" in text:

@@ -53,7 +53,7 @@ class Stage:
     ) -> Session:
         """A session with room for steps of these lengths.
 
-        parts: backends of the first and the second part of a step; None: the subject, and the baseline for what it does not serve.
+        parts: backends of the first and the second part of a step; None: the subject, else the baseline.
 
         :raises Skipped: the subject rightly refuses the cell's cache.
         """
