@@ -1,8 +1,8 @@
 """Which layers a backend is tried on: what it claims, thinned out to a covering set.
 
 The full product of a backend that serves everything has some 40,000 combinations. Faults of kernels sit in one value or in a
-pair (a block size with a head_dim, a window with a phase), so every pair of values that the backend claims is tried in every phase, with
-few distinct layers, since a kernel is compiled for each: greedy covering by (phase, pair).
+pair (a block size with a head_dim, a window with a phase), so every pair of values that the backend claims is tried in every
+phase, with few distinct layers, since a kernel is compiled for each: greedy covering by (phase, pair).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def mistakes(wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
             yield name.format(row=row), answer
 
 
-def guess(wrong: Sequence[Wrong], tolerance: float) -> str:
+def guess(wrong: list[Wrong], tolerance: float) -> str:
     """What the wrong sequences of a step have in common; empty if no mistake of the list explains them all."""
     if not wrong:
         return ""
@@ -52,10 +52,19 @@ def guess(wrong: Sequence[Wrong], tolerance: float) -> str:
         error, missed = distance(first.out, answer), distance(first.out, expected(first.row)[0])
         if error <= max(4 * tolerance, 0.0) or (math.isfinite(missed) and error < _CLEARLY * missed and error < 0.05):
             found.append((error, name))
-    if not found:
-        return ""
-    nearest = min(error for error, _ in found)
-    return next(name for error, name in found if error <= 2 * nearest + 1e-12)
+    for _, name in sorted(found, key=lambda each: each[0] > 2 * min(found)[0] + 1e-12):
+        if all(_explains(name, other, tolerance) for other in wrong[:2] + wrong[-1:] if other is not first):
+            return name
+    return ""
+
+
+def _explains(name: str, wrong: Wrong, tolerance: float) -> bool:
+    """Whether a mistake gives this sequence's answer too."""
+    missed = distance(wrong.out, expected(wrong.row)[0])
+    return any(
+        name == other and distance(wrong.out, answer) <= max(4 * tolerance, _CLEARLY * missed)
+        for other, answer in mistakes(wrong)
+    )
 
 
 def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:

@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--attn-full", action="store_true", help="try every pair of values in place of every value")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the cells to what was collected."""
     if config.getoption(_TARGET):

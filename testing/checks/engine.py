@@ -74,11 +74,14 @@ def _generate(
     )
     made = Engine(model, stage.subject.registry, config)
     wanted = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    seqs = [made.add_request(str(number), prompt, wanted)[0] for number, prompt in enumerate(prompts)]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    hits = [0] * len(prompts)
+    for number, prompt in enumerate(prompts):
+        made.add_request(str(number), prompt, wanted)
     while made.has_unfinished:
-        made.step()
-    for seq in seqs:
-        if seq.error:
-            raise Finding(f"the engine ended a request: {seq.error}")
-    hits = sum(seq.num_cached_tokens for seq in seqs)
-    return [seq.output_token_ids for seq in seqs], f"{hits} tokens from prefix hits, {made.stats.num_preemptions} preemptions"
+        for delta in made.step():
+            if delta.error:
+                raise Finding(f"the engine ended a request: {delta.error}")
+            tokens[int(delta.request_id)] += delta.new_token_ids
+            hits[int(delta.request_id)] = delta.num_cached_tokens
+    return tokens, f"{sum(hits)} tokens from prefix hits, {made.stats.num_preemptions} preemptions"

@@ -106,6 +106,7 @@ class _Captured:
             seq_lens_cpu=torch.full((ROWS,), longest, dtype=torch.int32),
             block_table_cpu=torch.zeros((ROWS, width), dtype=torch.int32),
             num_blocks=session.num_blocks,
+            upper_bound_lens=True,
         )
         self._inputs: list[Inputs] = [buffers.first(count) for buffers in session.buffers]
         decode = session.backends[1]
@@ -124,7 +125,7 @@ class _Captured:
         table[:rows, :width] = now.block_table_cpu
         for name in ("seq_lens", "context_lens", "slot_mapping"):
             getattr(static, name).copy_(getattr(now, name))
-        told = replace(static, seq_lens_cpu=now.seq_lens_cpu, block_table_cpu=table)
+        told = replace(static, seq_lens_cpu=now.seq_lens_cpu, block_table_cpu=table, upper_bound_lens=False)
         with torch.inference_mode():
             for spec, plan in self._plans.items():
                 self._session.backends[1][spec].plan_for_replay(plan, told)

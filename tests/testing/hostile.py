@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -57,7 +58,7 @@ class Leaks(_Plain):
 
 class AnyOption(_Plain):
     name = "any-option"
-    options = {"splits": "how many"}
+    options: ClassVar = {"splits": "how many"}
 
     @classmethod
     def check_options(cls, options):
@@ -66,7 +67,7 @@ class AnyOption(_Plain):
 
 class LooseTolerance(_Plain):
     name = "loose-tolerance"
-    tolerance = {torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+    tolerance: ClassVar = {torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
 class WrongBeyond(_Plain):
@@ -88,7 +89,7 @@ class MutatesMetadata(_Plain):
 
 class CachesByAddress(_Plain):
     name = "caches-by-address"
-    _seen: dict[int, torch.Tensor] = {}
+    _seen: ClassVar = {}
 
     def decode(self, q, cache, plan, out, lse=None):
         key = (q.data_ptr(), tuple(q.shape))

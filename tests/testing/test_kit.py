@@ -63,7 +63,11 @@ def test_a_part_of_the_contract_is_enough(name: str) -> None:
     cells = own.cells(quick=True)
     if name == "DecodeOnly":
         assert {each.phase for each in cells if each.check == "answer"} == {"decode", "verify", "ragged"}
-        assert {each.phase for each in cells if each.check == "refuse" and each.about == "phase"} == {"prefill", "extend", "mixed"}
+        assert {each.phase for each in cells if each.check == "refuse" and each.about == "phase"} == {
+            "prefill",
+            "extend",
+            "mixed",
+        }
     else:
         assert {each.layout for each in cells if each.check == "answer"} == {"slots_first"}
 
