@@ -130,7 +130,7 @@ def _wrong(session: Watched, step: Step, layer: int, number: int) -> Wrong:
     return Wrong(number, row, given.out[tokens].clone(), dense, others, earlier, session.layouts)
 
 
-def _looks(wrong: Sequence[Wrong], errors: Sequence[float], tolerance: float, shared: str, bad: bool) -> str:
+def _looks(wrong: list[Wrong], errors: Sequence[float], tolerance: float, shared: str, bad: bool) -> str:
     if all(bool(each.out.isnan().any()) for each in wrong):
         looks = "NaN for one sequence" if len(wrong) == 1 and len(errors) > 1 else "NaN"
     elif not bad:
