@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.bench.crossover.plot import to_png
 from headway.bench.crossover.view import view
-from headway.bench.generate.report import read_kernel_peers, read_offline, read_peers
+from headway.bench.generate.report import read_kernel_peers, read_peers
 from headway.bench.kernel.results import read_report
 from headway.core.contract.errors import ConfigError
 from headway.tuning.files import read_table

@@ -105,6 +105,8 @@ class Peer(BaseModel):
     settings: str
     tokens_per_second: dict[str, float]
     """By label of the workload."""
+    passes: dict[str, list[float]] = Field(default_factory=dict)
+    """Tokens per second of each timed pass, by label; empty where it was not written down."""
 
 
 class PeersFile(BaseModel):

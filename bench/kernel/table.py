@@ -73,7 +73,7 @@ def _table(title: str, cells: Sequence[KernelCell]) -> Table:
     table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("case", no_wrap=True)
     for label in labels:
-        table.add_column(label, justify="right")
+        table.add_column(label, justify="right", overflow="fold")
     for case in dict.fromkeys(cell.case for cell in cells):
         row = {cell.label: cell for cell in cells if cell.case == case}
         times = [cell.median_us for cell in row.values() if cell.median_us is not None]

@@ -46,7 +46,7 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[float, "Share of the GPU's memory for weights, activations and cache."] = 0.9
     enforce_eager: Annotated[bool, "Launch every kernel by itself: no CUDA graphs."] = False
     cudagraph_capture_sizes: Annotated[
-        Sequence[int] | None, "Batch sizes whose decode is captured in CUDA graphs. Default: those up to max_num_seqs and 256."
+        Sequence[int] | None, "Batch sizes whose decode is captured in CUDA graphs. Default: up to max_num_seqs."
     ] = None
     async_scheduling: Annotated[bool | None, "Launch a step before the last one is read. Default: on a GPU."] = None
     deterministic: Annotated[bool, "Give a request the same bits alone and in any batch; slower."] = False

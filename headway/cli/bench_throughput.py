@@ -182,7 +182,7 @@ def _command() -> str:
 
 
 def print_report(report: ThroughputReport) -> None:
-    """The table a person reads."""
+    """The table a person reads; times are to the first token and of each later one, "same" the share of equal tokens."""
     device = report.device
     threads = f", {device.threads} threads" if device.threads else ""
     title = (
@@ -190,9 +190,9 @@ def print_report(report: ThroughputReport) -> None:
         f"tokens, greedy; {device.name}{threads}, torch {device.torch}"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("engine", style="bold")
-    for column in ("tokens/s", "range", "first token ms", "per token ms", "same tokens", "speed"):
-        table.add_column(column, justify="right")
+    table.add_column("engine", style="bold", no_wrap=True)
+    for column in ("tokens/s", "range", "first ms", "token ms", "same", "speed"):
+        table.add_column(column, justify="right", no_wrap=True)
     for result in report.results:
         spread = f"{result.slowest:.1f}-{result.fastest:.1f}"
         same = "" if result.same_tokens is None else f"{result.same_tokens:.1%}"

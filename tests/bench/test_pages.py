@@ -80,7 +80,8 @@ def test_each_figure_in_the_tables_is_found_in_a_result_file(page: str) -> None:
                 digits = len(text.partition(".")[2])
                 shown, half = float(text.replace(",", "")), 0.5 * 10**-digits
                 at = bisect_left(known, shown - half - 1e-9)
-                assert at < len(known) and known[at] <= shown + half + 1e-9, f"{text} of {line!r} is in no file of bench/results"
+                found = at < len(known) and known[at] <= shown + half + 1e-9
+                assert found, f"{text} of {line!r} is in no file of bench/results"
     assert figures >= 10
 
 

@@ -468,7 +468,13 @@ def test_every_error_is_a_headway_error() -> None:
 # In processes of their own: one case of each kind
 
 
-@pytest.mark.parametrize("kind", ["option", "backend", "model", "hub", "truncated", "decode only"])
+ALONE = [
+    "option",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("backend", "model", "hub", "truncated", "decode only")),
+]
+
+
+@pytest.mark.parametrize("kind", ALONE)
 def test_python_m_headway_ends_with_one_message_and_code_2(
     tiny_model_folder: Path, tmp_path: Path, plugins: Path, kind: str
 ) -> None:

@@ -102,6 +102,17 @@ def test_the_rule_of_a_tie_is_the_one_that_is_printed() -> None:
     assert "differ by less than 1%, or by less than 10% with ranges (p20 to p80) that overlap" in text
 
 
+def test_a_run_on_a_busy_machine_says_so() -> None:
+    steady = text_of(a_table(a_cell(drift=0.05)))
+    assert "busy machine" not in steady
+    assert "not steady" not in steady
+    text = text_of(
+        a_table(a_cell(drift=0.9), a_cell(20.0, backend="b", drift=0.1), busy="other processes kept 2.0 of 2 cores busy")
+    )
+    assert "measured on a busy machine, other processes kept 2.0 of 2 cores busy" in text
+    assert "disagree by more than 25% in 1 of 2 cells (most by 90%: a, decode 1q1s64)" in text
+
+
 def test_a_narrow_terminal_gets_the_two_fastest_of_each_row_uncut() -> None:
     names = [f"a_longer_name_{number}" for number in range(4)]
     table = a_table(*(a_cell(10.0 * (number + 1), backend=name) for number, name in enumerate(names)))
