@@ -3,17 +3,24 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: demo test check format clean
+.PHONY: demo test test-slow test-all check format clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)  ## a real model writes, through a paged cache and a backend found as a plugin
-	$(BIN)/headway generate --max-tokens 32 "The capital of France is"
+	$(BIN)/headway generate --chat "What is the capital of France?"
 	$(BIN)/headway backends
 	$(BIN)/headway table show
 
-test: $(READY)  ## everything that runs without a GPU
-	$(BIN)/python -m pytest -q
+test: $(READY)  ## the everyday subset, in five minutes on two cores; WORKERS=8 for more of them
+	$(PYTEST) -m "not slow"
+
+test-slow: $(READY)  ## what the everyday subset leaves out
+	$(PYTEST) -m slow
+
+test-all: test test-slow  ## everything that runs without a GPU
 
 check: $(READY)  ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -93,7 +93,12 @@ def headway_register_backends() -> list[BackendInfo]:
     """Register the built-in backends."""
     return [
         _info("triton", "our paged split-KV decode and varlen prefill in Triton, every layout", _triton, "headway[triton]"),
-        _info("vllm_paged", "our paged attention in CUDA C++, compiled at first use; vLLM's layout", _vllm_paged),
+        _info(
+            "vllm_paged",
+            "our paged attention in CUDA C++, compiled at first use; vLLM's layout",
+            _vllm_paged,
+            "headway[vllm-paged]",
+        ),
         _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
         _info("flash_attn_4", "FlashAttention 4 (CuTe DSL), Hopper and Blackwell", _flash_attn_4, "headway[flash-attn-4]"),
         _info("torch_varlen", "torch's own FlashAttention 2, paged (torch.nn.attention.varlen)", _torch_varlen, "torch>=2.13"),

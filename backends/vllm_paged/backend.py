@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from headway.backends.probe import at_least, has_gpu
+from headway.backends.vllm_paged.arguments import MAX_WARPS
 from headway.backends.vllm_paged.compiler import find_compiler
 from headway.backends.vllm_paged.decode import Decode, DecodePlan
-from headway.backends.vllm_paged.launch import MAX_WARPS
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import FEATURES, Capabilities
 from headway.core.contract.errors import ConfigError

@@ -1,131 +1,70 @@
-"""CUDA C++ to machine code: NVRTC, which comes with torch, or nvcc. The kernels include no header but their own."""
+"""CUDA C++ to machine code by cuda.core, NVIDIA's package over NVRTC. The kernels include no header but their own."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
-import site
-import subprocess
-import sys
-import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from headway.backends.probe import find
 from headway.core.contract.errors import BackendError
 from headway.core.contract.support import YES, Support
 
-_HINT = "pip install nvidia-cuda-nvrtc, or install the CUDA toolkit"
 
+class Compiler:
+    """NVRTC, the run-time compiler: no toolkit, no host compiler, half a second per kernel.
 
-class Compiler(ABC):
-    """Turns one source file into a cubin."""
-
-    name: str
-    version: str
-
-    @abstractmethod
-    def compile(self, source: Path, options: Sequence[str]) -> bytes:
-        """options: as nvcc and NVRTC both read them, --gpu-architecture among them. :raises BackendError: it does not compile."""
-
-
-class NVRTC(Compiler):
-    """The run-time compiler as a library: no toolkit, no host compiler, half a second a kernel."""
+    :raises ImportError or RuntimeError: cuda.core or the NVRTC library is not installed; `find_compiler` says which.
+    """
 
     name = "NVRTC"
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
-        self.version = f"{major.value}.{minor.value}"
+    def __init__(self) -> None:
+        from cuda.bindings import nvrtc
+        from cuda.core import Program, ProgramOptions
 
-    def compile(self, source: Path, options: Sequence[str]) -> bytes:
-        """As `Compiler.compile`."""
-        program = ctypes.c_void_p()
-        text = source.read_bytes()
-        self._call("nvrtcCreateProgram", ctypes.byref(program), text, source.name.encode(), 0, None, None)
+        self._program, self._options = Program, ProgramOptions
+        _, major, minor = nvrtc.nvrtcVersion()
+        self.version = f"{major}.{minor}"
+
+    def compile(self, source: Path, include: Path, constants: Mapping[str, str | int], arch: str) -> bytes:
+        """A cubin for `arch`, such as sm_90, with each of `constants` as a macro. :raises BackendError: it does not compile."""
+        options = self._options(
+            name=source.name,
+            arch=arch,
+            std="c++17",
+            include_path=str(include),
+            define_macro=[(name, str(value)) for name, value in constants.items()] or None,
+        )
         try:
-            arguments = [option.encode() for option in options]
-            array = (ctypes.c_char_p * len(arguments))(*arguments)
-            if self._library.nvrtcCompileProgram(program, len(arguments), array):
-                log = self._read("ProgramLog", program).rstrip(b"\0").decode()
-                raise BackendError(f"NVRTC {self.version} does not compile {source.name}:\n{log}")
-            return self._read("CUBIN", program)
-        finally:
-            self._library.nvrtcDestroyProgram(ctypes.byref(program))
-
-    def _read(self, what: str, program: ctypes.c_void_p) -> bytes:
-        size = ctypes.c_size_t()
-        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        self._call(f"nvrtcGet{what}", program, buffer)
-        return buffer.raw
-
-    def _call(self, function: str, *arguments: object) -> None:
-        status = getattr(self._library, function)(*arguments)
-        if status:
-            raise BackendError(f"NVRTC: {function} failed with status {status}")
-
-
-class NVCC(Compiler):
-    """The toolkit's compiler driver."""
-
-    name = "nvcc"
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
-        self.version = answer.stdout.strip().splitlines()[-1]
-
-    def compile(self, source: Path, options: Sequence[str]) -> bytes:
-        """As `Compiler.compile`."""
-        with tempfile.TemporaryDirectory() as folder:
-            target = Path(folder) / "kernel.cubin"
-            command = [self._path, "-cubin", *options, "-o", str(target), str(source)]
-            answer = subprocess.run(command, capture_output=True, text=True, check=False)
-            if answer.returncode:
-                raise BackendError(f"nvcc does not compile {source.name}:\n{answer.stdout}{answer.stderr}")
-            return target.read_bytes()
+            return bytes(self._program(source.read_text(), "c++", options).compile("cubin").code)
+        except Exception as error:  # cuda.core's class for it is not public
+            raise BackendError(f"NVRTC {self.version} does not compile {source.name}:\n{error}") from error
 
 
 @cache
-def find_nvrtc() -> NVRTC | None:
-    """NVRTC of the CUDA version torch was built for, from torch's own packages, the toolkit, or the loader's path."""
-    if sys.platform != "linux" or torch.version.cuda is None:
-        return None
-    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
-    folders = [Path(entry) for entry in (*sys.path, *site.getsitepackages()) if entry]
-    packaged = [path for folder in dict.fromkeys(folders) for path in sorted(folder.glob(f"nvidia/*/lib/{name}"))]
-    for candidate in (*packaged, name, *(toolkit / "lib64" / name for toolkit in _toolkits())):
-        try:
-            return NVRTC(ctypes.CDLL(str(candidate)))
-        except OSError:
-            continue
-    return None
-
-
-@cache
-def find_nvcc() -> NVCC | None:
-    """The toolkit's nvcc, or one on the path."""
-    beside = os.pathsep.join(str(toolkit / "bin") for toolkit in _toolkits())
-    path = shutil.which("nvcc", path=beside) or shutil.which("nvcc")
-    return NVCC(path) if path else None
-
-
 def find_compiler() -> tuple[Compiler | None, Support]:
-    """The compiler that will be used; (None, why) where there is none."""
-    compiler = find_nvrtc() or find_nvcc()
-    if compiler is not None:
-        return compiler, YES
-    return None, Support.no("compiler", "nvcc or NVRTC", "none", _HINT)
+    """The compiler that will be used; (None, why) where there is none, or where it could compile but not launch."""
+    hint = f'pip install "cuda-core[cu{cuda_major()}]>=1.2"'
+    launches: Any
+    launches, support = find("cuda.core", "LaunchConfig", hint)
+    if not support:
+        return None, support
+    if not hasattr(launches, "programmatic_stream_serialization"):
+        return None, Support.no("cuda.core", "LaunchConfig(programmatic_stream_serialization=...)", "one without it", hint)
+    try:
+        compiler = Compiler()
+    except Exception as error:  # the loader of CUDA libraries raises classes of its own
+        text = " ".join(str(error).split())
+        return None, Support.no("NVRTC", "to be loadable", f"{type(error).__name__}: {text}", hint)
+    if compiler.version.split(".")[0] != cuda_major():
+        return None, Support.no("NVRTC", f"version {cuda_major()}, as torch's CUDA", compiler.version, hint)
+    return compiler, YES
 
 
-def _toolkits() -> list[Path]:
-    """Where a CUDA toolkit may be, as torch's extension builder looks for it."""
-    named = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
-    return [Path(name) for name in named if name]
+def cuda_major() -> str:
+    """The major CUDA version that torch was built for, whose driver therefore loads what is compiled; 13 for a CPU build."""
+    return (torch.version.cuda or "13").split(".")[0]

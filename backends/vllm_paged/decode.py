@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy import float32, int32
 from torch import Tensor
 
-from headway.backends.vllm_paged.driver import Argument
+from headway.backends.vllm_paged.arguments import TILE, address, per_head, scoring_of
 from headway.backends.vllm_paged.kernels import Variant, architecture, load
-from headway.backends.vllm_paged.launch import TILE, Attention, per_head, scoring_of
+from headway.backends.vllm_paged.launch import launch_config
 from headway.backends.vllm_paged.plan import PARTITIONS, Cut, Machine, choose, shared_bytes, stages_of
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
@@ -24,15 +26,17 @@ _LONG = 64
 class DecodePlan:
     """One step's decode."""
 
-    grid: tuple[int, int, int]
-    rows: int
-    """Rows in use of a tile of query rows: the second kernel's grid."""
     cut: Cut
-    shared_bytes: int
-    argument: Argument
-    """All but q, key, value and out. It points into the metadata's tensors: a captured graph reads what is copied into them."""
+    attention: Any
+    """How to launch the first kernel; None where there is no sequence ..."""
+    reduction: Any
+    """... and the second; None where contexts have one partition."""
+    attention_arguments: tuple[Any, ...]
+    """Those that no layer changes, all after the strides. They point into the metadata's tensors: a captured graph reads what is
+    copied into these."""
+    reduction_arguments: tuple[Any, ...]
     kept: tuple[Tensor, ...]
-    """What `argument` points to."""
+    """What the arguments point to."""
 
 
 class Decode:
@@ -67,43 +71,37 @@ class Decode:
         cut = self._cut(metadata, items)
         results = metadata.num_seqs * items * cut.partitions * self._row_tile if cut.partitions > 1 else 0
         buffer = self._floats(results * (spec.head_dim + 2))
-        kept = (buffer, metadata.block_table, metadata.seq_lens, metadata.query_start_loc)
-        value = Attention(
-            block_table=metadata.block_table.data_ptr(),
-            seq_lens=metadata.seq_lens.data_ptr(),
-            query_start_loc=metadata.query_start_loc.data_ptr(),
-            slopes=None if self._slopes is None else self._slopes.data_ptr(),
-            sinks=None if self._sinks is None else self._sinks.data_ptr(),
-            partial=buffer.data_ptr(),
-            state=buffer.data_ptr() + results * spec.head_dim * 4,
-            table_stride=metadata.block_table.stride(0),
-            kv_heads=spec.num_kv_heads,
-            group=spec.group_size,
-            partitions=cut.partitions,
-            v_scale=spec.v_scale,
-            scoring=scoring_of(spec),
+        table, lens, starts = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
+        sinks, partial, state = address(self._sinks), buffer.data_ptr(), buffer.data_ptr() + results * spec.head_dim * 4
+        scale, cap, window = scoring_of(spec)
+        sizes = (int32(spec.num_kv_heads), int32(spec.group_size), int32(cut.partitions), float32(spec.v_scale))
+        places = (table.data_ptr(), table.stride(0), lens.data_ptr(), starts.data_ptr(), address(self._slopes))
+        attention = reduction = None
+        if metadata.num_seqs:
+            stage_bytes, grid = cut.warps * self._warp_bytes, (items, cut.partitions, metadata.num_seqs)
+            self._attention.allow_shared(stage_bytes)
+            attention = launch_config(grid, 32 * cut.warps, stage_bytes)
+            if cut.partitions > 1:
+                grid = (items, min(rows, self._row_tile), metadata.num_seqs)
+                reduction = launch_config(grid, spec.head_dim, overlaps=self._overlaps)
+        return DecodePlan(
+            cut=cut,
+            attention=attention,
+            reduction=reduction,
+            attention_arguments=(*places, sinks, partial, state, *sizes, scale, cap, window),
+            reduction_arguments=(lens.data_ptr(), starts.data_ptr(), sinks, partial, state, *sizes, window),
+            kept=(buffer, table, lens, starts),
         )
-        stage_bytes = cut.warps * self._warp_bytes
-        self._attention.allow_shared(stage_bytes)
-        grid = (items, cut.partitions, metadata.num_seqs)
-        return DecodePlan(grid, min(rows, self._row_tile), cut, stage_bytes, Argument(value), kept)
 
     def run(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
         """q, out: [num_tokens, num_heads, head_dim]."""
-        items, partitions, num_seqs = plan.grid
-        if num_seqs == 0:
+        if plan.attention is None:
             return
-        value = plan.argument.value
-        assert isinstance(value, Attention)
-        value.q, value.out = q.data_ptr(), out.data_ptr()
-        value.key, value.value = cache.key.data_ptr(), cache.value.data_ptr()
-        value.q_stride_token, value.q_stride_head = q.stride(0), q.stride(1)
-        value.out_stride_token, value.out_stride_head = out.stride(0), out.stride(1)
-        device = self._spec.device
-        self._attention(plan.grid, 32 * plan.cut.warps, plan.shared_bytes, plan.argument, device)
-        if partitions > 1:
-            grid = (items, plan.rows, num_seqs)
-            self._reduce(grid, self._spec.head_dim, 0, plan.argument, device, overlaps=self._overlaps)
+        q_strides, to = q.stride()[:2], (out.data_ptr(), *out.stride()[:2])
+        key, value = cache.key.data_ptr(), cache.value.data_ptr()
+        self._attention(plan.attention, q.data_ptr(), *q_strides, key, value, *to, *plan.attention_arguments)
+        if plan.reduction is not None:
+            self._reduce(plan.reduction, *to, *plan.reduction_arguments)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Most bytes the partial results take; many sequences are not partitioned, few need little."""

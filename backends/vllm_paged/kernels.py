@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from headway.backends.vllm_paged.compiler import Compiler, find_compiler
-from headway.backends.vllm_paged.driver import Kernel
+from headway.backends.vllm_paged.launch import Kernel
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.folders import cache_folder
 
@@ -42,10 +42,9 @@ class Variant:
         }
         return cls(source, tuple({**shape, **others}.items()))
 
-    def options(self, arch: str) -> list[str]:
-        """Compiler options. arch: such as sm_90."""
-        defines = [f"-D{name}={value}" for name, value in self.constants]
-        return [f"--gpu-architecture={arch}", "--std=c++17", f"-I{SOURCES}", *defines]
+    def compile(self, arch: str, compiler: Compiler) -> bytes:
+        """The cubin. arch: such as sm_90. :raises BackendError: it does not compile."""
+        return compiler.compile(SOURCES / self.source, SOURCES, dict(self.constants), arch)
 
     def __str__(self) -> str:
         return " ".join([self.source, *(f"{name}={value}" for name, value in self.constants)])
@@ -75,7 +74,7 @@ def build(variant: Variant, arch: str, compiler: Compiler) -> Path:
     if path.exists():
         return path
     began = time.perf_counter()
-    cubin = compiler.compile(SOURCES / variant.source, variant.options(arch))
+    cubin = variant.compile(arch, compiler)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:
         file.write(cubin)
@@ -85,12 +84,6 @@ def build(variant: Variant, arch: str, compiler: Compiler) -> Path:
         "vllm_paged: compiled %s for %s with %s in %.1f s, kept in %s", variant, arch, compiler.name, seconds, path.parent
     )
     return path
-
-
-def is_built(variant: Variant, device: torch.device) -> bool:
-    """Whether `load` would find it on disk."""
-    compiler, _ = find_compiler()
-    return compiler is not None and compiled_path(variant, architecture(device), compiler).exists()
 
 
 @cache
@@ -105,4 +98,4 @@ def load(variant: Variant, function: str, device: torch.device) -> Kernel:
     path = build(variant, architecture(device), compiler)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes torch's context, if nobody has
-        return Kernel(path.read_bytes(), function)
+        return Kernel(path.read_bytes(), function, device)

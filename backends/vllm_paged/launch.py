@@ -1,79 +1,71 @@
-"""What the kernels take, as structures: field for field those of the sources, with the same names."""
+"""Loading a cubin and launching its kernels through cuda.core: in torch's context, on torch's streams."""
 
 from __future__ import annotations
 
-import ctypes
-import math
+from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.errors import BackendError
 
-TILE = 16
-"""Keys of a tile, and tokens that a block of threads writes: TILE of layout.cuh."""
-MAX_WARPS = 8
-_LOG2E = math.log2(math.e)
+_UNASKED_SHARED = 46 * 1024
+"""Dynamic shared memory that every block of threads may have: 48 KiB less what a kernel declares itself (2 KiB at most)."""
 
 
-class Scoring(ctypes.Structure):
-    """struct Scoring of score.cuh."""
+class Kernel:
+    """One function of a loaded cubin, on one device.
 
-    _fields_ = (
-        ("scale", ctypes.c_float),
-        ("cap", ctypes.c_float),
-        ("window", ctypes.c_int),
-        ("has_slopes", ctypes.c_bool),
-    )
+    :raises BackendError: the driver does not load it.
+    """
 
+    def __init__(self, cubin: bytes, name: str, device: torch.device) -> None:
+        from cuda.core import ObjectCode, launch
 
-class Attention(ctypes.Structure):
-    """struct Arguments of paged_attention.cu."""
+        self._name, self._device, self._launch = name, device, launch
+        self._shared_limit = _UNASKED_SHARED
+        try:
+            self._kernel = ObjectCode.from_cubin(cubin).get_kernel(name)
+        except Exception as error:  # cuda.core's class for it is not public
+            raise BackendError(f"CUDA driver: loading {name}: {error}") from error
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "key", "value", "out")),
-        *((name, ctypes.c_void_p) for name in ("block_table", "seq_lens", "query_start_loc", "slopes", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("partial", "state")),
-        *((name, ctypes.c_longlong) for name in ("q_stride_token", "q_stride_head")),
-        *((name, ctypes.c_longlong) for name in ("out_stride_token", "out_stride_head", "table_stride")),
-        *((name, ctypes.c_int) for name in ("kv_heads", "group", "partitions")),
-        ("v_scale", ctypes.c_float),
-        ("scoring", Scoring),
-    )
+    def allow_shared(self, shared_bytes: int) -> None:
+        """Let a block of threads have this much dynamic shared memory; to be called before a launch that needs it."""
+        if shared_bytes <= self._shared_limit:
+            return
+        from cuda.bindings import driver  # cuda.core 1.2 reads this attribute, but does not write it
 
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, self._kernel.handle, self._device.index or 0)
+        if status:
+            raise BackendError(f"CUDA driver: {shared_bytes} bytes of shared memory for {self._name}: {status.name}")
+        self._shared_limit = shared_bytes
 
-class Written(ctypes.Structure):
-    """struct Written of cache.cu."""
+    def __call__(self, config: Any, *arguments: Any) -> None:
+        """Launch on torch's current stream of the device, without synchronising. config: from `launch_config`.
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k", "v", "key", "value", "slots")),
-        *((name, ctypes.c_longlong) for name in ("k_stride_token", "k_stride_head", "v_stride_token", "v_stride_head")),
-        *((name, ctypes.c_int) for name in ("num_tokens", "kv_heads")),
-        *((name, ctypes.c_float) for name in ("k_scale", "v_scale")),
-    )
-
-
-class Moves(ctypes.Structure):
-    """struct Moves of blocks.cu."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p * 2),
-        ("to", ctypes.c_void_p * 2),
-        ("pairs", ctypes.c_void_p),
-        ("vectors", ctypes.c_longlong),
-    )
+        arguments: in the kernel's order: a Python int for a pointer or a long long, numpy's int32 and float32 for int and float.
+        """
+        stream = _stream(torch.cuda.current_stream(self._device).cuda_stream)
+        try:
+            self._launch(stream, config, self._kernel, *arguments)
+        except Exception as error:
+            raise BackendError(f"CUDA driver: launch of {self._name} with {config}: {error}") from error
 
 
-def scoring_of(spec: AttentionSpec) -> Scoring:
-    """The numbers of a layer, in the base-2 domain."""
-    scale, cap = spec.scale * spec.k_scale, spec.softcap
-    if cap is None:
-        return Scoring(scale * _LOG2E, 0.0, spec.sliding_window or 0, spec.alibi_slopes is not None)
-    return Scoring(scale / cap, cap * _LOG2E, spec.sliding_window or 0, spec.alibi_slopes is not None)
+def launch_config(grid: tuple[int, int, int], threads: int, shared_bytes: int = 0, overlaps: bool = False) -> Any:
+    """How to launch a kernel: a plan keeps it, for making it costs as much as launching.
+
+    overlaps: the kernel may start while the one before it still runs; it waits itself before it reads what that one wrote.
+    """
+    from cuda.core import LaunchConfig
+
+    return LaunchConfig(grid=grid, block=threads, shmem_size=shared_bytes, programmatic_stream_serialization=overlaps)
 
 
-def per_head(values: tuple[float, ...] | None, device: torch.device) -> Tensor | None:
-    """float32 [num_heads], times log2(e)."""
-    if values is None:
-        return None
-    return torch.tensor([value * _LOG2E for value in values], dtype=torch.float32, device=device)
+@lru_cache(maxsize=64)
+def _stream(handle: int) -> Any:
+    """cuda.core's view of one of torch's streams; to ask a stream for it at every launch takes four times a launch."""
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from headway.backends.vllm_paged.launch import MAX_WARPS
+from headway.backends.vllm_paged.arguments import MAX_WARPS
 
 PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MAX_STAGES = 6

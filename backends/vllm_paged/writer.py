@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from numpy import float32, int32
 from torch import Tensor
 
-from headway.backends.vllm_paged.driver import Argument
+from headway.backends.vllm_paged.arguments import TILE
 from headway.backends.vllm_paged.kernels import Variant, load
-from headway.backends.vllm_paged.launch import TILE, Moves, Written
+from headway.backends.vllm_paged.launch import launch_config
 from headway.core.contract.layout import LayerCache
 
 _MANY_TOKENS = 1024
@@ -43,17 +44,13 @@ def reshape_and_cache(
     if num_tokens == 0:
         return
     kernel = load(variant_of(k.dtype, key.dtype, head_dim, block_size), "reshape_and_cache", k.device)
-    written = Written(
-        k.data_ptr(),
-        v.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        slot_mapping.data_ptr(),
-        *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-        *(num_tokens, kv_heads, k_scale, v_scale),
-    )
     threads = 128 if num_tokens >= _MANY_TOKENS else 256
-    kernel((kv_heads, -(-num_tokens // TILE), 1), threads, 0, Argument(written), k.device)
+    kernel(
+        launch_config((kv_heads, -(-num_tokens // TILE), 1), threads),
+        *(tensor.data_ptr() for tensor in (k, v, key, value, slot_mapping)),
+        *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(int32(num_tokens), int32(kv_heads), float32(k_scale), float32(v_scale)),
+    )
 
 
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
@@ -74,7 +71,6 @@ def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pa
         return
     block_bytes = key[0].numel() * key.element_size()
     kernel = load(Variant("blocks.cu"), "copy_blocks", pairs.device)
-    moves = Moves(vectors=block_bytes // 16, pairs=pairs.data_ptr())
-    moves.source[:] = (key.data_ptr(), value.data_ptr())
-    moves.to[:] = (to_key.data_ptr(), to_value.data_ptr())
-    kernel((pairs.shape[0], _COPY_PARTS, 2), _COPY_THREADS, 0, Argument(moves), pairs.device)
+    caches = (tensor.data_ptr() for tensor in (key, value, to_key, to_value))
+    config = launch_config((pairs.shape[0], _COPY_PARTS, 2), _COPY_THREADS)
+    kernel(config, *caches, pairs.data_ptr(), block_bytes // 16)

@@ -45,6 +45,7 @@ def diff(
     from headway.core.contract.spec import DTYPE_NAMES
     from headway.models.loader import load_model
     from headway.registry import create_registry
+    from headway.testing.origin import Origin
     from headway.threads import set_threads
     from headway.tuning.device import identify_device, resolve_device
     from headway.tuning.json_files import write_json
@@ -72,6 +73,7 @@ def diff(
         phases = compare(decoder, side_a, side_b, prompts, max_tokens, extend, lambda: bar.advance(task))
     sides = [Side(name=side.name, kv_layout=side.layout.name, block_size=side.block_size) for side in (side_a, side_b)]
     report = DiffReport(
+        origin=Origin.here(),
         command=shlex.join(["headway", *sys.argv[1:]]),
         device=identify_device(place),
         model=loaded.name,

@@ -70,13 +70,15 @@ def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool) -> Re
 
     :raises BackendError: a backend raised in the middle of a step.
     """
-    begun = False
-    for text, last in llm.stream(request, params):
+    begun, last = False, None
+    for text, output in llm.stream(request, params):
+        last = output
         text = text if begun else text.lstrip()  # a completion starts with the space after the prompt
         begun = begun or bool(text)
         if shown:
             sys.stdout.write(text)
             sys.stdout.flush()
+    assert last is not None  # a stream yields at least once
     error = last.outputs[0].error
     if shown and (begun or error is None):
         print(flush=True)

@@ -64,8 +64,8 @@ class Dependent(SDPA):
 
     name = "dependent"
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Any, out: Tensor) -> None:
-        super()._attend(q, keys, values, group, out)
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Any, out: Tensor, lse: Tensor | None) -> None:
+        super()._attend(q, keys, values, group, out, lse)
         if len(q) > group.count * group.query_len:
             out[group.tokens] *= 1 + 2**-23
 

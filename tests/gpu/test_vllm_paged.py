@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,9 @@ from grid import spec
 from headway.backends import layouts
 from headway.backends.vllm_paged import writer
 from headway.backends.vllm_paged.backend import VllmPagedAttention
-from headway.backends.vllm_paged.compiler import find_nvcc
-from headway.backends.vllm_paged.decode import variant_of
-from headway.backends.vllm_paged.driver import Kernel
-from headway.backends.vllm_paged.kernels import SOURCES, architecture
-from headway.core.contract.errors import ConfigError
+from headway.backends.vllm_paged.kernels import Variant, load
+from headway.backends.vllm_paged.launch import launch_config
+from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cases import make_case, parse_case
@@ -184,18 +183,40 @@ def test_the_operators_are_traced_and_right(gpu: torch.device) -> None:
     assert relative_error(out, reference(case), case) < VllmPagedAttention.tolerance[torch.bfloat16]
 
 
-def test_what_nvcc_compiles_runs_as_well(gpu: torch.device) -> None:
-    nvcc = find_nvcc()
-    if nvcc is None:
-        pytest.skip("needs nvcc")
-    arch = architecture(gpu)
-    variant = variant_of(torch.bfloat16, torch.bfloat16, 128, 16, arch)
-    kernel = Kernel(nvcc.compile(SOURCES / variant.source, variant.options(arch)), "paged_attention")
+def test_a_launch_names_what_the_driver_refuses(gpu: torch.device) -> None:
+    kernel = load(Variant("blocks.cu"), "copy_blocks", gpu)
+    with pytest.raises(BackendError, match="CUDA driver: launch of copy_blocks with LaunchConfig"):
+        kernel(launch_config((1, 1, 2), 2048), 0, 0, 0, 0, 0, 0)  # more threads than any GPU has in a block
+
+
+def test_a_launch_costs_the_host_a_few_microseconds(gpu: torch.device) -> None:
+    """Decode is launched once per layer and step; what the driver itself takes is in the figure."""
     layer = layer_of()
     case = make_case(parse_case("2q1s300"), layer, VLLM_5D, 16, layouts.write_rows, poison=FINITE)
-    backend = VllmPagedAttention(layer, VLLM_5D, 16, {"num_partitions": "1", "num_warps": "1"})
-    backend._decode._attention = kernel
-    assert relative_error(run_backend(backend, case), reference(case), case) < backend.tolerance[layer.dtype]
+    backend = VllmPagedAttention(layer, VLLM_5D, 16, {"num_partitions": "1"})
+    view = case.metadata.decode
+    assert view is not None
+    plan, out = backend.plan(view), torch.empty_like(case.q)
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(50):
+            backend.decode(case.q, case.cache, plan, out)
+        times.append((time.perf_counter() - began) / 50)
+    torch.cuda.synchronize()
+    assert min(times) < 30e-6, f"{min(times) * 1e6:.1f} us"
+
+
+def test_launches_follow_torchs_current_stream_into_a_graph(gpu: torch.device) -> None:
+    cache = filled(VLLM_5D, 4, gpu)
+    pairs = torch.tensor([[0, 1]], device=gpu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        writer.copy_blocks(cache.key, cache.value, pairs)
+    assert not torch.equal(cache.key[0], cache.key[1]), "a capture runs nothing"
+    graph.replay()
+    assert torch.equal(cache.key[0], cache.key[1])
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

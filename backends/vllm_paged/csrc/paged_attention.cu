@@ -28,24 +28,6 @@ constexpr int TILE_BYTES = TILE * HEAD_DIM * sizeof(KV_TYPE);  // of the key, an
 
 static_assert(ROWS * SUM_PITCH * 4 <= STAGES * 2 * TILE_BYTES, "the merged sums use the stages' memory");
 
-struct Arguments {
-  const TYPE* q;  // [num_tokens, num_heads, HEAD_DIM], rows of a head contiguous
-  const KV_TYPE* key;
-  const KV_TYPE* value;
-  TYPE* out;
-  const int* block_table;      // [num_seqs, table_stride]
-  const int* seq_lens;         // [num_seqs]; 0: a padding row
-  const int* query_start_loc;  // [num_seqs + 1]
-  const float* slopes;         // [num_heads], log2(e) * ALiBi slope, or null
-  const float* sinks;          // [num_heads], log2(e) * sink, or null
-  float* partial;              // [num_seqs * items, partitions, ROWS, HEAD_DIM]; items: kv heads * row tiles
-  float* state;                // [num_seqs * items, partitions, ROWS, 2]: largest score, sum of weights
-  long long q_stride_token, q_stride_head, out_stride_token, out_stride_head, table_stride;
-  int kv_heads, group, partitions;
-  float v_scale;
-  Scoring scoring;
-};
-
 // The part of a sequence's tiles that one partition has. The host fixes the number of partitions and the sequence's length their
 // size, so a captured graph is right at any length.
 struct Range {
@@ -60,10 +42,11 @@ struct Range {
   }
 };
 
-__device__ __forceinline__ Rows rows_of(const Arguments& a, int seq, int item, int& token) {
-  token = a.query_start_loc[seq];
-  return Rows{item / a.kv_heads * ROWS, a.group, a.query_start_loc[seq + 1] - token, a.seq_lens[seq],
-              item % a.kv_heads * a.group};
+// The query rows that a block of threads serves; token: the sequence's first.
+__device__ __forceinline__ Rows rows_of(const int* query_start_loc, const int* seq_lens, int kv_heads, int group, int seq,
+                                        int item, int& token) {
+  token = query_start_loc[seq];
+  return Rows{item / kv_heads * ROWS, group, query_start_loc[seq + 1] - token, seq_lens[seq], item % kv_heads * group};
 }
 
 // The physical blocks of a warp's tiles, two where blocks are half a tile: lane i holds those of its i-th tile of 32, and the next
@@ -94,10 +77,11 @@ struct Lookup {
 };
 
 // Start copying a tile's key and value to shared memory; the lanes of a warp take neighbouring chunks.
-__device__ __forceinline__ void fetch(const Arguments& a, u32 staged, int block, int second, int tile, int kv_head, int lane) {
+__device__ __forceinline__ void fetch(const KV_TYPE* key, const KV_TYPE* value, int kv_heads, u32 staged, int block, int second,
+                                      int tile, int kv_head, int lane) {
   const int first_slot = tile * TILE % BLOCK_SIZE;
-  const long long runs[2] = {run_offset(block, kv_head, a.kv_heads, HEAD_DIM, BLOCK_SIZE),
-                             run_offset(second, kv_head, a.kv_heads, HEAD_DIM, BLOCK_SIZE)};
+  const long long runs[2] = {run_offset(block, kv_head, kv_heads, HEAD_DIM, BLOCK_SIZE),
+                             run_offset(second, kv_head, kv_heads, HEAD_DIM, BLOCK_SIZE)};
   constexpr int PIECES = HEAD_DIM / X, CHUNKS = TILE / X;
   static_assert(BLOCK_SIZE >= X && BLOCK_SIZE % 8 == 0 && HEAD_DIM % 16 == 0, "not a shape of these kernels");
 #pragma unroll
@@ -105,14 +89,14 @@ __device__ __forceinline__ void fetch(const Arguments& a, u32 staged, int block,
     const int slot = first_slot + i % TILE;
     const long long run = BLOCK_SIZE < TILE && slot >= BLOCK_SIZE ? runs[1] : runs[0];
     copy_async(staged + staged_key(i / TILE, i % TILE),
-               a.key + run + key_offset(BLOCK_SIZE < TILE ? slot % BLOCK_SIZE : slot, i / TILE * X, BLOCK_SIZE, X));
+               key + run + key_offset(BLOCK_SIZE < TILE ? slot % BLOCK_SIZE : slot, i / TILE * X, BLOCK_SIZE, X));
   }
 #pragma unroll
   for (int i = lane; i < HEAD_DIM * CHUNKS; i += 32) {
     const int slot = first_slot + i % CHUNKS * X;
     const long long run = BLOCK_SIZE < TILE && slot >= BLOCK_SIZE ? runs[1] : runs[0];
     copy_async(staged + TILE_BYTES + staged_value(i / CHUNKS, i % CHUNKS, X),
-               a.value + run + value_offset(BLOCK_SIZE < TILE ? slot % BLOCK_SIZE : slot, i / CHUNKS, BLOCK_SIZE));
+               value + run + value_offset(BLOCK_SIZE < TILE ? slot % BLOCK_SIZE : slot, i / CHUNKS, BLOCK_SIZE));
   }
 }
 
@@ -133,53 +117,68 @@ __device__ __forceinline__ void await_previous() {
 using namespace headway;
 
 // Grid (kv heads * row tiles, partitions, num_seqs), blocks of 1 .. MAX_WARPS warps, 2 * TILE_BYTES * STAGES bytes a warp.
-extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS) paged_attention(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS) paged_attention(
+    const TYPE* q,  // [num_tokens, num_heads, HEAD_DIM], rows of a head contiguous
+    long long q_stride_token, long long q_stride_head, const KV_TYPE* key, const KV_TYPE* value,
+    TYPE* out,  // as q
+    long long out_stride_token, long long out_stride_head,
+    const int* block_table,  // [num_seqs, table_stride]
+    long long table_stride,
+    const int* seq_lens,         // [num_seqs]; 0: a padding row
+    const int* query_start_loc,  // [num_seqs + 1]
+    const float* slopes,         // [num_heads], log2(e) * ALiBi slope, or null
+    const float* sinks,          // [num_heads], log2(e) * sink, or null
+    float* partial,              // [num_seqs * items, partitions, ROWS, HEAD_DIM]; items: kv heads * row tiles
+    float* state,                // [num_seqs * items, partitions, ROWS, 2]: largest score, sum of weights
+    int kv_heads, int group, int partitions, float v_scale, float scale, float cap, int window) {
   extern __shared__ __align__(128) char shared[];
   __shared__ float state_m[MAX_WARPS][ROWS], state_l[MAX_WARPS][ROWS], row_m[ROWS], row_l[ROWS];
   release_next();
-  const int seq = blockIdx.z, item = blockIdx.x, partition = blockIdx.y, kv_head = item % a.kv_heads;
+  const int seq = blockIdx.z, item = blockIdx.x, partition = blockIdx.y, kv_head = item % kv_heads;
   const int warps = blockDim.x / 32, warp_id = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Scoring scoring{scale, cap, window, slopes != nullptr};
   int token;
-  const Rows rows = rows_of(a, seq, item, token);
-  const Range range(rows, a.scoring.window, partition, a.partitions);
+  const Rows rows = rows_of(query_start_loc, seq_lens, kv_heads, group, seq, item, token);
+  const Range range(rows, window, partition, partitions);
   const int used = rows.used(ROWS);
   if (range.first >= range.end || used <= 0) return;  // also every padding row
 
   // The warp's tiles: first + warp, + warps, ... so that the warps together read neighbouring slots of large blocks.
   const int first_tile = range.first + warp_id;
   char* stages = shared + warp_id * STAGES * 2 * TILE_BYTES;
-  Lookup lookup(a.block_table + seq * a.table_stride, rows, range, first_tile, warps);
+  Lookup lookup(block_table + seq * table_stride, rows, range, first_tile, warps);
   int ahead = 0;  // tiles of this warp whose copies were started
   auto fetch_next = [&](int stage) {
     const int tile = first_tile + ahead * warps;
     int block, second;
     lookup(ahead, tile, block, second);
-    if (tile < range.end) fetch(a, shared_address(stages) + stage * 2 * TILE_BYTES, block, second, tile, kv_head, lane);
+    const u32 staged = shared_address(stages) + stage * 2 * TILE_BYTES;
+    if (tile < range.end) fetch(key, value, kv_heads, staged, block, second, tile, kv_head, lane);
     commit_copies();  // an empty group where nothing is left, so that the count below stays right
     ++ahead;
   };
   for (int stage = 0; stage < STAGES - 1; ++stage) fetch_next(stage);
   Warp warp;
-  warp.start(a.q + token * a.q_stride_token, a.q_stride_token, a.q_stride_head, rows, a.slopes);
+  warp.start(q + token * q_stride_token, q_stride_token, q_stride_head, rows, slopes);
   int stage = 0;
   for (int tile = first_tile; tile < range.end; tile += warps) {
     wait_copies<STAGES - 2>();
     __syncwarp();  // everybody's chunks are there, and everybody has left the stage that is filled next
     fetch_next(stage == 0 ? STAGES - 1 : stage - 1);
-    const int key = tile * TILE;
-    const bool hidden = a.scoring.window > 0 && key <= rows.kv_len - 1 - a.scoring.window;
+    const int first_key = tile * TILE;
+    const bool hidden = window > 0 && first_key <= rows.kv_len - 1 - window;
     const char* staged = stages + stage * 2 * TILE_BYTES;
-    warp.step(staged, staged + TILE_BYTES, key, a.scoring, hidden || key + TILE - 1 > rows.kv_len - rows.query_len);
+    warp.step(staged, staged + TILE_BYTES, first_key, scoring, hidden || first_key + TILE - 1 > rows.kv_len - rows.query_len);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
   wait_copies<0>();
 
   warp.store_state(state_m[warp_id], state_l[warp_id]);
   __syncthreads();  // from here on the stages are free
-  const bool whole = a.partitions == 1;
+  const bool whole = partitions == 1;
   if (threadIdx.x < used) {
     const int row = threadIdx.x;
-    const float sink = whole && a.sinks ? a.sinks[rows.query_head(row)] : -INF;
+    const float sink = whole && sinks ? sinks[rows.query_head(row)] : -INF;
     float m = sink, l = 0.0f;
     for (int w = 0; w < warps; ++w) m = fmaxf(m, state_m[w][row]);
     for (int w = 0; w < warps; ++w) l += state_l[w][row] * weight(state_m[w][row], m);
@@ -190,37 +189,40 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS) paged_attention(con
   float* sums = reinterpret_cast<float*>(shared);  // [warps, ROWS, SUM_PITCH]
   warp.store_sums(sums + warp_id * ROWS * SUM_PITCH, SUM_PITCH, row_m, used);
   __syncthreads();
-  const long long part = (long long)(seq * gridDim.x + item) * a.partitions + partition;
+  const long long part = (long long)(seq * gridDim.x + item) * partitions + partition;
   for (int i = threadIdx.x; i < used * HEAD_DIM; i += blockDim.x) {
     const int row = i / HEAD_DIM, dim = i % HEAD_DIM;
     float sum = 0.0f;
     for (int w = 0; w < warps; ++w) sum += sums[(w * ROWS + row) * SUM_PITCH + dim];
     if (whole) {
-      TYPE* out = a.out + (token + rows.token(row)) * a.out_stride_token + rows.query_head(row) * a.out_stride_head;
-      from_float(out[dim], sum / row_l[row] * a.v_scale);
+      TYPE* row_out = out + (token + rows.token(row)) * out_stride_token + rows.query_head(row) * out_stride_head;
+      from_float(row_out[dim], sum / row_l[row] * v_scale);
     } else {
-      a.partial[part * ROWS * HEAD_DIM + i] = sum;
+      partial[part * ROWS * HEAD_DIM + i] = sum;
       if (dim == 0) {
-        a.state[(part * ROWS + row) * 2] = row_m[row];
-        a.state[(part * ROWS + row) * 2 + 1] = row_l[row];
+        state[(part * ROWS + row) * 2] = row_m[row];
+        state[(part * ROWS + row) * 2 + 1] = row_l[row];
       }
     }
   }
 }
 
 // Grid (kv heads * row tiles, rows in use of a tile, num_seqs), HEAD_DIM threads: out = sum of parts, each at its own scale.
-extern "C" __global__ void __launch_bounds__(HEAD_DIM) reduce_partitions(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(HEAD_DIM) reduce_partitions(
+    TYPE* out, long long out_stride_token, long long out_stride_head, const int* seq_lens, const int* query_start_loc,
+    const float* sinks, const float* partials, const float* states, int kv_heads, int group, int partitions, float v_scale,
+    int window) {
   constexpr int BATCH = 8;  // partitions read together
   const int seq = blockIdx.z, item = blockIdx.x, row = blockIdx.y, dim = threadIdx.x;
   int token;
-  const Rows rows = rows_of(a, seq, item, token);
+  const Rows rows = rows_of(query_start_loc, seq_lens, kv_heads, group, seq, item, token);
   if (rows.kv_len == 0 || row >= rows.used(ROWS)) return;
-  const Range whole(rows, a.scoring.window, 0, 1), first(rows, a.scoring.window, 0, a.partitions);
+  const Range whole(rows, window, 0, 1), first(rows, window, 0, partitions);
   const int each = first.end - first.first, filled = (whole.end - whole.first + each - 1) / each;
-  const long long start = (long long)(seq * gridDim.x + item) * a.partitions;
-  const float* state = a.state + (start * ROWS + row) * 2;
-  const float* part = a.partial + (start * ROWS + row) * HEAD_DIM + dim;
-  float m = a.sinks ? a.sinks[rows.query_head(row)] : -INF, l = a.sinks ? 1.0f : 0.0f, sum = 0.0f;
+  const long long start = (long long)(seq * gridDim.x + item) * partitions;
+  const float* state = states + (start * ROWS + row) * 2;
+  const float* part = partials + (start * ROWS + row) * HEAD_DIM + dim;
+  float m = sinks ? sinks[rows.query_head(row)] : -INF, l = sinks ? 1.0f : 0.0f, sum = 0.0f;
   await_previous();
   for (int p = 0; p < filled; p += BATCH) {
     float part_m[BATCH], part_l[BATCH], part_sum[BATCH], largest = -INF;
@@ -240,6 +242,6 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM) reduce_partitions(const _
       sum += part_sum[i] * weight(part_m[i], m);
     }
   }
-  TYPE* out = a.out + (token + rows.token(row)) * a.out_stride_token + rows.query_head(row) * a.out_stride_head;
-  from_float(out[dim], sum / l * a.v_scale);
+  TYPE* row_out = out + (token + rows.token(row)) * out_stride_token + rows.query_head(row) * out_stride_head;
+  from_float(row_out[dim], sum / l * v_scale);
 }

@@ -25,7 +25,7 @@ struct Scoring {
   float scale;     // log2(e) * scale; scale / softcap where there is a soft-cap
   float cap;       // log2(e) * softcap; 0: none
   int window;      // keys that a query may see, itself included; 0: all
-  bool has_slopes;
+  bool has_slopes;  // whether ALiBi's slopes count
 
   __device__ float operator()(float product, int key, int position, float slope, bool masked) const {
     float score = product * scale;

@@ -36,6 +36,11 @@ FP8 = torch.float8_e4m3fn
 LAYERS = {name: layer for name, layer in SPECS.items() if layer.head_dim in TritonAttention.capabilities.head_dims}
 
 
+def rare(value: object) -> object:
+    """A value of a parameter that the everyday subset leaves out."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def case_of(name: str, layer: AttentionSpec, layout: CacheLayout = NHD, block_size: int = 16, **options: object) -> Case:
     verify = VERIFY.get(name, 1)
     lens = parse_case(CASES.get(name, name), verify)
@@ -51,20 +56,30 @@ def error_of(case: Case, **options: str) -> float:
     return relative_error(run_backend(backend, case), reference(case), case)
 
 
-@pytest.mark.parametrize("case_name", CASES)
-@pytest.mark.parametrize("spec_name", LAYERS)
+GRID = [(spec_name, case_name) for spec_name in LAYERS for case_name in CASES]
+
+
+def everyday(spec_name: str, case_name: str) -> bool:
+    """Every case of one layer, and every layer in one case that has all phases."""
+    return spec_name == "gqa 2" or case_name == "mixed"
+
+
+@pytest.mark.parametrize(
+    ("spec_name", "case_name"),
+    [pytest.param(*cell, marks=[] if everyday(*cell) else pytest.mark.slow) for cell in GRID],
+)
 def test_matches_float64(case_name: str, spec_name: str) -> None:
     assert error_of(case_of(case_name, LAYERS[spec_name])) < 2e-6
 
 
-@pytest.mark.parametrize("case_name", ["mixed", "verify"])
-@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("case_name", ["mixed", rare("verify")])
+@pytest.mark.parametrize("block_size", [rare(16), 48])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layouts_and_block_sizes(layout: CacheLayout, block_size: int, case_name: str) -> None:
     assert error_of(case_of(case_name, spec(), layout, block_size)) < 2e-6
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [rare(64), 80, rare(96), 128, rare(256)])
 @pytest.mark.parametrize("case_name", ["mixed"])
 def test_head_dims(head_dim: int, case_name: str) -> None:
     assert error_of(case_of(case_name, spec(head_dim=head_dim), VLLM_5D)) < 2e-6
@@ -72,13 +87,13 @@ def test_head_dims(head_dim: int, case_name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spec_name", ["gqa 2", "window softcap alibi"])
-@pytest.mark.parametrize("case_name", ["mixed", "extend"])
+@pytest.mark.parametrize("case_name", ["mixed", rare("extend")])
 def test_half_precision(dtype: torch.dtype, spec_name: str, case_name: str) -> None:
     layer = dataclasses.replace(LAYERS[spec_name], dtype=dtype)
     assert error_of(case_of(case_name, layer)) < TritonAttention.tolerance[dtype]
 
 
-@pytest.mark.parametrize("group", [1, 4, 7, 8])
+@pytest.mark.parametrize("group", [rare(1), rare(4), 7, rare(8)])
 @pytest.mark.parametrize("case_name", ["2q4s21_1q8s70_3q1s65", "1q13"])
 def test_group_sizes(group: int, case_name: str) -> None:
     layer = spec(num_heads=2 * group, num_kv_heads=2)
@@ -86,7 +101,7 @@ def test_group_sizes(group: int, case_name: str) -> None:
     assert error_of(case) < 2e-6
 
 
-@pytest.mark.parametrize("num_splits", ["1", "2", "3", "16"])
+@pytest.mark.parametrize("num_splits", ["1", rare("2"), "3", rare("16")])
 def test_any_number_of_splits_gives_the_same(num_splits: str) -> None:
     case = case_of("2q1s16_1q1s17_1q1s95_1q1s300", spec(sinks=(0.3, -1.0, 2.0, 0.0)), padding_rows=2)
     assert error_of(case, num_splits=num_splits) < 2e-6
@@ -100,15 +115,15 @@ def error_of_writing(
     return error_after_writing(case, lambda: write_and_decode(backend, case), spoiled)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("dtype", [torch.float32, rare(torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("block_size", [16, rare(48)])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_decode_writes_the_new_token_itself(layout: CacheLayout, block_size: int, dtype: torch.dtype) -> None:
     error = error_of_writing(spec(dtype=dtype), layout, block_size, num_splits="3")
     assert error < TritonAttention.tolerance[dtype]
 
 
-@pytest.mark.parametrize("spec_name", [name for name in LAYERS if name != "gqa 2"])
+@pytest.mark.parametrize("spec_name", [rare(name) for name in LAYERS if name != "gqa 2"])
 def test_decode_that_writes_computes_every_feature(spec_name: str) -> None:
     assert error_of_writing(LAYERS[spec_name], VLLM_5D, num_splits="2") < 2e-6
 
@@ -148,7 +163,7 @@ def test_partial_results_are_clean_after_use() -> None:
     assert torch.equal(first, again)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 300])
+@pytest.mark.parametrize("tokens", [1, 5, rare(300)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_writer_writes_what_the_readable_one_writes(layout: CacheLayout, dtype: torch.dtype, tokens: int) -> None:

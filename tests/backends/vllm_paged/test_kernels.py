@@ -4,49 +4,50 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import re
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from headway.backends.vllm_paged import compiler as compilers
 from headway.backends.vllm_paged import kernels
 from headway.backends.vllm_paged.backend import VllmPagedAttention
-from headway.backends.vllm_paged.compiler import Compiler, find_nvcc, find_nvrtc
+from headway.backends.vllm_paged.compiler import Compiler, find_compiler
 from headway.backends.vllm_paged.decode import variant_of
-from headway.backends.vllm_paged.kernels import SOURCES, Variant, build, compiled_path
+from headway.backends.vllm_paged.kernels import Variant, build, compiled_path
 from headway.backends.vllm_paged.writer import variant_of as writer_variant
 from headway.core.contract.errors import BackendError
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-SHAPES = [
+EVERYDAY = [(BF16, BF16, 128, 16), (torch.float16, FP8, 80, 64)]
+RARE = [
     (torch.float32, torch.float32, 256, 8),
     (torch.float32, torch.float32, 80, 64),
     (BF16, BF16, 64, 8),
     (BF16, BF16, 112, 256),
-    (BF16, BF16, 128, 16),
     (BF16, BF16, 192, 128),
     (torch.float16, torch.float16, 96, 32),
     (torch.float16, torch.float16, 256, 16),
     (BF16, FP8, 128, 16),
-    (torch.float16, FP8, 80, 64),
 ]
+SHAPES = [*EVERYDAY, *(pytest.param(shape, marks=pytest.mark.slow) for shape in RARE)]
 
 
 class Slow(Compiler):
     """Writes what a compiler would, and takes its time."""
 
-    name, version = "slow", "1"
+    name = "slow"
 
-    def __init__(self, size: int = 1 << 20) -> None:
-        self.size, self.calls = size, 0
+    def __init__(self) -> None:
+        self.version, self.calls = "1", 0
 
-    def compile(self, source: Path, options: Sequence[str]) -> bytes:
+    def compile(self, source: Path, include: Path, constants: Mapping[str, str | int], arch: str) -> bytes:
         self.calls += 1
         time.sleep(0.05)
-        return bytes(self.size)
+        return bytes(1 << 20)
 
 
 def _build_often(folder: str, answers: multiprocessing.Queue) -> None:
@@ -64,35 +65,32 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "headway" / "kernels"
 
 
-@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.fixture
+def compiler() -> Compiler:
+    found, support = find_compiler()
+    if found is None:
+        pytest.skip(str(support))
+    return found
+
+
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(str(part).removeprefix("torch.") for part in shape))
-def test_nvcc_compiles_every_kind(shape: tuple[torch.dtype, torch.dtype, int, int], arch: str) -> None:
+def test_every_kind_compiles(compiler: Compiler, shape: tuple[torch.dtype, torch.dtype, int, int], arch: str) -> None:
     if shape[1] == FP8 and arch == "sm_80":
         pytest.skip("e4m3 conversions need compute capability 8.9")
-    nvcc = find_nvcc()
-    assert nvcc is not None
-    for variant in (variant_of(*shape, arch), writer_variant(*shape), Variant("blocks.cu")):
-        cubin = nvcc.compile(SOURCES / variant.source, variant.options(arch))
-        assert cubin.startswith(b"\x7fELF")
+    for variant in (variant_of(*shape, arch), writer_variant(*shape)):
+        assert variant.compile(arch, compiler).startswith(b"\x7fELF")
 
 
-@pytest.mark.skipif(find_nvrtc() is None, reason="needs NVRTC, which comes with a CUDA build of torch")
-def test_nvrtc_compiles_them_too() -> None:
-    nvrtc = find_nvrtc()
-    assert nvrtc is not None
-    for shape in SHAPES:
-        for variant in (variant_of(*shape, "sm_90"), writer_variant(*shape)):
-            assert nvrtc.compile(SOURCES / variant.source, variant.options("sm_90")).startswith(b"\x7fELF")
+def test_what_moves_blocks_compiles(compiler: Compiler) -> None:
+    assert Variant("blocks.cu").compile("sm_80", compiler).startswith(b"\x7fELF")
 
 
-@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
-def test_what_does_not_compile_says_why() -> None:
-    nvcc = find_nvcc()
-    assert nvcc is not None
-    variant = Variant.of("cache.cu", BF16, BF16, 128, 16)
-    with pytest.raises(BackendError, match=r"nvcc does not compile cache\.cu:(.|\n)*NOT_A_TYPE"):
-        nvcc.compile(SOURCES / "cache.cu", [*variant.options("sm_90"), "-UTYPE", "-DTYPE=NOT_A_TYPE"])
+def test_what_does_not_compile_says_why(compiler: Compiler) -> None:
+    constants = dict(Variant.of("cache.cu", BF16, BF16, 128, 16).constants)
+    broken = Variant("cache.cu", tuple({**constants, "TYPE": "NOT_A_TYPE"}.items()))
+    with pytest.raises(BackendError, match=r"NVRTC \d+\.\d+ does not compile cache\.cu:(.|\n)*NOT_A_TYPE"):
+        broken.compile("sm_90", compiler)
 
 
 def test_a_second_build_reads_the_first(own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,8 +133,41 @@ def test_processes_that_build_the_same_at_once_read_whole_files(own_cache: Path,
     assert len(list(own_cache.iterdir())) == 20, "nothing half-written stays behind"
 
 
-def test_without_a_compiler_it_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilers, "find_nvrtc", lambda: None)
-    monkeypatch.setattr(compilers, "find_nvcc", lambda: None)
-    support = VllmPagedAttention.available()
-    assert "compiler: needs nvcc or NVRTC, got none (pip install" in str(support)
+@pytest.fixture
+def searched_anew() -> Iterator[None]:
+    """The search for a compiler is made again in the test, and forgotten after it."""
+    find_compiler.cache_clear()
+    yield
+    find_compiler.cache_clear()
+
+
+@pytest.mark.usefixtures("searched_anew")
+def test_without_its_package_it_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    support = str(VllmPagedAttention.available())
+    assert "cuda.core.LaunchConfig: needs to be importable, got ModuleNotFoundError" in support
+    assert re.search(r'\(pip install "cuda-core\[cu1\d\]>=1\.2"\)', support)
+
+
+@pytest.mark.usefixtures("compiler", "searched_anew")
+def test_without_the_library_of_nvrtc_it_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise RuntimeError("Failure finding\n libnvrtc.so.13")
+
+    monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcVersion", missing)
+    support = str(VllmPagedAttention.available())
+    assert "NVRTC: needs to be loadable, got RuntimeError: Failure finding libnvrtc.so.13 (pip install" in support
+
+
+@pytest.mark.usefixtures("compiler", "searched_anew")
+def test_a_cuda_core_that_cannot_let_kernels_overlap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuda.core.LaunchConfig", object)
+    assert "LaunchConfig(programmatic_stream_serialization=...), got one without it" in str(find_compiler()[1])
+
+
+@pytest.mark.usefixtures("searched_anew")
+def test_an_nvrtc_of_another_cuda_than_torchs_is_refused(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:
+    find_compiler.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    message = f"NVRTC: needs version 11, as torch's CUDA, got {compiler.version} "
+    assert message + '(pip install "cuda-core[cu11]>=1.2")' in str(find_compiler()[1])

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.backends.vllm_paged.arguments import TILE
 from headway.backends.vllm_paged.kernels import SOURCES
-from headway.backends.vllm_paged.launch import TILE
 from headway.core.contract.layout import VLLM_5D, CacheGeometry
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")

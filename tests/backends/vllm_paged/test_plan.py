@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grid import spec
+from headway.backends.vllm_paged.arguments import MAX_WARPS
 from headway.backends.vllm_paged.backend import VllmPagedAttention
-from headway.backends.vllm_paged.launch import MAX_WARPS, Attention, Moves, Scoring, Written
 from headway.backends.vllm_paged.plan import PARTITIONS, Machine, choose, shared_bytes, stages_of
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.layout import NHD, VLLM_5D
@@ -52,13 +50,6 @@ def test_one_long_sequence_among_short_ones_is_partitioned() -> None:
 @pytest.mark.parametrize("tile_bytes", [2048, 8192, 32768])
 def test_at_least_one_warp_fits(arch: str, tile_bytes: int) -> None:
     assert 2 <= stages_of(tile_bytes, arch) * tile_bytes <= shared_bytes(arch)
-
-
-def test_structures_have_the_size_that_the_compiler_gives_them() -> None:
-    assert ctypes.sizeof(Scoring) == 16
-    assert ctypes.sizeof(Attention) == 11 * 8 + 5 * 8 + 4 * 4 + 16
-    assert ctypes.sizeof(Written) == 5 * 8 + 4 * 8 + 4 * 4
-    assert ctypes.sizeof(Moves) == 6 * 8
 
 
 def layer(**changes: object):

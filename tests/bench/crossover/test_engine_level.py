@@ -81,6 +81,7 @@ def test_generations_are_timed_through_each_backend(model: Path, registry: Regis
     assert read_table(path) == table
 
 
+@pytest.mark.slow
 def test_requests_may_differ(model: Path, registry: Registry) -> None:
     (cell,) = run_engine_level(options(model, cases=["3q4s6_1q20s30"]), registry).cells
     assert (cell.case, cell.batch, cell.query_len, cell.kv_len) == ("3q4s6_1q20s30", 4, 8, 12)
@@ -107,6 +108,7 @@ def test_a_process_that_dies_costs_its_cell_and_the_next_one_goes_on(model: Path
     assert table.complete
 
 
+@pytest.mark.slow
 def test_a_generation_that_takes_too_long_is_given_up_with_all_larger_ones(
     model: Path, faulty: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +137,7 @@ def test_the_limit_is_that_of_one_generation_and_the_first_pass_has_more(monkeyp
     assert waits == [None, 5.0 + process._COMPILING, 5.0, 5.0, None]
 
 
+@pytest.mark.slow
 def test_a_backend_that_cannot_start_says_why_in_its_cells(model: Path, registry: Registry) -> None:
     table = run_engine_level(options(model, backends=["sdpa", "triton"]), registry)
     cells = [cell for cell in table.cells if cell.backend == "triton"]
@@ -143,6 +146,7 @@ def test_a_backend_that_cannot_start_says_why_in_its_cells(model: Path, registry
     assert "needs a CUDA GPU" in next(record.reason for record in table.backends if record.name == "triton")
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_is_done(model: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     real = engine_level._save
     saved: list[int] = []
@@ -159,6 +163,7 @@ def test_an_interrupt_keeps_what_is_done(model: Path, registry: Registry, monkey
     assert not table.complete
 
 
+@pytest.mark.slow
 def test_an_interrupted_table_is_gone_on_with(
     model: Path, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +187,7 @@ def test_an_interrupted_table_is_gone_on_with(
     assert len(asked) == 2, "nothing was left to do"
 
 
+@pytest.mark.slow
 def test_a_table_of_another_model_is_not_gone_on_with(model: Path, registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume: needs the file to go on with"):
         run_engine_level(options(model, resume=True), registry)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from headway.backends.vllm_paged import compiler
 from headway.backends.vllm_paged.compiler import find_compiler
 from sandbox import Result
 
@@ -19,7 +19,7 @@ def test_it_compiles_ahead_of_time_and_then_has_nothing_to_do(
     headway: Headway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not find_compiler()[1]:
-        pytest.skip("needs nvcc or NVRTC")
+        pytest.skip("needs cuda-core with NVRTC")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = ("build", "vllm_paged", "--arch", "sm_90", "--dtype", "bfloat16", "--head-dim", "64", "--block-size", "32")
     first = headway(*arguments)
@@ -47,8 +47,11 @@ def test_what_it_cannot_build_it_says(headway: Headway, arguments: tuple[str, ..
 
 
 def test_without_a_compiler_it_says_what_to_install(headway: Headway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "find_nvrtc", lambda: None)
-    monkeypatch.setattr(compiler, "find_nvcc", lambda: None)
+    find_compiler.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
     answer = headway("build", "vllm_paged", "--arch", "sm_90")
+    find_compiler.cache_clear()
     assert answer.code == 2
-    assert "compiler: needs nvcc or NVRTC, got none" in answer.err
+    text = re.sub(r"\s+", " ", answer.err)
+    assert "cuda.core.LaunchConfig: needs to be importable, got ModuleNotFoundError" in text
+    assert 'pip install "cuda-core[cu13]>=1.2"' in text or 'pip install "cuda-core[cu12]>=1.2"' in text

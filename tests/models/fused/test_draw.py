@@ -1,11 +1,6 @@
-"""The fused draw makes the tokens that torch's operations make: on a GPU, and in Triton's interpreter in a process of its own."""
+"""The fused draw makes the tokens that torch's operations make: on a GPU, and (by test_interpreter.py) in the interpreter."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +17,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 50), (5, 4096), (3, 9001), (8, 20000)])
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 50), (5, 4096), (3, 9001), pytest.param(8, 20000, marks=pytest.mark.slow)])
 def test_same_tokens_as_torch(device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:
     from headway.models.fused.draw import FusedSampling
 
@@ -66,17 +61,3 @@ def test_a_row_with_a_nan_has_no_token(device: str, place: int) -> None:
         assert int(tokens[0]) == 17
         assert int(tokens[1]) == -1
         assert int(tokens[2]) >= 0
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the process it would start")
-def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "13 passed" in done.stdout

@@ -34,11 +34,22 @@ INV_FREQ = {dim: 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim) for dim in (12, 
 CASES = [(name, rows, dtype) for name in ("llama", "qwen2", "qwen3") for rows in (1, 2, 9, 17) for dtype in TOLERANCE]
 TILED = ("tiles", "tiles, split", "tiles, gated and split")
 CASES += [(name, rows, dtype) for name in TILED for rows in (17, 70) for dtype in (torch.float16, torch.bfloat16)]
+CASES += [("llama, head_dim 16", 5, torch.bfloat16), ("wide", 1, torch.float16), ("wide", 3, torch.bfloat16)]
+EVERYDAY = [
+    ("llama", 1, torch.float32),
+    ("llama", 17, torch.float16),
+    ("qwen2", 2, torch.bfloat16),
+    ("qwen2", 9, torch.float32),
+    ("qwen3", 1, torch.bfloat16),
+    ("qwen3", 9, torch.float16),
+    *((name, 17, torch.bfloat16) for name in TILED),
+    ("llama, head_dim 16", 5, torch.bfloat16),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "rows", "dtype"),
-    [*CASES, ("llama, head_dim 16", 5, torch.bfloat16), ("wide", 1, torch.float16), ("wide", 3, torch.bfloat16)],
+    [pytest.param(*case, marks=[] if case in EVERYDAY else pytest.mark.slow) for case in CASES],
     ids=str,
 )
 def test_every_step_equals_the_plain_one(name: str, rows: int, dtype: torch.dtype) -> None:
