@@ -26,8 +26,8 @@ from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_pr
 from headway.registry import create_registry
 from headway.threads import set_threads
 from headway.tuning.autotune import TableWish, costs_for
-from headway.tuning.named import check_named
 from headway.tuning.device import resolve_device
+from headway.tuning.named import check_named
 from headway.turns import Turns
 
 

@@ -31,8 +31,8 @@ TABLES: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
 DEEP = ("graph", "bounds", "lse", "turns", "steps", "repeat", "invariant", "memory", "sync", "engine", "long")
 PASS, REFUSED, FAIL, UNTRIED = "✓", "✗", "⚠", "–"
 LEGEND = (
-    f"{PASS} with the number of cells whose answer was right; {REFUSED} refused, with reasons; {FAIL} wrong in some cells of "
-    f"this many; {UNTRIED} not tried. `mixed`: prefill, extend and decode in one step; `verify`: several query tokens of a "
+    f"{PASS} with the number of cells whose answer was right; {REFUSED} refused, with reasons; {FAIL} wrong, in how many cells of how "
+    f"many; {UNTRIED} not tried. `mixed`: prefill, extend and decode in one step; `verify`: several query tokens of a "
     "sequence in decode; `ragged`: decode of very different lengths with padding rows; `packed` and `interleaved`: strided views "
     "of other memory; `together`: all features that the backend claims in one layer."
 )
@@ -65,7 +65,7 @@ def _section(reports: Sequence[CheckReport]) -> str:
     for axis, title, known in TABLES:
         others = {getattr(cell, axis) for report in tried for cell in report.cells if cell.check == "answer"} - set(known)
         numbers = all(isinstance(value, int) for value in known)
-        columns = sorted({*known, *others}) if numbers else [*known, *sorted(others)]  # type: ignore[type-var]
+        columns = sorted({*known, *others}) if numbers else [*known, *sorted(others)]
         rows = [[_mark(_about(report, axis, value)) for value in columns] for report in tried]
         parts.append(_table(title, [str(value) for value in columns], tried, rows))
     rows = [[_mark([cell for cell in report.cells if cell.check == name]) for name in DEEP] for report in tried]

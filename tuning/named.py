@@ -1,4 +1,4 @@
-"""A third-party backend that a user names is tried before it serves: once for each version of its distribution, layer and device."""
+"""A third-party backend that a user names is tried before it serves: once for each version of its distribution."""
 
 from __future__ import annotations
 
