@@ -31,8 +31,8 @@ TABLES: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
 DEEP = ("graph", "bounds", "lse", "turns", "steps", "repeat", "invariant", "memory", "sync", "engine", "long")
 PASS, REFUSED, FAIL, UNTRIED = "✓", "✗", "⚠", "–"
 LEGEND = (
-    f"{PASS} with the number of cells whose answer was right; {REFUSED} refused, with reasons; {FAIL} wrong, in how many cells of how "
-    f"many; {UNTRIED} not tried. `mixed`: prefill, extend and decode in one step; `verify`: several query tokens of a "
+    f"{PASS} with the number of cells whose answer was right; {REFUSED} refused, with reasons; {FAIL} wrong, and in how "
+    f"many cells; {UNTRIED} not tried. `mixed`: prefill, extend and decode in one step; `verify`: several query tokens of a "
     "sequence in decode; `ragged`: decode of very different lengths with padding rows; `packed` and `interleaved`: strided views "
     "of other memory; `together`: all features that the backend claims in one layer."
 )

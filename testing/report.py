@@ -13,7 +13,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headway.core.contract.errors import ConfigError
-from headway.version import __version__
 
 SCHEMA: Final = "headway.check/1"
 Status = Literal["passed", "failed", "skipped"]
@@ -140,8 +139,8 @@ def origin() -> str:
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return __version__
-    return run.stdout.strip() or __version__
+        return metadata.version("headway")
+    return run.stdout.strip() or metadata.version("headway")
 
 
 def now() -> str:
