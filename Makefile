@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses=$(WORKERS)
 .DEFAULT_GOAL := demo
 
 demo: $(READY)  ## a real model writes, through a paged cache and a backend found as a plugin
-	$(BIN)/headway generate --max-tokens 32 "The capital of France is"
+	$(BIN)/headway generate --chat "What is the capital of France?"
 	$(BIN)/headway backends
 	$(BIN)/headway table show
 

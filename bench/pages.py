@@ -1,6 +1,6 @@
 """Result files as Markdown tables inside a document, between markers, so that no figure is typed by hand.
 
-    python -m headway.bench.pages docs/benchmarks.md
+    python -m headway.bench.pages docs/benchmarks/*.md
 
 A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, `<!-- throughput FILE [PEERS] -->` or `<!-- crossover FILE -->`; its table ends
 at `<!-- end -->`; the files are relative to the working folder.
@@ -12,12 +12,14 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from headway.bench.crossover.report import to_section
 from headway.bench.crossover.view import view
 from headway.bench.generate.report import read_offline, read_peers
 from headway.bench.generate.table import markdown
 from headway.bench.kernel.results import KernelCell, KernelReport, read_report
+from headway.testing.origin import Origin
 from headway.tuning.files import read_table
 
 _BLOCK = re.compile(r"(<!-- kernel (\S+) (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -31,19 +33,48 @@ def render(text: str, read: Callable[[Path], KernelReport] = read_report) -> str
     :raises ConfigError: a file that is missing or not a result file.
     """
 
+    files: list[_Result] = [read(Path(match[2])) for match in _BLOCK.finditer(text)]
+    files += [read_offline(Path(match[2])) for match in _OFFLINE.finditer(text)]
+    files += [read_table(Path(match[2])) for match in _CROSSOVER.finditer(text)]
+    newest = max(files, key=lambda file: file.date, default=None)
+
     def table(match: re.Match[str]) -> str:
         report = read(Path(match[2]))
         cells = [cell for cell in report.cells if (cell.phase, cell.geometry) == (match[3], match[4])]
-        return f"{match[1]}\n    {report.command}\n\n{_device(report)}\n\n{_table(cells)}\n{match[5]}"
+        about = f"{_device(report)} {made_by(report, newest)}"
+        return f"{match[1]}\n    {report.command}\n\n{about}\n\n{_table(cells)}\n{match[5]}"
 
     def offline(match: re.Match[str]) -> str:
         peers = read_peers(Path(match[3])) if match[3] else None
-        return f"{match[1]}\n{markdown(read_offline(Path(match[2])), peers)}\n{match[4]}"
+        report = read_offline(Path(match[2]))
+        return f"{match[1]}\n{made_by(report, newest)}\n\n{markdown(report, peers)}\n{match[4]}"
 
     def crossover(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{to_section(view(read_table(Path(match[2]))))}\n{match[3]}"
+        report = read_table(Path(match[2]))
+        return f"{match[1]}\n{made_by(report, newest)}\n\n{to_section(view(report))}\n{match[3]}"
 
     return _CROSSOVER.sub(crossover, _OFFLINE.sub(offline, _BLOCK.sub(table, text)))
+
+
+class _Result(Protocol):
+    """What every result file tells of itself."""
+
+    @property
+    def date(self) -> str:
+        """UTC, ISO 8601."""
+
+    @property
+    def origin(self) -> Origin | None:
+        """The code that made it; None in files that do not name it."""
+
+
+def made_by(report: _Result, newest: _Result | None) -> str:
+    """Which code a file was made by, and whether the newest file on the page was made by other code."""
+    day = report.date[:10]
+    who = f"Made by {report.origin} on {day}." if report.origin else f"Made on {day}, before result files named their commit."
+    if newest is None or newest.origin is None or (report.origin and report.origin.commit == newest.origin.commit):
+        return who
+    return f"{who} **Older than the newest figures on this page**, which are of {newest.date[:10]}, {newest.origin}."
 
 
 def _device(report: KernelReport) -> str:

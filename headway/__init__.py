@@ -4,21 +4,34 @@ from typing import TYPE_CHECKING, Any
 
 from headway.version import __version__
 
-__all__ = ["LLM", "CompletionOutput", "HeadwayError", "RequestOutput", "SamplingParams", "__version__", "hookimpl"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "HeadwayError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "create_registry",
+    "hookimpl",
+]
 
 if TYPE_CHECKING:
     from headway.core.contract.errors import HeadwayError
     from headway.core.sampling.params import SamplingParams
+    from headway.engine_args import EngineArgs
     from headway.llm import LLM
     from headway.outputs import CompletionOutput, RequestOutput
-    from headway.registry import hookimpl
+    from headway.registry import create_registry, hookimpl
 
 _HOME = {
     "LLM": "headway.llm",
     "CompletionOutput": "headway.outputs",
+    "EngineArgs": "headway.engine_args",
     "HeadwayError": "headway.core.contract.errors",
     "RequestOutput": "headway.outputs",
     "SamplingParams": "headway.core.sampling.params",
+    "create_registry": "headway.registry",
     "hookimpl": "headway.registry",
 }
 

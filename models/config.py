@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,7 @@ from typing import Any
 import torch
 
 from headway.core.contract.errors import ModelError
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""model_type -> architecture. SmolLM and SmolLM2 are Llama."""
+from headway.models.checkpoint import ARCHITECTURES
 
 
 @dataclass(frozen=True)
@@ -58,6 +52,7 @@ class DecoderConfig:
             raise ModelError(f"model architecture: needs one of {', '.join(ARCHITECTURES.values())}, got {named}")
         if config.hidden_act != "silu":
             raise ModelError(f"hidden_act: needs silu, got {config.hidden_act}")
+        _check_numbers(config)
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         inv_freq, rope_factor = _rope(config, head_dim)
@@ -82,6 +77,17 @@ class DecoderConfig:
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             tie_word_embeddings=bool(config.tie_word_embeddings),
         )
+
+
+def _check_numbers(config: Any) -> None:
+    """What the shapes do not show: a norm or a RoPE that divides by nothing, a list of layers of another length."""
+    eps, theta = config.rms_norm_eps, (config.rope_parameters or {}).get("rope_theta", 1.0)
+    for name, value in (("rms_norm_eps", eps), ("rope_theta", theta)):
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise ModelError(f"{name}: needs a number above 0, got {value!r}")
+    kinds = getattr(config, "layer_types", None)
+    if kinds and len(kinds) != config.num_hidden_layers:
+        raise ModelError(f"layer_types: needs one for each of the {config.num_hidden_layers} layers, got {len(kinds)}")
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -11,6 +11,7 @@ import torch
 
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.spec import DTYPES
+from headway.models.checkpoint import check_folder
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
@@ -71,14 +72,13 @@ def load_model(
 def read_config(folder: Path) -> Any:
     """transformers' configuration of a model folder.
 
-    :raises ModelError: none there, or one that cannot be read.
+    :raises ModelError: none there, one that cannot be read, or a checkpoint of a kind that Headway does not compute.
     """
     from transformers import AutoConfig
 
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model {folder}: needs a config.json in the folder, got none")
-    try:
-        return AutoConfig.from_pretrained(folder)
+    check_folder(folder)
+    try:  # without the model's own code: where auto_map names some, transformers would ask on the terminal and wait
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"model {folder}: config.json cannot be used ({_first_line(error)})") from error
 
@@ -87,8 +87,13 @@ def _read_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"model {folder}: the tokenizer needs code of the model's own (auto_map in tokenizer_config.json), which Headway "
+                "never runs; skip_tokenizer_init=True takes token ids instead of texts"
+            ) from error
         raise ModelError(f"model {folder}: the tokenizer cannot be read ({_first_line(error)})") from error
 
 

@@ -16,6 +16,9 @@ from headway.core.contract.errors import ModelError
 IGNORED = ("rotary_emb.inv_freq",)
 """Suffixes of tensors that some checkpoints carry and that are computed instead."""
 
+STORED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Elements that are the weights themselves; integers and float8 are quantised ones, which mean nothing without their scales."""
+
 
 class WeightSource(Protocol):
     """Where a decoder takes its tensors from, by checkpoint name."""
@@ -84,6 +87,11 @@ class Weights:
         if name not in self._file_of:
             raise ModelError(f"weights: {self.folder} has no tensor {name!r}, which its config.json implies")
         tensor: Tensor = self._file_of[name].get_tensor(name)  # type: ignore[attr-defined]
+        if tensor.dtype not in STORED_DTYPES:
+            raise ModelError(
+                f"weights: {name} needs float32, bfloat16 or float16 elements, got {str(tensor.dtype).removeprefix('torch.')}: "
+                "the checkpoint is quantised; use the one that it was made from"
+            )
         if tuple(tensor.shape) != shape:
             raise ModelError(f"weights: {name} needs shape {list(shape)} by config.json, got {list(tensor.shape)}")
         self._left.discard(name)

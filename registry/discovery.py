@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, distributions
 
+from headway.core.contract.errors import PluginError
+
 
 @dataclass(frozen=True, slots=True)
 class PluginFailure:
@@ -16,6 +18,8 @@ class PluginFailure:
     error: Exception | SystemExit
 
     def __str__(self) -> str:
+        if isinstance(self.error, PluginError):  # which names the plugin already
+            return f"{self.name} (from {self.owner}): {str(self.error).removeprefix(f'plugin {self.name!r} of {self.owner}: ')}"
         return f"{self.name} (from {self.owner}): {type(self.error).__name__}: {self.error}"
 
 

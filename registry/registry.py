@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from inspect import isabstract
 from types import ModuleType
+from typing import Any
 
 import pluggy
 
-from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.contract.backend import AttentionBackend, BackendInfo
 from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
@@ -19,6 +19,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.registry import hookspecs
 from headway.registry.discovery import PluginFailure, entry_points
+from headway.registry.validate import answers_of, check_backend_class, check_backend_info, check_layout_info
 
 BUILTIN_OWNER = "built-in"
 BUILTIN_PLUGIN = "headway.backends.plugin"
@@ -48,7 +49,7 @@ class Registry:
     def add_plugin(self, name: str, owner: str, plugin: object) -> None:
         """Register one plugin whole or, if anything is wrong with it, not at all.
 
-        :raises Exception: whatever the plugin raises; PluginError for a taken name or a wrong api_version.
+        :raises PluginError: a taken name, another api_version, or anything that a hook hands in and that cannot be used.
         """
         if name in self._owners:
             raise PluginError(f"plugin name {name!r} of {owner} is already taken by {self._owners[name]}: rename one of them")
@@ -61,12 +62,15 @@ class Registry:
                 raise PluginError(
                     f"plugin {name!r} of {owner} implements no hook of ours: mark its functions with headway.hookimpl"
                 )
-            others = [other for other in self._manager.get_plugins() if other is not plugin]
-            hook = self._manager.subset_hook_caller
-            layouts = [info for answer in hook("headway_register_layouts", others)() for info in answer]
-            backends = [info for answer in hook("headway_register_backends", others)() for info in answer]
-            for number, info in enumerate(layouts):
-                self._check_layout(info, layouts[:number])
+            where = f"plugin {name!r} of {owner}"
+            layouts: list[LayoutInfo] = self._ask("headway_register_layouts", LayoutInfo, plugin, where)
+            backends: list[BackendInfo] = self._ask("headway_register_backends", BackendInfo, plugin, where)
+            for layout in layouts:
+                check_layout_info(layout, where)
+            for backend in backends:
+                check_backend_info(backend, where)
+            for number, layout in enumerate(layouts):
+                self._check_layout(layout, layouts[:number])
             for backend in backends:
                 self._check_backend(backend, owner, [other.name for other in backends])
         except BaseException:
@@ -77,17 +81,23 @@ class Registry:
         self.layouts.update({info.layout.name: info for info in layouts})
         self.backends.update({backend.name: BackendEntry(backend, owner) for backend in backends})
 
+    def _ask(self, hook: str, kind: type, plugin: object, where: str) -> list[Any]:
+        """What one plugin answers to a hook; nothing where it does not implement it."""
+        if all(caller.name != hook for caller in self._manager.get_hookcallers(plugin) or ()):
+            return []
+        others = [other for other in self._manager.get_plugins() if other is not plugin]
+        try:
+            answers = self._manager.subset_hook_caller(hook, others)()
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"{where}: {hook}() raised {type(error).__name__}: {error}") from error
+        return answers_of(hook, answers or [None], kind, where)  # pluggy leaves an answer of None out
+
     def _check_layout(self, info: LayoutInfo, own: Sequence[LayoutInfo]) -> None:
         for known in (*self.layouts.values(), *own):
             if known.layout.name == info.layout.name or known.layout == info.layout:
                 raise PluginError(f"layout {info.layout.name!r} is already registered as {known.layout.name!r}")
 
     def _check_backend(self, info: BackendInfo, owner: str, own_names: Sequence[str]) -> None:
-        if info.api_version != API_VERSION:
-            raise PluginError(
-                f"backend {info.name!r} of {owner} is written for api_version {info.api_version}, Headway has {API_VERSION}: "
-                f"install a release of {owner} made for api_version {API_VERSION}"
-            )
         known = self.backends.get(info.name)
         if known is not None or own_names.count(info.name) > 1:
             raise PluginError(
@@ -108,16 +118,9 @@ class Registry:
             entry = self.backends[name]
             try:
                 loaded = entry.info.load()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise PluginError(f"backend {name} of {entry.owner} does not load: {type(error).__name__}: {error}") from error
-            if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
-                raise PluginError(
-                    f"backend {name} of {entry.owner}: load() must return a subclass of AttentionBackend, got {loaded!r}"
-                )
-            if isabstract(loaded):
-                missing = ", ".join(sorted(loaded.__abstractmethods__))
-                raise PluginError(f"backend {name} of {entry.owner}: class {loaded.__name__} lacks {missing}")
-            self._classes[name] = loaded
+            self._classes[name] = check_backend_class(loaded, name, f"backend {name} of {entry.owner}")
         return self._classes[name]
 
     def availability(self, name: str) -> Support:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ from headway.core.contract.backend import AttentionBackend, Plan
 from headway.core.contract.layout import CacheWriter
 from headway.core.contract.metadata import Phase
 from headway.testing.cases import Case
+from headway.tuning.inputs import InputsChangedError
 from headway.tuning.timing import Timer, Timing, host_us
 
 Status = Literal["ok", "unsupported", "incorrect", "error"]
@@ -51,18 +53,24 @@ class Measurement:
     kernel: str = ""
 
 
-def measure(prepare: Callable[[], Attempt], device: torch.device, timer: Timer) -> Measurement:
+def measure(
+    prepare: Callable[[], Attempt], device: torch.device, timer: Timer, check: Callable[[], object] = lambda: None
+) -> Measurement:
     """Prepare, check, time, and check again: an answer that changes under repetition is a race, not a result.
 
     Never raises for what the contender does; its exception becomes the reason.
+
+    check: `Inputs.check` of the case, called after the contender's calls, also after one that raised.
     """
     try:
         attempt = prepare()
         before = checked(attempt)
+        check()
         if not before <= attempt.tolerance:
             return incorrect(before, attempt)
         timing = timer.time(attempt.call, device)
         after = checked(attempt)
+        check()
         if not after <= attempt.tolerance:
             return incorrect(after, attempt, " after repeated calls, right at the first")
         return Measurement(
@@ -75,7 +83,9 @@ def measure(prepare: Callable[[], Attempt], device: torch.device, timer: Timer) 
             kernel=attempt.kernel,
         )
     except Exception as error:  # whatever a kernel or its wrapper raises belongs into the result
-        return failed(error)
+        with suppress(InputsChangedError):
+            check()
+        return Measurement("incorrect", reason=str(error)) if isinstance(error, InputsChangedError) else failed(error)
 
 
 def failed(error: Exception) -> Measurement:

@@ -21,8 +21,10 @@ from headway.tuning.compare import differences, remarks
 from headway.tuning.convert import to_costs
 from headway.tuning.device import DeviceIdentity, identify_device
 from headway.tuning.files import TableError, read_table
+from headway.tuning.points import grid
 from headway.tuning.run import CrossoverOptions, run_kernel_level
-from headway.tuning.schema import CrossoverTable, SpecRecord
+from headway.tuning.schema import CrossoverTable, SpecRecord, points
+from headway.tuning.selftest import owners
 from headway.tuning.timing import Turns
 
 log = logging.getLogger("headway")
@@ -31,6 +33,8 @@ DEFAULT_BUDGET = {"cpu": 10.0, "cuda": 20.0}
 """Seconds a kind of layer, by device type."""
 _BLOCK_SIZES = (16, 256)
 _TURNS = Turns(rounds=2, round_ms=2.0)
+_NEEDED_LEVEL = 1
+"""Of the grid: a table that was cut short before these points is completed at the next start."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +94,22 @@ def _costs(
 ) -> CostTable | None:
     record = SpecRecord.of(spec)
     path = wish.path or store.table_path(device, record)
-    table = _fitting(path, device, record, available, explicit=wish.path is not None)
-    if table is None and wish.path is None:
+    table = _fitting(path, device, record, registry, available, explicit=wish.path is not None)
+    if wish.path is None and (table is None or not _suffices(table)):
         budget = wish.seconds(spec.device)
-        table = _measure(spec, registry, available, path, budget) if budget > 0 else None
+        table = _measure(spec, registry, available, path, budget, old=table) if budget > 0 else table
     return None if table is None else to_costs(table)
 
 
+def _suffices(table: CrossoverTable) -> bool:
+    """Whether a table holds the points that the choice cannot do without: the corners and middles of the grid."""
+    measured = {cell.point for cell in table.cells}
+    needed = [point for point in grid(table.device.type) if point.level <= _NEEDED_LEVEL]
+    return table.complete or all((point.phase, point.case) in measured for point in needed)
+
+
 def _fitting(
-    path: Path, device: DeviceIdentity, spec: SpecRecord, available: Sequence[str], explicit: bool
+    path: Path, device: DeviceIdentity, spec: SpecRecord, registry: Registry, available: Sequence[str], explicit: bool
 ) -> CrossoverTable | None:
     """The table at a path if it can be used here; why not is logged."""
     if not explicit and not path.exists():
@@ -108,7 +119,8 @@ def _fitting(
     except TableError as error:
         log.warning("crossover table not used: %s", error)
         return None
-    reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in differences(table, device, spec)]
+    found = differences(table, device, spec, owners(registry))
+    reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in found]
     if table.level != "kernel":
         reasons.append("level: auto needs a table of level kernel")
     new = [name for name in available if name not in {record.name for record in table.backends if record.available}]
@@ -123,11 +135,15 @@ def _fitting(
 
 
 def _measure(
-    spec: AttentionSpec, registry: Registry, available: Sequence[str], path: Path, budget: float
+    spec: AttentionSpec, registry: Registry, available: Sequence[str], path: Path, budget: float, old: CrossoverTable | None
 ) -> CrossoverTable | None:
-    """A table measured in `budget` seconds over the layouts that the backends prefer."""
+    """A table measured in `budget` seconds over the layouts that the backends prefer.
+
+    old: one that fits and lacks points; it is completed, and kept where that cannot be.
+    """
     started = time.perf_counter()
-    log.warning("auto: measuring the attention backends for %s, about %.0f s, once; --no-autotune does without", spec, budget)
+    what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and lacks others: measuring"
+    log.warning("auto: %s the attention backends for %s, about %.0f s, once; --no-autotune does without", what, spec, budget)
     options = CrossoverOptions(
         spec=spec,
         backends=available,
@@ -136,25 +152,29 @@ def _measure(
         turns=_TURNS,
         budget=budget,
         output=path,
+        resume=old is not None,
         command=f"autotune {budget:g} s",
     )
     try:
         table = run_kernel_level(options, registry)
     except (HeadwayError, OSError) as error:
-        log.warning("auto: no crossover table could be measured, rank order instead: %s", error)
-        return None
+        instead = "rank order instead" if old is None else "the old one is used as it is"
+        log.warning("auto: no crossover table could be measured, %s: %s", instead, error)
+        return old
     for record in table.backends:
         if not record.usable:
             log.warning("auto leaves out %s: %s", record.name, record.reason)
     log.info("auto: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
+    if not _suffices(table):
+        log.info("auto: the time did not suffice for every point that the choice needs; the next start goes on with the others")
     return table
 
 
 def _preferred(registry: Registry, available: Sequence[str]) -> list[str]:
-    """The first layout that each backend names; the registry's first where none names any."""
+    """The registry's first layout, a built-in, and the first that each backend names: a plugin's own has it to compare with."""
     first = [registry.backend(name).capabilities.layouts for name in available]
     names = [layouts[0].name for layouts in first if layouts]
-    return list(dict.fromkeys(names)) or [next(iter(registry.layouts))]
+    return list(dict.fromkeys([next(iter(registry.layouts)), *names]))
 
 
 def describe(costs: Mapping[AttentionSpec, CostTable] | None) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.support import Reason
+from headway.registry.registry import BUILTIN_OWNER
 from headway.tuning.device import DeviceIdentity
-from headway.tuning.schema import Cell, CrossoverTable, SpecRecord, points
+from headway.tuning.schema import Cell, CrossoverTable, SpecRecord, points, without_refusals
 from headway.tuning.ties import mark_ties, noise_of
 
 _AGAIN = "headway bench crossover measures again"
@@ -16,8 +17,16 @@ _UNUSED = ("flashinfer-python",)
 """Installed libraries that no backend of ours calls."""
 
 
-def differences(table: CrossoverTable, device: DeviceIdentity, spec: SpecRecord | None = None) -> list[Reason]:
-    """Everything that makes a table's times those of another machine, other software or another layer."""
+def differences(
+    table: CrossoverTable,
+    device: DeviceIdentity,
+    spec: SpecRecord | None = None,
+    owners: Mapping[str, tuple[str, str]] | None = None,
+) -> list[Reason]:
+    """Everything that makes a table's times those of another machine, other software or another layer.
+
+    owners: (distribution, its version) of each backend that is registered here, by `selftest.owners`.
+    """
     was = table.device
     rows: list[tuple[str, object, object]] = [
         ("device", was.name, device.name),
@@ -27,6 +36,12 @@ def differences(table: CrossoverTable, device: DeviceIdentity, spec: SpecRecord 
     ]
     libraries = [name for name in {**was.libraries, **device.libraries} if name not in _UNUSED]
     rows += [(name, was.libraries.get(name), device.libraries.get(name)) for name in libraries]
+    for record in table.backends:
+        owner, version = (owners or {}).get(record.name, (record.owner, record.version))
+        if record.usable and owner != record.owner:
+            rows.append((f"backend {record.name} of", record.owner, owner))
+        elif record.usable and owner != BUILTIN_OWNER:  # Headway's own version is among the libraries
+            rows.append((f"backend {record.name} of {owner}", record.version, version))
     if spec is not None and table.spec.kind != spec.kind:
         rows.append(("attention layer", table.spec, spec))
     return [Reason(what, str(need or "none"), str(got or "none"), _AGAIN) for what, need, got in rows if need != got]
@@ -85,7 +100,8 @@ def merge(tables: Sequence[CrossoverTable]) -> CrossoverTable:
     """One table of several parts of the same machine and layer; where two have the same cell, the later date's counts.
 
     Parts that share no layout and block size have measured the same thing twice where no cache is read (a dense prefill): there
-    the shorter time counts, since a busy host only ever adds to it.
+    the shorter time counts, since a busy host only ever adds to it. A refusal holds for the layouts of its own part alone: it is
+    dropped where another part has measured that backend at that point.
 
     :raises UnsupportedError: they are of different machines, software, layers or levels.
     """
@@ -110,7 +126,7 @@ def merge(tables: Sequence[CrossoverTable]) -> CrossoverTable:
         places |= own
     backends = {record.name: record for table in ordered for record in table.backends if record.usable}
     absent = {record.name: record for table in ordered for record in table.backends if record.name not in backends}
-    merged = [marked for rivals in points(list(cells.values())).values() for marked in mark_ties(rivals)]
+    merged = [marked for rivals in points(list(cells.values())).values() for marked in mark_ties(without_refusals(rivals))]
     return newest.model_copy(
         update={
             "backends": [*backends.values(), *absent.values()],
@@ -123,10 +139,9 @@ def merge(tables: Sequence[CrossoverTable]) -> CrossoverTable:
 
 
 def _better(before: Cell, after: Cell) -> Cell:
-    """Of two measurements of the same thing the one that says more: timed in full before roughly, then the faster."""
-    if before.layer_us is None or after.layer_us is None:
-        return after
-    return min(after, before, key=lambda cell: (cell.status == "dropped", cell.layer_us))
+    """The measurement that says more: one with a time, then one timed in full, then the faster."""
+    timed = [cell for cell in (after, before) if cell.layer_us is not None]
+    return min(timed, key=lambda cell: (cell.status == "dropped", cell.layer_us), default=after)
 
 
 def partly_measured(table: CrossoverTable) -> int:

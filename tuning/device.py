@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from pydantic import BaseModel, ConfigDict
 
@@ -18,6 +19,10 @@ from headway.tuning.timing import Timer
 
 LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers", "nvidia-cutlass-dsl", "headway")
 """Distributions whose versions are stored, where installed. Read from package metadata: none is imported for it."""
+
+
+_NEGLIGIBLE = 0.25
+"""Cores: what an idle system takes."""
 
 
 class DeviceIdentity(BaseModel):
@@ -75,7 +80,8 @@ def resolve_device(name: str | None) -> torch.device:
     count = torch.cuda.device_count()
     known = ["auto", "cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
     if name not in known:
-        raise ConfigError("device", " or ".join(known), repr(name))
+        seen = f"torch sees {count or 'no'} CUDA device{'s' * (count > 1)} here; headway doctor says more"
+        raise ConfigError("device", " or ".join(known), repr(name), seen if str(name).startswith("cuda") else "")
     return default_device() if name == "cuda" else torch.device(name)
 
 
@@ -102,6 +108,19 @@ def identify_device(device: torch.device) -> DeviceIdentity:
         clock_mhz=clock,
         **common,
     )
+
+
+def crowding() -> str:
+    """What other processes take of the CPU cores that this one may use, in words; empty where its own threads have room.
+
+    Takes a tenth of a second, in which this process must be idle.
+    """
+    allowed = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else range(psutil.cpu_count() or 1)
+    shares: list[float] = psutil.cpu_percent(interval=0.1, percpu=True)
+    cores = [core for core in allowed if core < len(shares)]
+    taken = 1e-2 * sum(shares[core] for core in cores)
+    wanted = min(int(torch.get_num_threads()), len(cores))
+    return "" if taken + wanted <= len(cores) + _NEGLIGIBLE else f"other processes kept {taken:.1f} of {len(cores)} cores busy"
 
 
 def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> DeviceInfo:

@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from headway.tuning.measure_point import Pair
 from headway.tuning.schema import Cell, points
 
-_ALIKE = 1.03
-"""Times the fastest, in the mean: layouts and block sizes that are as good."""
+_UNDECIDED = 1.15
+"""Times the fastest, in the mean: layouts and block sizes between which the corners of a grid do not decide. All of them go on:
+were noise to drop one here, it would decide what `auto` takes."""
 NEAR = 1.15
 """Times the fastest: a backend that was this near somewhere may win elsewhere."""
 
 
 def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
-    """The better half of the layouts and block sizes, by the geometric mean of their fastest backends' times.
+    """The better half of the layouts and block sizes, by the geometric mean of their fastest backends' times, and the undecided.
 
-    Those alike (_ALIKE) come in the order given, smallest blocks first. One that no backend serves at some point goes.
+    They stay in the order given, smallest blocks first. One that no backend serves at some point goes.
     """
     measured = points(cells)
 
@@ -33,9 +34,9 @@ def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
             total += math.log(min((us for us in times if us is not None), default=math.inf))
         return total / max(len(measured), 1)
 
-    least = min(map(loss, pairs))
-    ranked = sorted(pairs, key=lambda pair: 0.0 if loss(pair) <= least + math.log(_ALIKE) else 1.0 + loss(pair) - least)
-    return ranked[: max(1, math.ceil(len(ranked) / 2))]
+    losses = [loss(pair) for pair in pairs]
+    limit = max(min(losses) + math.log(_UNDECIDED), sorted(losses)[math.ceil(len(pairs) / 2) - 1])
+    return [pair for pair, lost in zip(pairs, losses, strict=True) if lost <= limit and lost < math.inf] or list(pairs[:1])
 
 
 def losers(cells: Sequence[Cell], phase: str, names: Sequence[str]) -> dict[str, str]:

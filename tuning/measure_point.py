@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ from headway.registry import Registry
 from headway.testing.cases import Case
 from headway.testing.reference import reference, relative_error
 from headway.tuning.attempt import Attempt, backend_attempt, checked
+from headway.tuning.budget import Budget
+from headway.tuning.inputs import Inputs, InputsChangedError
 from headway.tuning.points import CORE_PHASE, Point
 from headway.tuning.replay import captures, graph_attempt
 from headway.tuning.schema import Cell
@@ -48,6 +53,8 @@ class Bench:
     turns: Turns
     graph_len: int
     seed: int = 0
+    budget: Budget = field(default_factory=Budget)
+    """Told what compiling takes."""
 
     def place(self, name: str, phase: Phase, pair: Pair) -> Pair | None:
         """Where a time of a backend belongs; None if it reads no cache, so that one measurement holds for all of them."""
@@ -99,13 +106,14 @@ def measure_point(
         if not here:
             continue
         case: Case | None
+        make = partial(build_case, point.work(bench.spec), *pair, bench.seed)
         try:
-            case = build_case(point.work(bench.spec), *pair, bench.seed)
+            case = make()
             expected = reference(case) if expected is None else expected
         except Exception as error:  # out of memory, mostly: the next layout may still fit
             cells += [failure(point, name, bench.place(name, phase, pair), error) for name in here]
         else:
-            found, best_us = _measure_pair(point, bench, here, pair, case, expected, best_us)
+            found, best_us = _measure_pair(point, bench, here, pair, case, Inputs(case, make), expected, best_us)
             cells += found
             slower = {cell.backend: (cell.median_us or 0.0) / best_us for cell in found if cell.status == "dropped"}
             where = f"times the fastest on {pair[0].name} {pair[1]}"
@@ -121,13 +129,20 @@ def measure_point(
 
 
 def _measure_pair(
-    point: Point, bench: Bench, names: Sequence[str], pair: Pair, case: Case, expected: Tensor, best_us: float
+    point: Point,
+    bench: Bench,
+    names: Sequence[str],
+    pair: Pair,
+    case: Case,
+    inputs: Inputs,
+    expected: Tensor,
+    best_us: float,
 ) -> tuple[list[Cell], float]:
     """Cells of one layout and block size, and the shortest time so far at this point."""
     cells: list[Cell] = []
     runners: list[_Runner] = []
     for name in names:
-        made = _prepare(point, bench, name, pair, case, expected)
+        made = _prepare(point, bench, name, pair, case, inputs, expected)
         (cells if isinstance(made, Cell) else runners).append(made)  # type: ignore[arg-type]
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
     for runner in runners:
@@ -141,13 +156,17 @@ def _measure_pair(
             us = runner.estimate_us
             reason = f"{us / best_us:.1f} times the fastest in its first runs: not timed further"
             cells.append(_timed(point, runner, "dropped", Timing(us, us, us), reason))
-    try:
-        for runner in kept:
-            _time_host(runner, bench.spec.device)
-        times = bench.turns.time([runner.attempt.call for runner in kept], bench.spec.device)
-    except Exception as error:  # one of calls that worked twice: the turn is lost for all, and says so
-        return cells + [failure(point, runner.name, runner.place, error) for runner in kept], best_us
-    cells += [_finish(point, bench, runner, timing) for runner, timing in zip(kept, times, strict=True)]
+    device = bench.spec.device
+    for runner in list(kept):
+        try:
+            _time_host(runner, device)
+        except Exception as error:
+            kept.remove(runner)
+            cells.append(_blamed(point, runner.name, runner.place, error, inputs))
+    times = bench.turns.time([runner.attempt.call for runner in kept], device, lambda: inputs.check(with_cache=False))
+    with suppress(InputsChangedError):  # a cache changed in some turn is restored here; whoever does it again is blamed below
+        inputs.check()
+    cells += [_finish(point, runner, timing, inputs, device) for runner, timing in zip(kept, times, strict=True)]
     return cells, best_us
 
 
@@ -155,9 +174,10 @@ def _given_up(us: float, best_us: float, turns: Turns) -> bool:
     return us > CLEAR_LOSS * best_us and turns.needed_ms(us) > _LONG_MS
 
 
-def _prepare(point: Point, bench: Bench, name: str, pair: Pair, case: Case, expected: Tensor) -> _Runner | Cell:
+def _prepare(point: Point, bench: Bench, name: str, pair: Pair, case: Case, inputs: Inputs, expected: Tensor) -> _Runner | Cell:
     place = bench.place(name, case.metadata.phase, pair)
     try:
+        began = time.perf_counter()
         backend = bench.registry.backend(name)(bench.spec, *pair)
         graph = captures(backend, case)
 
@@ -172,25 +192,40 @@ def _prepare(point: Point, bench: Bench, name: str, pair: Pair, case: Case, expe
             else backend_attempt(backend, case, distance, writer)
         )
         found = checked(attempt)
+        first = time.perf_counter() - began
+        inputs.check()
         if not found <= attempt.tolerance:
             return wrong_answer(point, name, place, found, attempt)
-        return _Runner(name, place, attempt, graph, found, bench.turns.estimate(attempt.call, bench.spec.device))
+        estimate_us = bench.turns.estimate(attempt.call, bench.spec.device)
+        bench.budget.compiling += max(0.0, first - 1e-6 * estimate_us)
+        inputs.check(with_cache=False)
+        return _Runner(name, place, attempt, graph, found, estimate_us)
     except Exception as error:
-        return failure(point, name, place, error)
+        return _blamed(point, name, place, error, inputs)
 
 
-def _finish(point: Point, bench: Bench, runner: _Runner, timing: Timing) -> Cell:
+def _finish(point: Point, runner: _Runner, timing: Timing | Exception, inputs: Inputs, device: torch.device) -> Cell:
     """The cell of a backend that has been timed: checked again, since an answer that changes under repetition is a race."""
-    attempt, device = runner.attempt, bench.spec.device
+    attempt = runner.attempt
+    if isinstance(timing, Exception):
+        return failure(point, runner.name, runner.place, timing)
     try:
         found = checked(attempt)
+        inputs.check()
         if not found <= attempt.tolerance:
             return wrong_answer(point, runner.name, runner.place, found, attempt, " after repeated calls, right at the first")
         runner.error = max(runner.error, found)
         _time_host(runner, device)
     except Exception as error:
-        return failure(point, runner.name, runner.place, error)
+        return _blamed(point, runner.name, runner.place, error, inputs)
     return _timed(point, runner, "ok", timing)
+
+
+def _blamed(point: Point, name: str, place: Pair | None, error: Exception, inputs: Inputs) -> Cell:
+    """The cell of a backend that raised; what it did to the inputs before is undone, so that no other backend pays for it."""
+    with suppress(InputsChangedError):
+        inputs.check()
+    return failure(point, name, place, error)
 
 
 def _time_host(runner: _Runner, device: torch.device) -> None:
@@ -214,6 +249,7 @@ def _timed(point: Point, runner: _Runner, status: str, timing: Timing, reason: s
         median_us=timing.median_us,
         p20_us=timing.p20_us,
         p80_us=timing.p80_us,
+        drift=timing.drift,
         relative_error=runner.error,
         tolerance=runner.attempt.tolerance,
         **runner.host,

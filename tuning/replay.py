@@ -35,7 +35,7 @@ def graph_attempt(
     writer: as for `run_layer`.
     """
     step = case.metadata
-    static = _captured(step, max(graph_len, step.max_seq_len))
+    static = _worst_case(step, max(graph_len, step.max_seq_len))
     out = case.q.new_empty((*case.q.shape[:2], case.spec.v_head_dim))
     plan = backend.plan_for_capture(static)
 
@@ -55,7 +55,8 @@ def graph_attempt(
             layer()
         finally:
             graph.capture_end()
-    backend.plan_for_replay(plan, step)
+    current = _loaded(static, step)
+    backend.plan_for_replay(plan, current)
 
     def replay() -> Tensor:
         graph.replay()
@@ -66,18 +67,35 @@ def graph_attempt(
         error=error,
         tolerance=backend.tolerance[case.spec.dtype],
         poison=lambda: out.fill_(math.nan),
-        plan=lambda: backend.plan_for_replay(plan, step),
+        plan=lambda: backend.plan_for_replay(plan, current),
         kernel=type(backend).kernel(case.spec, Phase.DECODE),
     )
 
 
-def _captured(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:
-    """A step whose device tensors hold the case's lengths in a table as wide as the longest context, and whose host lengths are
-    the longest, as at an engine's capture."""
+def _worst_case(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:
+    """What an engine captures: static tensors of padding rows, in a table as wide as the longest context, and the longest lengths
+    on the host."""
     rows, width = step.block_table.shape[0], -(-graph_len // step.block_size)
-    table = torch.zeros((rows, width), dtype=torch.int32, device=step.block_table.device)
-    table[:, : step.block_table.shape[1]] = step.block_table
-    table_cpu = torch.zeros((rows, width), dtype=torch.int32)
-    table_cpu[:, : step.block_table.shape[1]] = step.block_table_cpu
-    lens = torch.full_like(step.seq_lens_cpu, graph_len)
-    return replace(step, block_table=table, block_table_cpu=table_cpu, seq_lens_cpu=lens, max_seq_len=graph_len)
+    return replace(
+        step,
+        seq_lens=torch.zeros_like(step.seq_lens),
+        context_lens=torch.zeros_like(step.context_lens),
+        block_table=torch.zeros((rows, width), dtype=torch.int32, device=step.block_table.device),
+        slot_mapping=torch.full_like(step.slot_mapping, -1),
+        block_table_cpu=torch.zeros((rows, width), dtype=torch.int32),
+        seq_lens_cpu=torch.full_like(step.seq_lens_cpu, graph_len),
+        max_seq_len=graph_len,
+    )
+
+
+def _loaded(static: AttentionMetadata, step: AttentionMetadata) -> AttentionMetadata:
+    """Bring the static tensors up to date with a step, and give what an engine hands to `plan_for_replay`: those tensors, the
+    step's lengths on the host, and the longest length as before."""
+    columns = step.block_table.shape[1]
+    static.seq_lens.copy_(step.seq_lens)
+    static.context_lens.copy_(step.context_lens)
+    static.slot_mapping.copy_(step.slot_mapping)
+    static.block_table[:, :columns] = step.block_table
+    table = torch.zeros_like(static.block_table_cpu)
+    table[:, :columns] = step.block_table_cpu
+    return replace(static, seq_lens_cpu=step.seq_lens_cpu, block_table_cpu=table)

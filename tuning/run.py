@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,9 +16,11 @@ from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
 from headway.registry import Registry
+from headway.testing.origin import Origin
 from headway.tuning import selftest
+from headway.tuning.budget import Budget
 from headway.tuning.compare import differences
-from headway.tuning.device import identify_device
+from headway.tuning.device import crowding, identify_device
 from headway.tuning.files import read_table
 from headway.tuning.halving import losers, surviving_pairs
 from headway.tuning.json_files import write_json
@@ -50,7 +51,7 @@ class CrossoverOptions:
     """None: the device's usual points."""
     turns: Turns = field(default_factory=Turns)
     budget: float | None = None
-    """Seconds; None: everything is measured."""
+    """Seconds of measuring, to which compiling kernels adds at most twice as many; None: everything is measured."""
     graph_len: int = GRAPH_LEN
     seed: int = 0
     output: Path | None = None
@@ -67,7 +68,6 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
 
     :raises HeadwayError: unknown backends or layouts, no backend that can run, or a table that cannot be resumed.
     """
-    started = time.perf_counter()
     with torch.no_grad(), on_device(options.spec.device), progress_bar(console) as progress:
         names = _names(options.backends, registry)
         pairs = _pairs(options, registry)
@@ -75,20 +75,17 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
         takers = [record.name for record in table.backends if record.usable]
         todo = list(grid(options.spec.device.type) if options.grid is None else options.grid)
         done = {cell.point for cell in table.cells}
-        bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed)
-
-        def left() -> float | None:
-            return None if options.budget is None else options.budget - (time.perf_counter() - started)
-
+        bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget))
         task = progress.add_task("crossover", total=len(todo), completed=sum((p.phase, p.case) in done for p in todo))
         try:
-            for point, cells in _measure(todo, done, bench, takers, pairs, table.cells, left):
+            for point, cells in _measure(todo, done, bench, takers, pairs, table.cells):
                 table.cells += cells
                 table.noise = noise_of(table.cells)
                 _save(table, options.output)
                 progress.update(task, advance=1, description=f"{point.phase} {point.case}")
         except KeyboardInterrupt:
             return table
+        table.busy = table.busy or crowding()
         measured = {cell.point for cell in table.cells}
         table.complete = all((point.phase, point.case) in measured for point in todo)
         _save(table, options.output)
@@ -102,24 +99,26 @@ def _measure(
     names: Sequence[str],
     pairs: Sequence[Pair],
     cells: list[Cell],
-    left: Callable[[], float | None],
 ) -> Iterator[tuple[Point, list[Cell]]]:
-    """Points one by one, until the time is up; with a time limit losers are given up between the levels of the grid."""
+    """Points one by one, at least one of those that are left, until the time is up.
+
+    With a time limit losers are given up between the levels of the grid.
+    """
     dropped: dict[PhaseName, dict[str, str]] = {}
     level, slowest = 0, 0.0
     for point in todo:
-        remaining = left()
+        remaining = bench.budget.left
         if remaining is not None:
-            if cells and remaining < slowest:
+            if slowest and remaining < slowest:
                 return
             if point.level > level and cells:
                 level, pairs = point.level, surviving_pairs(cells, pairs)
                 dropped = {phase: losers(cells, phase, names) for phase in {cell.phase for cell in cells}}
         if (point.phase, point.case) in done:
             continue
-        started = time.perf_counter()
+        before = bench.budget.spent
         yield point, measure_point(point, bench, names, pairs, dropped.get(point.phase, {}))
-        slowest = max(0.5 * slowest, time.perf_counter() - started)
+        slowest = max(0.5 * slowest, bench.budget.spent - before)
 
 
 def _names(asked: Sequence[str] | None, registry: Registry) -> list[str]:
@@ -145,6 +144,8 @@ def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], 
         level="kernel",
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=options.command or " ".join(sys.argv),
+        origin=Origin.here(),
+        busy=crowding(),
         complete=False,
         device=identify_device(options.spec.device),
         spec=SpecRecord.of(options.spec),
@@ -166,7 +167,7 @@ def _resumed(table: CrossoverTable, path: Path | None) -> CrossoverTable:
     if not path.exists():
         return table
     old = read_table(path)
-    reasons = differences(old, table.device, table.spec)
+    reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.backends})
     if [record.name for record in old.backends if record.usable] != [record.name for record in table.backends if record.usable]:
         named = ", ".join(record.name for record in old.backends if record.usable)
         reasons += [Reason("backends", named, ", ".join(record.name for record in table.backends if record.usable))]

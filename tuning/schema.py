@@ -9,6 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from headway.core.contract.spec import DTYPE_NAMES, DTYPES, KV_DTYPE_NAMES, KV_DTYPES, AttentionSpec
+from headway.testing.origin import Origin
 from headway.tuning.device import DeviceIdentity
 
 SCHEMA: Final = "headway.crossover/1"
@@ -43,6 +44,9 @@ class SpecRecord(BaseModel):
     softcap: FiniteFloat | None = None
     alibi_slopes: list[FiniteFloat] | None = None
     sinks: list[FiniteFloat] | None = None
+    v_head_dim: int = Field(default=0, ge=0)
+    """0: as head_dim, also in files of before 2026-11-22."""
+    value_in_key: bool = False
 
     @model_validator(mode="after")
     def _is_a_layer(self) -> Self:
@@ -68,6 +72,8 @@ class SpecRecord(BaseModel):
             softcap=spec.softcap,
             alibi_slopes=None if spec.alibi_slopes is None else list(spec.alibi_slopes),
             sinks=None if spec.sinks is None else list(spec.sinks),
+            v_head_dim=0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim,
+            value_in_key=spec.value_in_key,
         )
 
     def to_spec(self, device: torch.device) -> AttentionSpec:
@@ -87,13 +93,17 @@ class SpecRecord(BaseModel):
             None if self.kv_dtype == self.dtype else kv_dtype,
             self.k_scale,
             self.v_scale,
+            v_head_dim=self.v_head_dim,
+            value_in_key=self.value_in_key,
         )
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What times depend on: of scale, soft-cap, slopes and sinks only whether they are there."""
         features = (self.softcap is not None, self.alibi_slopes is not None, self.sinks is not None)
-        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        heads: tuple[object, ...] = (self.num_heads, self.num_kv_heads, self.head_dim)
+        if self.v_head_dim or self.value_in_key:
+            heads += (self.v_head_dim, self.value_in_key)
         return (*heads, self.dtype, self.kv_dtype, self.sliding_window, *features)
 
     def __str__(self) -> str:
@@ -147,6 +157,9 @@ class Cell(BaseModel):
     """One layer's call; of a generation, all of it."""
     p20_us: Microseconds | None = None
     p80_us: Microseconds | None = None
+    drift: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """How much longer the slowest round of runs took than the fastest, as a share; None where there was one round, or in a
+    file of before 2026-11-22."""
     plan_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Host time of a step's plan, shared by the layers."""
     host_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
@@ -199,6 +212,10 @@ class CrossoverTable(BaseModel):
     date: str
     """UTC, ISO 8601: the start of the (last) run."""
     command: str
+    origin: Origin | None = None
+    """The code that made it; None in files of before 2026-11-22."""
+    busy: str = ""
+    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
     complete: bool
     """False: the run was interrupted, or its budget ended; `--resume` goes on."""
     model: str = ""
@@ -232,6 +249,15 @@ class CrossoverTable(BaseModel):
         """Device and layer in one line."""
         what = f"{self.model}, {self.spec}" if self.model else str(self.spec)
         return f"{self.device.name}, {what}"
+
+
+def without_refusals(cells: Sequence[Cell]) -> list[Cell]:
+    """Cells of one point, without the unplaced ones that only say why a backend has no time, where the same backend has another.
+
+    Such a cell speaks for the layouts of the run that wrote it; a cell with a layout, or with a time, says more.
+    """
+    told = {cell.backend for cell in cells if cell.layout is not None or cell.median_us is not None}
+    return [cell for cell in cells if cell.layout is not None or cell.median_us is not None or cell.backend not in told]
 
 
 def points(cells: Sequence[Cell]) -> dict[PointKey, list[Cell]]:

@@ -38,7 +38,7 @@ def _record(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[
     owner = registry.backends[name].owner
     here = registry.availability(name)
     reason = here.brief if not here else self_test(registry, name, spec, pairs)
-    return BackendRecord(name=name, owner=owner, version=_version(owner), available=bool(here), reason=reason)
+    return BackendRecord(name=name, owner=owner, version=version_of(owner), available=bool(here), reason=reason)
 
 
 def self_test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> str:
@@ -73,7 +73,13 @@ def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, text:
     return "" if found <= tolerance else f"relative error {found:.2g}, tolerance {tolerance:.2g}"
 
 
-def _version(owner: str) -> str:
+def owners(registry: Registry) -> dict[str, tuple[str, str]]:
+    """Each backend's owner and the version of that distribution that is installed now; "" where it has none."""
+    return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.backends.items()}
+
+
+def version_of(owner: str) -> str:
+    """The version of the distribution that brought a backend."""
     try:
         return metadata.version("headway" if owner == BUILTIN_OWNER else owner)
     except (metadata.PackageNotFoundError, ValueError):

@@ -11,13 +11,18 @@ import torch
 
 from headway.core.contract.layout import CacheLayout
 from headway.tuning.attempt import Attempt, failed
+from headway.tuning.inputs import InputsChangedError
 from headway.tuning.points import Point
 from headway.tuning.schema import Cell
 
 LEAST_DIFFERENCE = 0.01
-"""Times that differ by less are alike, however steady they are."""
+"""Two times that differ by less are a tie, however steady they are."""
 _MOST_NOISE = 0.10
-"""A busy machine's spread is no reason to stay with a backend that is slower by more."""
+"""Two times that differ by more are no tie, however far they spread: a busy machine is no reason to call them equal."""
+TIE_RULE = (
+    f"a tie: times that differ by less than {LEAST_DIFFERENCE:.0%}, or by less than {_MOST_NOISE:.0%} with ranges (p20 to p80) "
+    "that overlap"
+)
 
 
 def new_cell(point: Point, name: str, pair: tuple[CacheLayout, int] | None, status: str, **found: Any) -> Cell:
@@ -47,7 +52,9 @@ def wrong_answer(
 
 
 def failure(point: Point, name: str, pair: tuple[CacheLayout, int] | None, error: Exception) -> Cell:
-    """The cell of a backend that raised."""
+    """The cell of a backend that raised, ran out of memory, or changed what it may only read."""
+    if isinstance(error, InputsChangedError):
+        return new_cell(point, name, pair, "incorrect", reason=str(error))
     status = "oom" if isinstance(error, (torch.OutOfMemoryError, MemoryError)) else "error"
     return new_cell(point, name, pair, status, reason=failed(error).reason)
 
@@ -55,8 +62,7 @@ def failure(point: Point, name: str, pair: tuple[CacheLayout, int] | None, error
 def mark_ties(cells: Sequence[Cell]) -> list[Cell]:
     """Cells of one point, those that cannot be told from the fastest marked as ties.
 
-    A cell competes with those of its own layout and block size, which are those it could be switched with. Two times are alike
-    where their ranges from p20 to p80 overlap, or where they differ by less than a hundredth.
+    A cell competes with those of its own layout and block size, which are those it could be switched with; see TIE_RULE.
     """
     placed: list[tuple[str | None, int | None]] = [(cell.layout, cell.block_size) for cell in cells if cell.layout]
     pairs = list(dict.fromkeys(placed)) or [(None, None)]
@@ -68,7 +74,7 @@ def mark_ties(cells: Sequence[Cell]) -> list[Cell]:
             if cell.status in ("ok", "tie") and (cell.layout, cell.block_size) in (pair, (None, None))
         ]
         first, fastest = min(rivals, key=lambda rival: rival[1].layer_us or math.inf, default=(-1, None))
-        same = {number for number, cell in rivals if fastest is not None and number != first and alike(fastest, cell)}
+        same = {number for number, cell in rivals if fastest is not None and number != first and is_tie(fastest, cell)}
         tied |= same | ({first} if same else set())
     return [
         cell.model_copy(update={"status": "tie" if number in tied else "ok"}) if cell.status in ("ok", "tie") else cell
@@ -76,11 +82,12 @@ def mark_ties(cells: Sequence[Cell]) -> list[Cell]:
     ]
 
 
-def alike(fastest: Cell, other: Cell) -> bool:
-    """Whether a time cannot be told from the fastest."""
-    host = other.host_us or 0.0  # what a layer costs is the slower of device and host
-    longest = max(fastest.p80_us or 0.0, fastest.host_us or 0.0, (fastest.layer_us or 0.0) * (1 + LEAST_DIFFERENCE))
-    return max(other.p20_us or math.inf, host) <= longest
+def is_tie(fastest: Cell, other: Cell) -> bool:
+    """Whether a time cannot be told from the fastest, by TIE_RULE."""
+    least, us = fastest.layer_us or math.inf, other.layer_us or math.inf
+    # What a layer costs is the slower of device and host, at either end of the range.
+    overlap = max(other.p20_us or math.inf, other.host_us or 0.0) <= max(fastest.p80_us or 0.0, fastest.host_us or 0.0)
+    return us <= least * (1 + LEAST_DIFFERENCE) or (overlap and us <= least * (1 + _MOST_NOISE))
 
 
 def noise_of(cells: Sequence[Cell]) -> float:

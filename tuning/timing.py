@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,6 +18,8 @@ import torch
 from headway.core.contract.errors import ConfigError
 
 QUANTILES = (0.5, 0.2, 0.8)
+MOST_DRIFT = 0.25
+"""A share of the time: rounds, or runs, of one call that disagree by more are told, since the machine was not steady."""
 _MIN_RUNS = 5
 _MAX_RUNS = 1000
 _MOST_FLUSHES = 8
@@ -32,6 +35,8 @@ class Timing:
     median_us: float
     p20_us: float
     p80_us: float
+    drift: float | None = None
+    """How much longer the slowest round's median is than the fastest's, as a share of it; None: it was timed in one round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,8 @@ class Timer:
 def host_us(call: Callable[[], object], device: torch.device, seconds: float = _HOST_SECONDS) -> float:
     """Median microseconds until `call` returns to the host, the device idle before each run and not waited for within it.
 
-    Twenty runs after a warm-up, fewer (three at least) of a call that takes long. Of one that takes longer than `seconds`, the
-    only one.
+    Twenty runs after a warm-up, fewer (three at least) of a call that takes long. A call that takes longer than `seconds` is
+    timed once.
 
     On a CPU the work itself is included, since nothing there returns early.
     """
@@ -81,7 +86,7 @@ def host_us(call: Callable[[], object], device: torch.device, seconds: float = _
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Times several calls in turns, so that what changes on the machine meanwhile meets all of them alike."""
+    """Times several calls in turns, so that what changes on the machine meanwhile meets all of them equally."""
 
     rounds: int = 3
     round_ms: float = 5.0
@@ -91,26 +96,54 @@ class Turns:
     max_runs: int = 60
     """Of each call in each round, however short it is: on a GPU the cache's flush before each takes longer than a short call."""
 
-    def time(self, calls: Sequence[Callable[[], object]], device: torch.device) -> list[Timing]:
-        """Median, 20th and 80th percentile of each call. On a GPU its work alone, the L2 cache flushed before every run."""
+    def time(
+        self,
+        calls: Sequence[Callable[[], object]],
+        device: torch.device,
+        check: Callable[[], object] = lambda: None,
+    ) -> list[Timing | Exception]:
+        """Median, 20th and 80th percentile of each call. On a GPU its work alone, the L2 cache flushed before every run.
+
+        A call that raises takes no further turn, and its exception stands in its place; the others go on.
+
+        check: called after each call's round; what it raises is that call's exception.
+        """
         run = _EventClock(device).times if device.type == "cuda" else _cpu_times
-        samples: list[list[float]] = [[] for _ in calls]
+        rounds: list[list[list[float]]] = [[] for _ in calls]
+        failed: dict[int, Exception] = {}
         for _ in range(self.rounds):
-            for call, found in zip(calls, samples, strict=True):
-                found += run(call, self._runs(run(call, 1)[0]))
-        return [Timing(*(_quantile(sorted(found), share) for share in QUANTILES)) for found in samples]
+            for number, call in enumerate(calls):
+                if number in failed:
+                    continue
+                try:
+                    rounds[number].append(run(call, self._runs(run(call, 1)[0])))
+                    check()
+                except Exception as error:
+                    failed[number] = error
+                    with suppress(Exception):
+                        check()  # lets it undo what the call did before it raised
+        return [failed.get(number) or _summary(found) for number, found in enumerate(rounds)]
 
     def _runs(self, us: float) -> int:
-        """Of a call that takes so many microseconds, in each round."""
+        """Runs in each round of a call that takes `us` microseconds."""
         return min(max(int(1e3 * self.round_ms / max(us, 1e-3)), self.min_runs), self.max_runs)
 
     def needed_ms(self, us: float) -> float:
-        """How long it takes to time a call of so many microseconds; flushes, which take all calls alike, are not counted."""
+        """Milliseconds it takes to time a call of `us` microseconds, without the flushes, which every call needs."""
         return 1e-3 * self.rounds * (1 + self._runs(us)) * us
 
     def estimate(self, call: Callable[[], object], device: torch.device) -> float:
         """The better of two runs, in microseconds: enough to know a clear loser among calls that take long."""
         return min((_EventClock(device).times if device.type == "cuda" else _cpu_times)(call, 2))
+
+
+def _summary(rounds: Sequence[list[float]]) -> Timing:
+    """One call's rounds as one timing."""
+    together = sorted(us for found in rounds for us in found)
+    medians = [median(found) for found in rounds]
+    drift = max(medians) / max(min(medians), 1e-9) - 1 if len(medians) > 1 else None
+    middle, low, high = (_quantile(together, share) for share in QUANTILES)
+    return Timing(middle, low, high, drift)
 
 
 class _EventClock:

@@ -19,6 +19,7 @@ from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.support import Reason
 from headway.registry import Registry
 from headway.testing.cases import parse_case
+from headway.testing.origin import Origin
 from headway.tuning.compare import differences
 from headway.tuning.device import identify_device
 from headway.tuning.files import read_table
@@ -214,6 +215,7 @@ def _table(runs: Mapping[str, _Run], options: EngineOptions, registry: Registry,
         level="engine",
         date=date,
         command=options.command or " ".join(sys.argv),
+        origin=Origin.here(),
         complete=all(not run.todo for run in runs.values()),
         model=str(options.llm.get("model", "")),
         device=identify_device(options.device),

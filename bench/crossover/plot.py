@@ -6,15 +6,30 @@ import io
 from itertools import groupby
 from typing import Any
 
-from headway.bench.crossover.palette import NONE, colours, faded
+from headway.bench.crossover.palette import TIE, cell_colour, colours, faded
 from headway.bench.crossover.report import speedup, winner
 from headway.bench.crossover.view import Block, Row, View
 from headway.core.contract.errors import ConfigError
 from headway.tuning.schema import PhaseName
 
+_TITLES: dict[PhaseName, str] = {
+    "decode": "decode: one new token for each sequence",
+    "verify": "verification: several new tokens for each sequence (a speculator's drafts)",
+    "prefill": "prefill: prompts without a cached context",
+    "extend": "extend: new tokens after a cached context",
+    "generate": "whole generations",
+}
+_LENGTHS: dict[PhaseName, str] = {
+    "decode": "cached tokens of each sequence",
+    "verify": "new tokens of all tokens of each sequence",
+    "prefill": "tokens of each prompt",
+    "extend": "new tokens of all tokens of each sequence",
+    "generate": "input + output tokens of each request",
+}
+
 
 def to_png(view: View) -> bytes:
-    """One panel a phase: batch sizes down, lengths across, a cell in its winner's colour with its speed-up.
+    """One panel for each phase: batch sizes down, lengths across, a cell in its winner's colour with its speed-up.
 
     :raises ConfigError: matplotlib is not installed.
     """
@@ -26,31 +41,42 @@ def to_png(view: View) -> bytes:
     panels = [(phase, list(blocks)) for phase, blocks in groupby(view.blocks, key=lambda block: block.phase)]
     sizes = [max(len(blocks), 2) for _, blocks in panels]
     widest = max(len(lengths(blocks)) for _, blocks in panels)
-    figure = Figure(figsize=(max(7.0, 1.25 * widest + 1.5), 1.6 + sum(0.62 * size + 1.0 for size in sizes)), layout="constrained")
+    height = 2.0 + sum(0.62 * size + 1.2 for size in sizes)
+    figure = Figure(figsize=(max(7.0, 1.25 * widest + 1.5), height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[size + 1 for size in sizes])[:, 0]
     chosen = colours(view.backends)
     for (phase, blocks), axis in zip(panels, axes, strict=True):
         _panel(axis, phase, blocks, chosen)
-    figure.suptitle(f"{view.table.title}\n{view.where}, {view.table.date[:10]}", fontsize=10)
-    won = [name for name in view.backends if any(name in row.winners[:1] for row in view.rows)]
+    figure.suptitle(
+        f"Fastest attention backend, and how many times faster than the runner-up\n{view.table.title}, {view.where}, "
+        f"measured {view.table.date[:10]}",
+        fontsize=10,
+    )
+    won = [name for name in view.backends if any(row.winners == [name] for row in view.rows)]
     handles = [_patch(chosen[name], name) for name in won]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4) or 1, frameon=False, fontsize=9)
+    handles += [_patch(TIE, "tie: cannot be told apart"), _not_measured("not measured")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False, fontsize=9)
     out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
+    figure.savefig(out, format="png", dpi=110)
     return out.getvalue()
 
 
 def _panel(axis: Any, phase: PhaseName, blocks: list[Block], chosen: dict[str, str]) -> None:
     labels = lengths(blocks)
     for down, block in enumerate(blocks):
-        for row in block.rows:
-            across = labels.index(row.label)
-            first = row.winners[0] if row.winners else ""
-            axis.add_patch(_rectangle(across, down, chosen.get(first, NONE), faded(row.speedup)))
+        by_label = {row.label: row for row in block.rows}
+        for across, label in enumerate(labels):
+            row = by_label.get(label)
+            if row is None:
+                axis.add_patch(_not_measured("", across, down))
+                continue
+            opacity = 1.0 if len(row.winners) > 1 else faded(row.speedup)
+            axis.add_patch(_rectangle(across, down, cell_colour(row.winners, chosen), opacity))
             axis.text(across + 0.5, down + 0.38, winner(row).replace(" = ", "\n= "), ha="center", va="center", fontsize=7)
-            axis.text(across + 0.5, down + 0.78, speedup(row), ha="center", va="center", fontsize=8, weight="bold")
-    axis.set(xlim=(0, len(labels)), ylim=(len(blocks), 0), title=phase, ylabel="batch size")
+            axis.text(across + 0.5, down + 0.8, speedup(row), ha="center", va="center", fontsize=8, weight="bold")
+    axis.set(xlim=(0, len(labels)), ylim=(len(blocks), 0), ylabel="sequences (batch size)", xlabel=_LENGTHS[phase])
+    axis.set_title(_TITLES[phase], fontsize=10)
     axis.set_xticks([place + 0.5 for place in range(len(labels))], labels, fontsize=8)
     axis.set_yticks([place + 0.5 for place in range(len(blocks))], [str(block.batch) for block in blocks], fontsize=8)
     axis.tick_params(length=0)
@@ -67,6 +93,12 @@ def _rectangle(across: float, down: float, colour: str, opacity: float) -> Any:
     from matplotlib.patches import Rectangle
 
     return Rectangle((across + 0.02, down + 0.03), 0.96, 0.94, facecolor=colour, alpha=opacity, linewidth=0)
+
+
+def _not_measured(label: str, across: float = 0, down: float = 0) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((across + 0.02, down + 0.03), 0.96, 0.94, facecolor="white", edgecolor="#cccccc", hatch="////", label=label)
 
 
 def _patch(colour: str, label: str) -> Any:

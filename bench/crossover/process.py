@@ -18,17 +18,18 @@ _COMPILING = 60.0
 
 
 class Worker:
-    """The process of one backend, its events, and what it said last."""
+    """A child process, its events, and what it said last."""
 
-    def __init__(self, request: Mapping[str, Any]) -> None:
-        """request: see worker.py."""
+    def __init__(self, request: Mapping[str, Any], module: str = "headway.bench.crossover.worker") -> None:
+        """request: what the module reads from stdin; module: what the process runs."""
         self._request = request
+        self._module = module
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by __exit__)
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Worker:
-        command = [sys.executable, "-P", "-m", "headway.bench.crossover.worker"]
+        command = [sys.executable, "-P", "-m", self._module]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._said, encoding="utf-8", errors="replace")
         threading.Thread(target=self._read, daemon=True).start()

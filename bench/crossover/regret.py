@@ -24,6 +24,7 @@ from headway.core.select.selector import Selector
 from headway.core.select.workload import Workload
 from headway.registry import Registry, create_registry
 from headway.testing.cases import parse_case
+from headway.testing.origin import Origin
 from headway.tuning.convert import to_costs
 from headway.tuning.device import DeviceIdentity, identify_device
 from headway.tuning.measure_point import Bench, measure_point
@@ -71,6 +72,8 @@ class RegretReport(BaseModel):
 
     schema_: Literal["headway.regret/1"] = Field(default="headway.regret/1", alias="schema")
     command: str
+    origin: Origin | None = None
+    """The code that made it; None in files of before 2026-11-22."""
     date: str
     table_date: str
     device: DeviceIdentity
@@ -224,6 +227,7 @@ def _report(
     anywhere = [trial.regret_anywhere for trial in trials] or [1.0]
     return RegretReport(
         command=" ".join(["headway", *sys.argv[1:]]),
+        origin=Origin.here(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         table_date=table.date,
         device=device,

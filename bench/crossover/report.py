@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.bench.crossover.view import Row, View, show, unit
+from headway.bench.crossover.view import Block, Row, View, show, unit
 from headway.tuning.device import DeviceIdentity
-from headway.tuning.schema import Cell, CrossoverTable, PhaseName
+from headway.tuning.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
+from headway.tuning.ties import TIE_RULE
+from headway.tuning.timing import MOST_DRIFT
 
 _LENGTHS: dict[PhaseName, str] = {
     "prefill": "query_len",
@@ -25,24 +28,58 @@ _LENGTHS: dict[PhaseName, str] = {
 
 
 def print_view(view: View, console: Console) -> None:
-    """Print one block a batch size: a column a backend, the winner, and its speed-up over the runner-up."""
+    """Print one block for each batch size: a column for each backend, the winner, and its speed-up over the runner-up.
+
+    A terminal that is too narrow for that gets the winner and the runner-up of each row, with their times.
+    """
     table = view.table
     console.print(Text("CROSSOVER ANALYSIS", "bold"), Text(f"{table.title} · {view.where}"), soft_wrap=True)
     console.print(Text(software(table.device), "dim"), soft_wrap=True)
-    for block in view.blocks:
-        title = f"{block.phase}, batch size {block.batch} ({unit(block.phase)})"
-        shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        shown.add_column(_LENGTHS[block.phase], no_wrap=True)
-        for name in view.backends:
-            shown.add_column(name, justify="right", no_wrap=True)
-        shown.add_column("winner", no_wrap=True)
-        shown.add_column("speed-up", justify="right", no_wrap=True)
-        for row in block.rows:
-            cells = [_styled(row.cells.get(name), row) for name in view.backends]
-            shown.add_row(row.label, *cells, winner(row), speedup(row))
-        console.print(shown)
-    for line in notes(table):
+    blocks = [_block(block, view.backends) for block in view.blocks]
+    unbounded = console.options.update(width=10_000)
+    fits = all(console.measure(block, options=unbounded).maximum <= console.width for block in blocks)
+    for block in blocks if fits else map(_narrow_block, view.blocks):
+        console.print(block)
+    if not fits:
+        console.print(Text("the two fastest of each row; a wider terminal, --json or --export shows every backend", "dim"))
+    for line in notes(view):
         console.print(Text(line), soft_wrap=True)
+
+
+def _block(block: Block, backends: Sequence[str]) -> Table:
+    """A column for each backend."""
+    shown = _empty(block, _LENGTHS[block.phase])
+    for name in backends:
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("winner", no_wrap=True)
+    shown.add_column("speed-up", justify="right", no_wrap=True)
+    for row in block.rows:
+        cells = [_styled(row.cells.get(name), row) for name in backends]
+        shown.add_row(row.label, *cells, winner(row), speedup(row))
+    return shown
+
+
+def _narrow_block(block: Block) -> Table:
+    """The two fastest of each row: fits a terminal of 80 columns."""
+    shown = _empty(block, _LENGTHS[block.phase].replace(" of ", "\nof "))
+    short = unit(block.phase).split(" ")[0 if block.phase != "generate" else 1]
+    for who in ("fastest", "runner-up"):
+        shown.add_column(who, no_wrap=True)
+        shown.add_column(short, justify="right", no_wrap=True)
+    shown.add_column("speed-up", justify="right", no_wrap=True)
+    for row in block.rows:
+        two = [(cell.backend, show(cell)) for cell in row.ranked[:2]]
+        (first, us), (second, other) = [*two, ("-", ""), ("", "")][:2]
+        style = "bold green" if two else "dim"
+        shown.add_row(row.label, Text(first, style), Text(us, style), second, other, speedup(row))
+    return shown
+
+
+def _empty(block: Block, lengths: str) -> Table:
+    title = f"{block.phase}, batch size {block.batch} ({unit(block.phase)})"
+    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column(lengths, no_wrap=True)
+    return shown
 
 
 def _styled(cell: Cell | None, row: Row) -> Text:
@@ -59,8 +96,8 @@ def winner(row: Row) -> str:
 
 
 def speedup(row: Row) -> str:
-    """Over the runner-up: "1.23x"; a dash without one."""
-    return "-" if row.speedup is None else f"{row.speedup:.2f}x"
+    """Over the runner-up: "1.23x"; "tie" where the two cannot be told apart; a dash where no other backend has a time."""
+    return "-" if row.speedup is None else "tie" if len(row.winners) > 1 else f"{row.speedup:.2f}x"
 
 
 def software(device: DeviceIdentity) -> str:
@@ -73,20 +110,39 @@ def software(device: DeviceIdentity) -> str:
     return ", ".join(parts)
 
 
-def notes(table: CrossoverTable) -> list[str]:
-    """Who took no part, why cells have no time, and whether the run is complete."""
+def notes(view: View) -> list[str]:
+    """Who took no part, who was measured over other layouts, why cells have no time, and whether the run is complete."""
+    table = view.table
     lines = [f"{record.name} takes no part: {record.reason}" for record in table.backends if not record.usable]
+    for name, pairs in view.elsewhere.items():
+        others = ", ".join(f"{layout} {size}" for layout, size in pairs)
+        lines.append(f"{name} has no time over {view.where}; it was measured over {others} (--kv-layout, --block-size)")
     reasons: dict[str, list[str]] = {}
-    for cell in table.cells:
+    for cell in (cell for rivals in points(table.cells).values() for cell in without_refusals(rivals)):
         if cell.status in ("incorrect", "error", "oom", "unsupported"):
             reasons.setdefault(f"{cell.backend} {cell.status}: {cell.reason}", []).append(f"{cell.phase} {cell.case}")
     for reason, cases in reasons.items():
         named = list(dict.fromkeys(cases))
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
         lines.append(f"{reason} [{', '.join(named[:3])}{more}]")
+    lines += unsteady(table)
     if not table.complete:
         lines.append("not complete: interrupted, or the budget ended; --resume goes on")
-    lines.append(f"measured {table.date}; times that differ by less than {table.noise:.1%} are alike; ~: a clear loser, few runs")
+    lines.append(f"measured {table.date}; median spread of the times {table.noise:.1%}; {TIE_RULE}; ~: a clear loser, few runs")
+    return lines
+
+
+def unsteady(table: CrossoverTable) -> list[str]:
+    """That the machine was busy, or that rounds of the same call disagree; nothing where the times can be trusted."""
+    lines = [f"measured on a busy machine, {table.busy}: times may be too long"] if table.busy else []
+    timed = [cell for cell in table.cells if cell.drift is not None]
+    shaken = [cell for cell in timed if (cell.drift or 0.0) > MOST_DRIFT]
+    if shaken:
+        worst = max(shaken, key=lambda cell: cell.drift or 0.0)
+        lines.append(
+            f"rounds of the same call disagree by more than {MOST_DRIFT:.0%} in {len(shaken)} of {len(timed)} cells (most by "
+            f"{worst.drift:.0%}: {worst.backend}, {worst.phase} {worst.case}): the machine was not steady"
+        )
     return lines
 
 
@@ -106,7 +162,7 @@ def to_section(view: View) -> str:
             cells = [_emphasised(row, name) for name in view.backends]
             lines.append(_line([row.label, *cells, winner(row), speedup(row)]))
         lines.append("")
-    return "\n".join([*lines, *(f"- {note}" for note in notes(view.table)), ""])
+    return "\n".join([*lines, *(f"- {note}" for note in notes(view)), ""])
 
 
 def _emphasised(row: Row, name: str) -> str:
@@ -116,6 +172,32 @@ def _emphasised(row: Row, name: str) -> str:
 
 def _line(parts: Iterable[str]) -> str:
     return "| " + " | ".join(part.replace("|", "\\|") for part in parts) + " |"
+
+
+def to_plain(view: View) -> dict[str, Any]:
+    """The view as plain data: what `headway table show --json` prints."""
+    return {
+        "device": view.table.device.name,
+        "layer": str(view.table.spec),
+        "model": view.table.model,
+        "level": view.table.level,
+        "date": view.table.date,
+        "complete": view.table.complete,
+        "kv_layout": view.pair[0],
+        "block_size": view.pair[1],
+        "backends": view.backends,
+        "rows": [
+            {
+                **row.first.model_dump(include={"phase", "case", "batch", "query_len", "kv_len"}),
+                "us": {name: cell.layer_us for name, cell in row.cells.items()},
+                "status": {name: cell.status for name, cell in row.cells.items()},
+                "winners": row.winners,
+                "speedup": row.speedup,
+            }
+            for row in view.rows
+        ],
+        "notes": notes(view),
+    }
 
 
 def to_csv(table: CrossoverTable) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from headway.core.contract.errors import ConfigError
-from headway.tuning.schema import Cell, CrossoverTable, PhaseName, points
-from headway.tuning.ties import alike
+from headway.tuning.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
+from headway.tuning.ties import is_tie
 
 PairName = tuple[str | None, int | None]
 """Layout and block size by name; (None, None) in a table of level engine."""
@@ -46,17 +46,14 @@ class Row:
     def winners(self) -> list[str]:
         """The fastest, and those that cannot be told from it."""
         ranked = self.ranked
-        same = [cell.backend for cell in ranked[1:] if cell.status != "dropped" and alike(ranked[0], cell)]
+        same = [cell.backend for cell in ranked[1:] if cell.status != "dropped" and is_tie(ranked[0], cell)]
         return [cell.backend for cell in ranked[:1]] + same
 
     @property
     def speedup(self) -> float | None:
-        """The runner-up's time over the winner's, among those that are no tie with it; None without a runner-up."""
-        winners = self.winners
-        others = [cell for cell in self.ranked if cell.backend not in winners]
-        if not others:
-            return None
-        return (others[0].layer_us or 0) / (self.ranked[0].layer_us or math.inf)
+        """The runner-up's time over the winner's, also where the two are a tie; None without a runner-up."""
+        ranked = self.ranked
+        return (ranked[1].layer_us or 0) / (ranked[0].layer_us or math.inf) if len(ranked) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,17 @@ class View:
     table: CrossoverTable
     pair: PairName
     backends: list[str]
-    """Those with a cell in it."""
+    """Those that were tried over it."""
     blocks: list[Block]
+
+    @property
+    def elsewhere(self) -> dict[str, list[PairName]]:
+        """Backends without a time over this layout and block size -> those over which they have one."""
+        timed: dict[str, list[PairName]] = {}
+        for cell in self.table.cells:
+            if cell.median_us is not None and cell.layout is not None:
+                timed.setdefault(cell.backend, []).append((cell.layout, cell.block_size))
+        return {name: list(dict.fromkeys(pairs)) for name, pairs in timed.items() if self.pair not in pairs}
 
     @property
     def rows(self) -> Iterator[Row]:
@@ -116,12 +122,12 @@ def view(table: CrossoverTable, layout: str | None = None, block_size: int | Non
         if not blocks or (blocks[-1].phase, blocks[-1].batch) != key:
             blocks.append(Block(*key, []))
         blocks[-1].rows.append(row)
-    present = {name for row in rows for name in row.cells}
+    present = {name for row in rows for name, cell in row.cells.items() if cell.status != "unsupported"}
     return View(table, pair, [record.name for record in table.backends if record.name in present], blocks)
 
 
 def _over(cells: Sequence[Cell], pair: PairName) -> list[Cell]:
-    return [cell for cell in cells if (cell.layout, cell.block_size) in (pair, (None, None))]
+    return without_refusals([cell for cell in cells if (cell.layout, cell.block_size) in (pair, (None, None))])
 
 
 def _mean_log(groups: Sequence[Sequence[Cell]], pair: PairName) -> float:

@@ -7,6 +7,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.contract.metadata import Phase
+from headway.testing.origin import Origin
 from headway.tuning.device import DeviceIdentity
 
 SCHEMA: Final = "headway.diff/1"
@@ -99,6 +100,8 @@ class DiffReport(BaseModel):
 
     schema_: Literal["headway.diff/1"] = Field(default=SCHEMA, alias="schema")
     command: str
+    origin: Origin | None = None
+    """The code that made it; None in files of before 2026-11-22."""
     device: DeviceIdentity
     model: str
     dtype: str

@@ -38,7 +38,7 @@ class Window:
         """Steps that are looked at; 0 where the outputs are too short for any."""
         engine.blocks.forget_prefixes()
         for number, prompt in enumerate(requests.halfway() if self.num_steps else []):
-            room = engine.max_model_len - len(prompt)
+            room = engine.capacity.max_model_len - len(prompt)
             params = SamplingParams(temperature=temperature, max_tokens=room, ignore_eos=True)
             engine.add_request(f"window {number}", prompt, params)
         settled = 0

@@ -7,11 +7,13 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headway.testing.origin import Origin
 from headway.tuning.device import DeviceInfo
 from headway.tuning.json_files import read_json
 
 SCHEMA: Final = "headway.offline/1"
 PEERS_SCHEMA: Final = "headway.offline-peers/1"
+KERNEL_PEERS_SCHEMA: Final = "headway.kernel-peers/1"
 
 
 class OfflineCell(BaseModel):
@@ -70,6 +72,10 @@ class OfflineReport(BaseModel):
 
     schema_: Literal["headway.offline/1"] = Field(default=SCHEMA, alias="schema")
     command: str
+    origin: Origin | None = None
+    """The code that made it; None in files of before 2026-11-22."""
+    busy: str = ""
+    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
     date: str
     """UTC, ISO 8601."""
     model: str
@@ -99,6 +105,8 @@ class Peer(BaseModel):
     settings: str
     tokens_per_second: dict[str, float]
     """By label of the workload."""
+    passes: dict[str, list[float]] = Field(default_factory=dict)
+    """Tokens per second of each timed pass, by label; empty where it was not written down."""
 
 
 class PeersFile(BaseModel):
@@ -110,7 +118,49 @@ class PeersFile(BaseModel):
     device: str
     model: str
     date: str
+    measured_by: str = ""
+    """Who measured, where that was no command of Headway's; empty for a run of `python -m headway.bench.peers`."""
+    command: str = ""
+    """As typed, of such a run."""
+    origin: Origin | None = None
     peers: list[Peer]
+
+
+class Share(BaseModel):
+    """Speed as a share of the fastest library's, over the cells of one phase."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mean: float
+    """Geometric, over all cells."""
+    lowest: float | None
+    """Of a geometry's mean; None where it was not written down."""
+
+
+class KernelShares(BaseModel):
+    """One kernel."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    decode: Share
+    prefill: Share
+    extend: Share
+
+
+class KernelPeersFile(BaseModel):
+    """Kernels beside libraries over shapes that no grid of ours holds, measured outside Headway."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: Literal["headway.kernel-peers/1"] = Field(default=KERNEL_PEERS_SCHEMA, alias="schema")
+    device: str
+    date: str
+    measured_by: str
+    what: str
+    cells: dict[str, int]
+    """How many of each phase."""
+    contenders: list[KernelShares]
 
 
 def read_offline(path: Path) -> OfflineReport:
@@ -127,3 +177,11 @@ def read_peers(path: Path) -> PeersFile:
     :raises ConfigError: see read_json.
     """
     return read_json(path, PeersFile, PEERS_SCHEMA)
+
+
+def read_kernel_peers(path: Path) -> KernelPeersFile:
+    """Read a file of kernels' shares.
+
+    :raises ConfigError: see read_json.
+    """
+    return read_json(path, KernelPeersFile, KERNEL_PEERS_SCHEMA)

@@ -18,7 +18,8 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.engine.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
-from headway.tuning.device import describe_device
+from headway.testing.origin import Origin
+from headway.tuning.device import crowding, describe_device
 from headway.tuning.timing import Timer
 
 
@@ -65,7 +66,7 @@ def run_offline(
     spec = llm.model.decoder.attention_specs[0]
     device = describe_device(llm.device, spec.dtype, Timer())
     rates = Rates(measure_read_gbps(llm.device, Timer()), device.matrix_tflops)
-    cells = []
+    cells, busy = [], crowding()
     for workload in workloads:
         requests = workload.requests(llm.model.decoder.vocab_size)
         passes = []
@@ -77,6 +78,8 @@ def run_offline(
         cells.append(_summary(llm, workload, requests, passes, idle, rates))
     return OfflineReport(
         command=command,
+        origin=Origin.here(),
+        busy=busy or crowding(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         model=llm.model.name,
         load_format=load_format,
@@ -98,8 +101,8 @@ def settings(llm: LLM) -> dict[str, str]:
         **{phase.value: name for phase, name in chosen.names.items()},
         "kv_layout": chosen.layout.name,
         "block_size": str(chosen.block_size),
-        "pool_tokens": str(llm.engine.pool.num_tokens),
-        "max_model_len": str(llm.engine.max_model_len),
+        "pool_tokens": str(llm.engine.capacity.pool.num_tokens),
+        "max_model_len": str(llm.engine.capacity.max_model_len),
         "max_num_seqs": str(config.max_num_seqs),
         "max_num_batched_tokens": str(config.step_tokens),
         "enforce_eager": str(config.enforce_eager).lower(),

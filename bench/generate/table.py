@@ -8,6 +8,7 @@ from rich.table import Table
 
 from headway.bench.generate.report import OfflineCell, OfflineReport, PeersFile
 from headway.bench.kernel.table import describe
+from headway.tuning.timing import MOST_DRIFT
 
 COLUMNS = (
     "batch x in/out",
@@ -65,7 +66,13 @@ def row(cell: OfflineCell) -> tuple[str, ...]:
 
 def notes(report: OfflineReport) -> list[str]:
     """What is worth a line beside the table."""
-    return [
+    lines = [f"measured on a busy machine, {report.busy}: rates may be too low"] if report.busy else []
+    lines += [
+        f"{cell.label}: passes disagree, {cell.slowest:,.0f} to {cell.fastest:,.0f} tokens/s: the machine was not steady"
+        for cell in report.cells
+        if cell.fastest > (1 + MOST_DRIFT / 2) * cell.slowest
+    ]
+    return lines + [
         f"{cell.label}: {cell.num_preemptions} preemptions, for the pool has room for {report.settings['pool_tokens']} tokens"
         for cell in report.cells
         if cell.num_preemptions
@@ -97,7 +104,8 @@ def markdown(report: OfflineReport, peers: PeersFile | None) -> str:
     lines += [line for note in notes(report) for line in ("", f"{note}.")]
     if peers is not None:
         told = "; ".join(f"{peer.name} {peer.version}: {peer.settings}" for peer in peers.peers)
-        lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}. {told}."]
+        by = f" Measured by {peers.measured_by}." if peers.measured_by else ""
+        lines += ["", f"Peers: {peers.model}, on {peers.device}, {peers.date}. {told}.{by}"]
     return "\n".join(lines)
 
 

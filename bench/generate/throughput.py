@@ -16,7 +16,8 @@ from headway.bench.generate.prompts import take_prompts
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
-from headway.tuning.device import DeviceInfo, describe_device
+from headway.testing.origin import Origin
+from headway.tuning.device import DeviceInfo, crowding, describe_device
 from headway.tuning.timing import Timer
 
 Generated = list[list[int]]
@@ -58,6 +59,10 @@ class ThroughputReport(BaseModel):
 
     schema_: Literal["headway.throughput/1"] = Field(default="headway.throughput/1", alias="schema")
     command: str
+    origin: Origin | None = None
+    """The code that made it; None in files of before 2026-11-22."""
+    busy: str = ""
+    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
     date: str
     model: str
     dtype: str
@@ -99,6 +104,7 @@ def run_throughput(
     if compare:
         peer = TransformersPeer(llm)
         runners.append(("transformers", peer.settings, lambda: peer.generate(prompts, workload.output_len)))
+    busy = crowding()
     passes = {name: [_told(run, name, advance) for _ in range(workload.repeat + 1)] for name, _, run in runners}
     results = [_summary(name, settings, passes[name][1:]) for name, settings, _ in runners]
     ours = passes["headway"][-1].tokens
@@ -107,6 +113,8 @@ def run_throughput(
     dtype = llm.model.decoder.attention_specs[0].dtype
     return ThroughputReport(
         command=command,
+        origin=Origin.here(),
+        busy=busy or crowding(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         model=llm.model.name,
         dtype=DTYPE_NAMES[dtype],

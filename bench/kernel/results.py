@@ -7,6 +7,7 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from headway.testing.origin import Origin
 from headway.tuning.attempt import Status
 from headway.tuning.device import DeviceInfo
 from headway.tuning.json_files import read_json
@@ -68,6 +69,13 @@ class KernelCell(BaseModel):
         return self
 
     @property
+    def spread(self) -> float | None:
+        """Half the range from p20 to p80 as a share of the median; None without a time."""
+        if self.median_us is None or self.p20_us is None or self.p80_us is None:
+            return None
+        return (self.p80_us - self.p20_us) / (2 * self.median_us)
+
+    @property
     def label(self) -> str:
         """The contender and how its cache lies: one column of a table."""
         if self.owner == "peer":
@@ -94,6 +102,10 @@ class KernelReport(BaseModel):
 
     schema_: Literal["headway.kernel/1"] = Field(default=SCHEMA, alias="schema")
     command: str
+    origin: Origin | None = None
+    """The code that made it; None in files of before 2026-11-22."""
+    busy: str = ""
+    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
     date: str
     """UTC, ISO 8601: the start of the run."""
     warmup_ms: float

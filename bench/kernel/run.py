@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,9 +23,11 @@ from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
 from headway.testing.cases import Case
+from headway.testing.origin import Origin
 from headway.testing.reference import reference, relative_error
 from headway.tuning.attempt import Attempt, Measurement, backend_attempt, failed, measure, writer_attempt
-from headway.tuning.device import default_device, describe_device
+from headway.tuning.device import crowding, default_device, describe_device
+from headway.tuning.inputs import Inputs
 from headway.tuning.json_files import write_json
 from headway.tuning.progress import on_device, progress_bar
 from headway.tuning.timing import Timer
@@ -85,6 +88,8 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
         task = progress.add_task("device", total=1 + sum(len(entries) for _, entries in rounds))
         report = KernelReport(
             command=options.command or " ".join(sys.argv),
+            origin=Origin.here(),
+            busy=crowding(),
             date=date,
             warmup_ms=options.timer.warmup_ms,
             rep_ms=options.timer.rep_ms,
@@ -102,6 +107,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
             report.cells += [results[number] for number in sorted(results)]
             if options.output is not None:
                 write_json(report, options.output)
+        report.busy = report.busy or crowding()
     return report
 
 
@@ -119,16 +125,20 @@ def _run_cell(cell: Cell, entries: Sequence[Entry], options: KernelOptions) -> I
         try:
             build = build_write if cell.phase == "write" else build_case
             case = build(cell, layout, block_size, options.seed)
-            if expected is None and cell.phase != "write":
-                expected = reference(case)
+            inputs = None
+            if cell.phase != "write":
+                inputs = Inputs(case, partial(build, cell, layout, block_size, options.seed))
+                expected = reference(case) if expected is None else expected
         except Exception as error:  # out of memory, mostly: the next layout may still fit
             case, failure = None, failed(error)
         for number in numbers:
             if case is None:
                 yield number, failure
             else:
-                yield number, measure(_attempt(entries[number], case, expected, block_size), options.device, options.timer)
-        case = None
+                check = inputs.check if inputs is not None else lambda: None
+                attempt = _attempt(entries[number], case, expected, block_size)
+                yield number, measure(attempt, options.device, options.timer, check)
+        case = inputs = None
         gc.collect()  # libraries' wrappers hold caches in cycles, and the next one may be as large
         if options.device.type == "cuda":
             torch.cuda.empty_cache()

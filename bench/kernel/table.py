@@ -10,6 +10,7 @@ from rich.text import Text
 
 from headway.bench.kernel.results import KernelCell, KernelReport
 from headway.tuning.device import DeviceInfo
+from headway.tuning.timing import MOST_DRIFT
 
 RATE_OF = {
     "decode": "GB/s of K and V read once",
@@ -55,6 +56,15 @@ def notes(report: KernelReport) -> list[str]:
     for cell in report.cells:
         if cell.status != "ok":
             cases.setdefault(f"{cell.label} {cell.status}: {cell.reason}", []).append(cell.case)
+    if report.busy:
+        lines.append(f"measured on a busy machine, {report.busy}: times may be too long")
+    shaken = [cell for cell in report.cells if cell.spread is not None and cell.spread > MOST_DRIFT]
+    if shaken:
+        worst = max(shaken, key=lambda cell: cell.spread or 0.0)
+        lines.append(
+            f"runs of the same call spread by more than {MOST_DRIFT:.0%} in {len(shaken)} of {len(report.cells)} cells (most by "
+            f"{worst.spread:.0%}: {worst.label}, {worst.case}): the machine was not steady"
+        )
     return lines + [f"{reason} [{', '.join(dict.fromkeys(names))}]" for reason, names in cases.items()]
 
 
@@ -63,7 +73,7 @@ def _table(title: str, cells: Sequence[KernelCell]) -> Table:
     table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("case", no_wrap=True)
     for label in labels:
-        table.add_column(label, justify="right")
+        table.add_column(label, justify="right", overflow="fold")
     for case in dict.fromkeys(cell.case for cell in cells):
         row = {cell.label: cell for cell in cells if cell.case == case}
         times = [cell.median_us for cell in row.values() if cell.median_us is not None]

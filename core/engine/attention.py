@@ -62,10 +62,14 @@ class PagedAttention:
     def begin_graph(self, metadata: AttentionMetadata, decode: Backends) -> Plans:
         """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
         plans = {spec: decode[spec].plan_for_capture(metadata) for spec in dict.fromkeys(self.specs)}
+        self.resume_graph(metadata, decode, plans)
+        return plans
+
+    def resume_graph(self, metadata: AttentionMetadata, decode: Backends, plans: Plans) -> None:
+        """Set up the step of `begin_graph` once more, after others."""
         self._metadata = metadata
         self._decode_writes = _writing(metadata, decode)
         self._parts = [(Phase.DECODE, slice(0, metadata.num_tokens), decode, plans)]
-        return plans
 
     @property
     def serving(self) -> tuple[str, ...]:

@@ -2,78 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SEED_RANGE, is_seed
-from headway.core.select.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_MULTIPLE = 8
 """Every block size is a multiple of this: no kernel reads smaller steps."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What `LLM` and the command line hand to the engine; names are vLLM's where it has them."""
+    """The engine's options; names are vLLM's where it has them.
 
-    attn_backend: str = "auto"
-    """auto, a backend's name, or "prefill=NAME,decode=NAME"."""
-    attn_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Backend name -> option -> value."""
-    workload: str = "chat"
-    """What `auto` expects to serve: chat, long, batch, or BATCHxINPUT+OUTPUT; a measured table's layout is chosen for it."""
-    kv_layout: str = "auto"
-    block_size: int | None = None
-    """Tokens in a block; None: the selector's choice."""
-    max_model_len: int | None = None
-    """Most tokens of prompt and output; None: what the model was made for, or what the pool holds if that is less."""
-    max_num_batched_tokens: int | None = None
-    """Tokens of one step; None: 2,048 on a CPU and 16,384 on a GPU, which a smaller product of a prompt leaves half idle."""
-    max_num_seqs: int = 256
-    """Sequences of one step."""
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    kv_cache_memory: int | None = None
-    """Bytes of the pool; None: on a CPU a share of what is free, on a GPU what `gpu_memory_utilization` leaves."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for weights, activations and cache."""
-    enforce_eager: bool = False
-    """Launch every step kernel by kernel: no CUDA graphs."""
-    cudagraph_capture_sizes: tuple[int, ...] | None = None
-    """Batch sizes whose decode is captured; None: 1, 2, 4, 8 and steps of 8 up to max_num_seqs and 256."""
-    async_scheduling: bool | None = None
-    """Launch a step before the one before has been read; None: on a GPU, where it hides the host's work."""
-    deterministic: bool = False
-    """The bits of a request's logits do not depend on what else is in its batch; see headway.core.engine.deterministic."""
-    seed: int = 0
-    """Seeds requests that bring no seed of their own."""
+    Each option's text is written here once: `LLM`'s keywords, the command line's flags and docs/options.md come from it.
+    """
+
+    attn_backend: Annotated[str, 'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME".'] = "auto"
+    attn_options: Annotated[Mapping[str, Mapping[str, str]], "Options of backends: NAME -> key -> value."] = field(
+        default_factory=dict
+    )
+    workload: Annotated[str, "What auto expects to serve: chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256."] = "chat"
+    kv_layout: Annotated[str, "Layout of the cache: auto, nhd, hnd, vllm_5d, or a plugin's."] = "auto"
+    kv_cache_dtype: Annotated[str, "Element type of the cache: auto (the model's), or fp8_e4m3, which halves it."] = "auto"
+    block_size: Annotated[int | None, "Tokens in a cache block, a multiple of 8. Default: auto decides."] = None
+    max_model_len: Annotated[
+        int | None, "Most tokens of prompt and output together. Default: the model's limit, or less where the cache is smaller."
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, "Most tokens of one step; longer prompts go in chunks. Default: 16,384 on a GPU, 2,048 on a CPU."
+    ] = None
+    max_num_seqs: Annotated[int, "Most sequences of one step."] = 256
+    enable_prefix_caching: Annotated[bool, "Reuse the cache of prompts that begin alike."] = True
+    enable_chunked_prefill: Annotated[bool, "Serve a long prompt in several steps."] = True
+    kv_cache_memory: Annotated[
+        int | str | None, "Size of the cache: bytes, or a text such as 2GiB. Default: what the memory has room for."
+    ] = None
+    gpu_memory_utilization: Annotated[float, "Share of the GPU's memory for weights, activations and cache."] = 0.9
+    enforce_eager: Annotated[bool, "Launch every kernel by itself: no CUDA graphs."] = False
+    cudagraph_capture_sizes: Annotated[
+        Sequence[int] | None, "Batch sizes whose decode is captured in CUDA graphs. Default: up to max_num_seqs."
+    ] = None
+    async_scheduling: Annotated[bool | None, "Launch a step before the last one is read. Default: on a GPU."] = None
+    deterministic: Annotated[bool, "Give a request the same bits alone and in any batch; slower."] = False
+    seed: Annotated[int, "Seed of the requests that bring none of their own."] = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory"):
+        from headway.core.contract.spec import KV_DTYPES  # here, so that the command line's help needs no torch
+        from headway.core.select.workload import Workload
+
+        if self.kv_cache_memory is not None:
+            object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
+        for name in ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if not (value is None and name != "max_num_seqs") and not _is_count(value):
                 raise ConfigError(name, "a whole number of at least 1", repr(value))
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError("gpu_memory_utilization", "a number above 0 and at most 1", repr(self.gpu_memory_utilization))
-        sizes = self.cudagraph_capture_sizes
-        if sizes is not None and (not sizes or any(not isinstance(size, int) or size < 1 for size in sizes)):
-            raise ConfigError(
-                "cudagraph_capture_sizes", "whole numbers of at least 1", repr(sizes), "enforce_eager turns graphs off"
-            )
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError("gpu_memory_utilization", "a number above 0 and at most 1", repr(share))
+        self._check_capture_sizes()
         Workload.parse(self.workload)
-        if sizes is not None and min(sizes) > self.max_num_seqs:
-            raise ConfigError("cudagraph_capture_sizes", f"a size of at most max_num_seqs={self.max_num_seqs}", repr(sizes))
+        if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in KV_DTYPES:
+            raise ConfigError("kv_cache_dtype", f"auto or {' or '.join(KV_DTYPES)}", repr(self.kv_cache_dtype))
         if not is_seed(self.seed):
             raise ConfigError("seed", SEED_RANGE, repr(self.seed))
         if self.block_size is not None and self.block_size % BLOCK_MULTIPLE:
             near = max(BLOCK_MULTIPLE, round(self.block_size / BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
             raise ConfigError("block_size", f"a multiple of {BLOCK_MULTIPLE}", self.block_size, f"{near} is the nearest")
 
+    def _check_capture_sizes(self) -> None:
+        sizes = self.cudagraph_capture_sizes
+        if sizes is None:
+            return
+        listed = tuple(sizes) if isinstance(sizes, Iterable) else ()
+        if not listed or not all(map(_is_count, listed)):
+            raise ConfigError(
+                "cudagraph_capture_sizes", "whole numbers of at least 1", repr(sizes), "enforce_eager turns graphs off"
+            )
+        if min(listed) > self.max_num_seqs:
+            raise ConfigError("cudagraph_capture_sizes", f"a size of at most max_num_seqs={self.max_num_seqs}", repr(sizes))
+        object.__setattr__(self, "cudagraph_capture_sizes", listed)
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes; None: what the memory has room for."""
+        assert not isinstance(self.kv_cache_memory, str)
+        return self.kv_cache_memory
+
     def for_device(self, device: torch.device) -> EngineConfig:
-        """With what hangs on the device filled in."""
+        """With the options filled in that depend on the device."""
         gpu = device.type == "cuda"
         tokens, overlap = self.max_num_batched_tokens, self.async_scheduling
         return replace(
@@ -100,3 +122,25 @@ class EngineConfig:
                 self.step_tokens,
                 "raise it, lower max_model_len, or turn chunked prefill on",
             )
+
+
+def parse_bytes(what: str, value: object) -> int:
+    """A size in bytes from a number or a text such as "2GiB" or "512MB", by pydantic's ByteSize (GB is 1000**3, GiB 1024**3).
+
+    what: the option's name, for the error.
+
+    :raises ConfigError: it is neither, or not positive.
+    """
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = 0 if isinstance(value, (bool, float)) else int(TypeAdapter(ByteSize).validate_python(value))
+    except (ValidationError, OverflowError):
+        size = 0
+    if size < 1:
+        raise ConfigError(what, "a positive number of bytes such as 2GiB or 512MiB", repr(value))
+    return size
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -62,7 +62,7 @@ class IndependentScheduler(Scheduler):
     prompt are other bits than those it decoded.
     """
 
-    def _share(self, seq: Sequence, budget: int) -> int:
+    def _num_tokens(self, seq: Sequence, budget: int) -> int:
         count = min(seq.num_to_compute, self._chunk) if self.enable_chunked_prefill else seq.num_to_compute
         return count if count <= budget else 0
 

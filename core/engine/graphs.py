@@ -1,40 +1,25 @@
-"""Decode steps captured once as CUDA graphs and replayed: one launch a step instead of hundreds."""
+"""The CUDA graphs of an engine: which decode steps are captured, and which of them runs a step."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
-import numpy
 import torch
-from torch import Tensor
 
-from headway.core.contract.backend import Backends, GraphLevel
-from headway.core.contract.errors import BackendError, HeadwayError
-from headway.core.contract.metadata import AttentionMetadata
-from headway.core.contract.model import Model
+from headway.core.contract.backend import AttentionBackend, Backends, GraphLevel
 from headway.core.contract.support import Reason
-from headway.core.engine.attention import PagedAttention
-from headway.core.engine.scheduler import Scheduled
+from headway.core.engine.graph import CudaRecorder, DecodeGraph, GraphStep, Recorder, StaticInputs, name_of
+from headway.core.engine.step import StepInput
 
 log = logging.getLogger("headway")
 
-_LONGS = 2
-"""int64 numbers a row: its place in `newest`, and its slot."""
-_INTS = 2
-"""int32 numbers a row: its position, and its length."""
-_ALIGN = 4
-"""Fields begin at multiples of 16 bytes, which kernels may rely on."""
-
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes worth a graph: 1, 2, 4, 8 and then steps of 8, as far as max_num_seqs and 256."""
-    most = min(max_num_seqs, 256)
-    sizes = [1, 2, 4, *range(8, most + 1, 8)]
-    return sorted({*(size for size in sizes if size <= most), most})
+    """Batch sizes worth a graph: 1, 2, 4, 8, then steps of 8 to 256, of 32 to 1,024 and of 128 from there to max_num_seqs."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32), *range(1152, max_num_seqs + 1, 128)]
+    return sorted({*(size for size in sizes if size <= max_num_seqs), max_num_seqs})
 
 
 class DecodeGraphs:
@@ -44,55 +29,40 @@ class DecodeGraphs:
     fixes its grid, and the lengths it reads on the device decide what is computed.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        attention: PagedAttention,
-        greedy: Callable[[Tensor], Tensor],
-        newest: Tensor,
-        block_size: int,
-        max_model_len: int,
-    ) -> None:
-        """newest: int64 [max_num_seqs + 1], the last sampled token of each row; the last place belongs to padding."""
-        self._model = model
-        self._attention = attention
-        self._greedy = greedy
-        self._newest = newest
-        self._block_size = block_size
-        self._max_model_len = max_model_len
-        self._max_num_seqs = len(newest) - 1
-        self._width = _aligned(-(-max_model_len // block_size))
-        self._tables = numpy.zeros((self._max_num_seqs, self._width), dtype=numpy.int32)
-        self._logits: Tensor | None = None  # [largest batch, vocab_size]; every graph computes its own into its first rows
+    def __init__(self, step: GraphStep) -> None:
+        self._step = step
         self._graphs: dict[tuple[int, str], DecodeGraph] = {}
         self._size_of: list[int] = []
         """The captured batch size for each number of sequences."""
+        self._warned = False
 
-    def capture(self, batch_sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]]) -> None:
+    def capture(
+        self, batch_sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: Recorder | None = None
+    ) -> None:
         """Capture the largest first, so that the others find their memory in its pool; says what it took.
 
         candidates: for a batch size, the backends worth a graph. One that cannot run in a graph, or memory that does not suffice,
-        leaves steps to run as single launches: the log says so once.
+        leaves steps to run as single launches: the log says so once. recorder: in place of CUDA's.
         """
-        device = self._newest.device
-        wanted = {size: candidates(size) for size in sorted(batch_sizes, reverse=True) if size <= self._max_num_seqs}
-        inputs = _Inputs(max(wanted), self._width, device)
+        device, most = self._step.newest.device, self._step.padding_row
+        wanted = {size: candidates(size) for size in sorted(batch_sizes, reverse=True) if size <= most}
+        inputs = StaticInputs(max(wanted), self._step)
         started, before = time.perf_counter(), _used(device)
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        recorder = recorder or CudaRecorder()
         refused: set[str] = set()
         too_large: list[int] = []
         for size, choices in wanted.items():
             for backends in choices:
-                name = _name(backends)
+                name = name_of(backends)
                 if name in refused:
                     continue
-                if any(backend.graph_level < GraphLevel.DECODE for backend in backends.values()):
+                if any(_refusal(backend) is not None for backend in backends.values()):
                     refused.add(name)
                     self._explain(backends)
                     continue
                 try:
-                    graph = DecodeGraph(self, inputs, size, backends)
-                    graph.capture(pool, stream)
+                    graph = DecodeGraph(self._step, inputs, size, backends)
+                    graph.capture(recorder)
                 except torch.OutOfMemoryError:
                     torch.cuda.empty_cache()
                     too_large.append(size)
@@ -117,11 +87,10 @@ class DecodeGraphs:
 
     def _explain(self, backends: Backends) -> None:
         """Say why there are no graphs, and what a step costs without: the host's time to launch one, measured."""
-        backend = min(backends.values(), key=lambda each: each.graph_level)
-        step = DecodeGraph(self, _Inputs(1, self._width, self._newest.device), 1, backends)
+        backend, reason = next((each, found) for each in backends.values() if (found := _refusal(each)) is not None)
+        graph = DecodeGraph(self._step, StaticInputs(1, self._step), 1, backends)
         started = time.perf_counter()
-        step.run()
-        reason = Reason("graph_level", "DECODE or higher", backend.graph_level.name, "--enforce-eager says that this is meant")
+        graph.run()
         log.warning(
             "CUDA graphs: %s cannot be captured (%s); launching a decode step kernel by kernel takes the host %.1f ms",
             backend.name,
@@ -129,170 +98,45 @@ class DecodeGraphs:
             1e3 * (time.perf_counter() - started),
         )
 
-    def size_for(self, step: list[Scheduled]) -> int | None:
-        """The captured batch size that holds a step; None if the step is larger than all, or does not go on from `newest`."""
-        count = len(step)
-        if count >= len(self._size_of) or any(s.num_new_tokens > 1 or s.context_len != s.seq.newest_at for s in step):
-            return None
-        return self._size_of[count]
+    def for_step(self, step: StepInput, backends: Callable[[int], Backends]) -> tuple[DecodeGraph | None, str]:
+        """The graph that runs a step; or None and the reason, in words that steps of the same kind share.
 
-    def get(self, size: int, backends: Backends) -> DecodeGraph | None:
-        """The graph of a batch size with these backends; None if it was not captured."""
-        return self._graphs.get((size, _name(backends)))
-
-    def fill(self, longs: numpy.ndarray, ints: numpy.ndarray, table: numpy.ndarray, step: list[Scheduled]) -> None:
-        """Write a step's inputs. longs: int64 [_LONGS, batch]; ints: int32 [_INTS, batch]; table: int32 [batch, width]."""
-        rows, slots, positions = [], [], []
-        size = self._block_size
-        for share in step:
-            seq, at = share.seq, share.context_len
-            row, blocks = seq.row or 0, seq.blocks
-            if seq.num_tabled < len(blocks):
-                self._tables[row, seq.num_tabled : len(blocks)] = blocks[seq.num_tabled :]
-                seq.num_tabled = len(blocks)
-            rows.append(row)
-            slots.append(blocks[at // size] * size + at % size)
-            positions.append(at)
-        count = len(step)
-        longs[:, :count] = rows, slots
-        longs[:, count:] = [[self._max_num_seqs], [-1]]
-        ints[0, :count] = positions
-        ints[1, :count] = ints[0, :count] + 1
-        ints[:, count:] = 0
-        numpy.take(self._tables, rows, axis=0, out=table[:count])
-        table[count:] = 0
-
-
-class _Inputs:
-    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
-
-    def __init__(self, most: int, width: int, device: torch.device) -> None:
-        length = _aligned(most) * (2 * _LONGS + _INTS) + most * width
-        self.width = width
-        self.device = torch.zeros(length, dtype=torch.int32, device=device)
-        pinned = device.type == "cuda"
-        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-
-    def next_host(self) -> Tensor:
-        """The buffer that is not in use: a step's copy is done before the step after next is launched."""
-        self._host.reverse()
-        return self._host[0]
-
-    def views(self, flat: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """(int64 [_LONGS, batch], int32 [_INTS, batch], block table int32 [batch, width]) of a flat buffer, and their length."""
-        stride = _aligned(batch)
-        ints, table = 2 * _LONGS * stride, (2 * _LONGS + _INTS) * stride
-        end = table + batch * self.width
-        return (
-            flat[:ints].view(torch.int64).view(_LONGS, stride)[:, :batch],
-            flat[ints:table].view(_INTS, stride)[:, :batch],
-            flat[table:end].view(batch, self.width),
-            end,
-        )
-
-
-class DecodeGraph:
-    """One captured step of `size` rows."""
-
-    def __init__(self, owner: DecodeGraphs, inputs: _Inputs, size: int, backends: Backends) -> None:
-        self._owner, self._inputs, self.size = owner, inputs, size
-        self._backends = backends
-        self.backends = (_name(backends),)
-        longs, ints, table, _ = inputs.views(inputs.device, size)
-        self.rows, self._slots = longs
-        """Places in `newest` of the last replay's rows, padding included; and their slots."""
-        self._positions, self._seq_lens = ints
-        self._metadata = self._worst_case(table)
-        self._plans = owner._attention.begin_graph(self._metadata, backends)
-        # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
-        logits, self._tokens = self.run()
-        if owner._logits is None or len(owner._logits) < size:
-            owner._logits = logits
-
-    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Record the step; its memory comes from a pool that all graphs share.
-
-        :raises BackendError: something in it cannot be captured.
+        backends: for a captured batch size, those that are fastest at the step's lengths.
         """
-        self._graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        try:
-            # Not torch.cuda.graph, which collects Python's garbage before each capture: longer than the capture itself.
-            with torch.cuda.stream(stream):
-                self._graph.capture_begin(pool=pool)
-                try:
-                    _, self._tokens = self.run()
-                finally:
-                    self._graph.capture_end()
-        except (HeadwayError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            raise BackendError(
-                f"CUDA graphs: decode of {self.size} sequences with {_name(self._backends)} cannot be captured: {error}; "
-                "--enforce-eager does without"
-            ) from error
-
-    def _worst_case(self, table: Tensor) -> AttentionMetadata:
-        owner, size, device = self._owner, self.size, self._seq_lens.device
-        starts = torch.arange(size + 1, dtype=torch.int32)
-        return AttentionMetadata(
-            num_prefills=0,
-            num_decodes=size,
-            num_prefill_tokens=0,
-            num_decode_tokens=size,
-            query_start_loc=starts.to(device),
-            seq_lens=self._seq_lens,
-            context_lens=self._positions,
-            block_table=table,
-            slot_mapping=self._slots,
-            block_size=owner._block_size,
-            max_query_len=1,
-            max_seq_len=owner._max_model_len,
-            query_start_loc_cpu=starts,
-            seq_lens_cpu=torch.full((size,), owner._max_model_len, dtype=torch.int32),
-            block_table_cpu=torch.zeros(table.shape, dtype=torch.int32),
-        )
-
-    @torch.inference_mode()
-    def run(self) -> tuple[Tensor, Tensor]:
-        """Launch the step over the static inputs; logits [size, vocab_size], in the buffer of all, and greedy tokens [size]."""
-        owner, newest = self._owner, self._owner._newest
-        # The first and largest makes the buffer. A copy of logits that the model had put elsewhere would write them twice.
-        out = None if owner._logits is None or len(owner._logits) < self.size else owner._logits[: self.size]
-        ids = newest.index_select(0, self.rows).clamp_min(0)  # the row of a sequence that ends with a NaN runs once more
-        hidden = owner._model(ids, self._positions, owner._attention)
-        logits = owner._model.compute_logits(hidden, out)
-        assert out is None or logits.data_ptr() == out.data_ptr()
-        tokens = owner._greedy(logits)
-        newest.index_copy_(0, self.rows, tokens)
-        return logits, tokens
-
-    def load(self, step: list[Scheduled]) -> None:
-        """Bring the static inputs, and plans that are more than those, up to date."""
-        host = self._inputs.next_host()
-        longs, ints, table, end = self._inputs.views(host, self.size)
-        self._owner.fill(longs.numpy(), ints.numpy(), table.numpy(), step)
-        self._inputs.device[:end].copy_(host[:end], non_blocking=True)
-        metadata = replace(self._metadata, seq_lens_cpu=ints[1], block_table_cpu=table)
-        for spec, plan in self._plans.items():
-            self._backends[spec].plan_for_replay(plan, metadata)
-
-    def replay(self, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
-        """Run a step. Returns its logits [len(step), vocab_size] and greedy tokens, both overwritten by the next replay."""
-        self.load(step)
-        self._graph.replay()
-        assert self._owner._logits is not None
-        return self._owner._logits[: len(step)], self._tokens[: len(step)]
+        if not step.goes_on:
+            decodes = (step.query_lens == 1) & (step.context_lens > 0)
+            if step.num_draft_tokens.any():
+                return None, "drafts to verify"
+            return None, "a token that the device does not hold" if decodes.all() else "a prompt in the step"
+        if step.num_seqs >= len(self._size_of):
+            largest = max(len(self._size_of) - 1, 0)
+            if largest and not self._warned:
+                self._warned = True
+                log.warning(
+                    "CUDA graphs: a decode step of %d sequences is launched kernel by kernel, for the largest captured batch is "
+                    "%d; a larger number in cudagraph_capture_sizes captures more",
+                    step.num_seqs,
+                    largest,
+                )
+            return None, f"more than {largest} sequences" if largest else "no graph was captured"
+        size = self._size_of[step.num_seqs]
+        fastest = backends(size)
+        graph = self._graphs.get((size, name_of(fastest)))
+        return graph, "" if graph is not None else f"no graph of {name_of(fastest)} for {size} sequences"
 
 
-def _name(backends: Backends) -> str:
-    return next(iter(backends.values())).name
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGN) * _ALIGN
+def _refusal(backend: AttentionBackend) -> Reason | None:
+    """Why a backend's decode is not captured."""
+    hint = "--enforce-eager says that this is meant"
+    if backend.graph_level < GraphLevel.DECODE:
+        return Reason("graph_level", "DECODE or higher", backend.graph_level.name, hint)
+    if backend.capabilities.exact_host_lengths:
+        return Reason("exact_host_lengths", "a plan that needs no exact lengths on the host", "one that does", hint)
+    return None
 
 
 def _used(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free

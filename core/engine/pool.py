@@ -82,26 +82,6 @@ def allocate(specs: Sequence[AttentionSpec], layout: CacheLayout, size: PoolSize
     ]
 
 
-def parse_memory(text: str | int) -> int:
-    """Bytes from a number or a text such as "2GiB", "512MB" or "1.5G" (G and GiB are 1024**3, GB is 1000**3; M and K likewise).
-
-    :raises ConfigError: it is neither, or not positive.
-    """
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMG", start=1):
-        units.update({letter: 1024**power, f"{letter}IB": 1024**power, f"{letter}B": 1000**power})
-    stripped = str(text).strip().upper()
-    number = stripped.rstrip("KMGIB")
-    unit = stripped[len(number) :]
-    try:
-        value = int(float(number) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        value = 0
-    if value <= 0:
-        raise ConfigError("kv_cache_memory", "a positive number of bytes such as 2GiB or 512MiB", repr(text))
-    return value
-
-
 def _default_memory(one_sequence: int) -> int:
     most = int(psutil.virtual_memory().available * _LARGEST_SHARE)
     return min(most, max(_DEFAULT_BYTES, one_sequence))

@@ -1,12 +1,13 @@
-"""The device side of the engine: launches a step, and hands its tokens over when they have come."""
+"""The device's side of the engine: launches a step, and hands its tokens over when they have come."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.backend import Backends
@@ -14,40 +15,53 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
 from headway.core.contract.transfer import upload
 from headway.core.engine.attention import PagedAttention
-from headway.core.engine.graphs import DecodeGraph, DecodeGraphs
-from headway.core.engine.scheduler import Scheduled
+from headway.core.engine.compilation import CompilationWatch
+from headway.core.engine.copies import copy_slots
+from headway.core.engine.graph import DecodeGraph, GraphStep, Recorder
+from headway.core.engine.graphs import DecodeGraphs
+from headway.core.engine.rows import Rows
+from headway.core.engine.step import NEWEST, Sampled, StepInput
 from headway.core.sampling.sampler import SamplingOps, sample
+from headway.core.sampling.verification import Verified, verify
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that the device has been given."""
+    """A step that the device has been given; see `InFlight`."""
 
-    step: list[Scheduled]
-    sampled: list[Scheduled]
-    """The shares that sample, in the order of `tokens`."""
     tokens: Tensor
-    """int64 [len(sampled)] in host memory; valid once `done`."""
+    """int64 [rows], or [rows, drafts + 1], in host memory and in the order of `order`; valid once `done`."""
+    counts: Tensor | None
+    """int64 [rows], likewise; None: every row has one token."""
+    order: NDArray[numpy.int64] | None
+    """Which of the step's sampling sequences each row is; None: they are in order."""
     done: torch.cuda.Event | None
     """None where the step ran at once."""
     backends: tuple[str, ...] = ()
-    """Names of those that served it."""
     graph: bool = False
-    """Whether it was a graph's replay."""
+    no_graph: str = ""
+    compiled: tuple[str, ...] = ()
     first_nan: str | None = None
-    """With HEADWAY_DEBUG=1: what made the first NaN."""
 
-    def wait(self) -> list[int]:
+    def wait(self) -> Sampled:
         """The sampled tokens; waits for the device."""
         if self.done is not None:
             self.done.synchronize()
-        return list(self.tokens.tolist())
+        tokens = self.tokens.numpy()
+        if tokens.ndim == 1:
+            tokens = tokens[:, None]
+        if self.order is not None:  # a graph's rows, and those have no drafts
+            ordered = numpy.empty_like(tokens)
+            ordered[self.order] = tokens
+            tokens = ordered
+        counts = numpy.ones(len(tokens), dtype=numpy.int64) if self.counts is None else self.counts.numpy()
+        return Sampled(tokens, counts)
 
 
 class Runner:
-    """It knows sequences only as token ids, lengths, blocks and rows.
+    """Runs steps that are plain data, on one device.
 
     The tokens a step samples stay on the device, one place a row, and are the next step's input there: the host need not have
     seen them to launch it.
@@ -68,73 +82,99 @@ class Runner:
         self._selector = selector
         self._sampling = sampling
         self._block_size = block_size
+        self._num_blocks = attention.caches[0].geometry.num_blocks
         self._device = attention.specs[0].device
         self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
         self._max_model_len = max_model_len
+        self._rows = Rows(max_num_seqs, -(-max_model_len // block_size))
         self._graphs: DecodeGraphs | None = None
+        self._compilations: CompilationWatch | None = None
+        self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
+        """Called in every step with the rows that sample and their logits, which the next step overwrites."""
 
-    def capture(self, batch_sizes: Sequence[int]) -> None:
+    def capture(self, batch_sizes: Sequence[int], recorder: Recorder | None = None) -> None:
         """Capture decode steps of these many sequences as CUDA graphs; see DecodeGraphs for what may be refused."""
-        sizes = self._block_size, self._max_model_len
-        graphs = DecodeGraphs(self._model, self._attention, self._sampling.greedy, self._newest, *sizes)
+        sizes = self._block_size, self._max_model_len, self._num_blocks
+        graphs = DecodeGraphs(GraphStep(self._model, self._attention, self._sampling.greedy, self._newest, *sizes))
         selector = self._selector
-        graphs.capture(batch_sizes, lambda size: [selector.instances_of(name) for name in selector.decode_candidates(size)])
+
+        def candidates(size: int) -> list[Backends]:
+            return [selector.instances_of(name) for name in selector.decode_candidates(size)]
+
+        graphs.capture(batch_sizes, candidates, recorder)
         self._graphs = graphs
 
+    def watch_compilations(self) -> None:
+        """From now on, tell of each step what was compiled for it."""
+        self._compilations = CompilationWatch()
+
     @torch.inference_mode()
-    def launch(self, step: list[Scheduled]) -> Launched:
+    def launch(self, step: StepInput) -> Launched:
         """Start a step. On a CPU it has run when this returns."""
-        graph = self._graph(step)
+        self._rows.update(step)
+        if step.copies:
+            copy_slots(self._attention.caches, step.copies)
+        graph, no_graph = self._graph(step)
+        order, verified = None, None
         if graph is not None:
             # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
-            step = sorted(step, key=lambda share: -share.context_len)
-        sampled = [share for share in step if share.samples]
-        if graph is not None:
-            logits, best = graph.replay(step)
-            tokens = self._sample(logits, best, sampled)
+            order = numpy.argsort(-step.context_lens, kind="stable")
+            step = replace(step, rows=step.rows[order], context_lens=step.context_lens[order])
+            logits, best = graph.replay(step.rows, step.context_lens, self._rows)
+            tokens = self._sample(logits, best, step.rows, step.context_lens + 1)
             if tokens is not best:  # those are in their places already
-                self._newest.index_copy_(0, graph.rows[: len(step)], tokens)
+                self._newest.index_copy_(0, graph.rows[: step.num_seqs], tokens)
         else:
             logits = self._run(step)
-            tokens = self._sample(logits, self._sampling.greedy(logits), sampled)
-            rows = torch.tensor([share.seq.row for share in sampled], dtype=torch.int64)
-            self._newest.index_copy_(0, upload(rows, self._device), tokens)
-        for share in sampled:
-            share.seq.newest_at = share.context_len + share.num_new_tokens
+            rows, positions = _sampled_at(step)
+            tokens = self._sample(logits, self._sampling.greedy(logits), rows, positions)
+            newest = tokens
+            if step.num_draft_tokens.any():
+                verified = _verify(step, tokens)
+                newest = verified.newest
+            self._newest.index_copy_(0, upload(torch.from_numpy(step.rows[step.samples]).long(), self._device), newest)
         backends = graph.backends if graph is not None else self._attention.serving
-        first_nan = self._attention.first_nan
+        compiled = self._compilations.take() if self._compilations is not None else ()
+        counts, done = None, None
+        if verified is not None:
+            tokens, counts = verified.tokens, self._to_host(verified.counts)
+        tokens = self._to_host(tokens)
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return Launched(tokens, counts, order, done, backends, graph is not None, no_graph, compiled, self._attention.first_nan)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
         if self._device.type == "cpu":
-            return Launched(step, sampled, tokens, None, backends, first_nan=first_nan)
-        host = torch.empty(tokens.shape, dtype=torch.int64, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return Launched(step, sampled, host, done, backends, graph is not None, first_nan)
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host
 
-    def _graph(self, step: list[Scheduled]) -> DecodeGraph | None:
-        """The graph that runs a step, where one was captured for its size and for the backend that is fastest at its lengths."""
-        size = self._graphs.size_for(step) if self._graphs is not None else None
-        if self._graphs is None or size is None:
-            return None
-        kv_len = sum(share.context_len for share in step) // len(step) + 1
-        return self._graphs.get(size, self._selector.backends_for(Phase.DECODE, size, 1, kv_len))
+    def _graph(self, step: StepInput) -> tuple[DecodeGraph | None, str]:
+        """The graph that runs a step: captured for its size and for the backend that is fastest at its lengths; or why none."""
+        if self._graphs is None:
+            return None, ""
+        kv_len = int(step.context_lens.sum()) // step.num_seqs + 1
+        return self._graphs.for_step(step, lambda size: self._selector.backends_for(Phase.DECODE, size, 1, kv_len))
 
-    def _run(self, step: list[Scheduled]) -> Tensor:
-        """The step as single launches; logits of the shares that sample."""
-        input_ids, positions = self._inputs(step)
+    def _run(self, step: StepInput) -> Tensor:
+        """The step as single launches; logits of the tokens after which something is sampled."""
+        lens = step.query_lens.tolist(), step.context_lens.tolist()
+        tables = self._rows.tables
+        ends = ((step.context_lens + step.query_lens - 1) // self._block_size + 1).tolist()
+        blocks = [tables[row, :end].tolist() for row, end in zip(step.rows.tolist(), ends, strict=True)]
+        drafts = step.num_draft_tokens.tolist() if step.num_draft_tokens.any() else None
         metadata = AttentionMetadata.build(
-            [share.num_new_tokens for share in step],
-            [share.context_len for share in step],
-            [share.seq.blocks for share in step],
-            self._block_size,
-            self._device,
+            *lens, blocks, self._block_size, self._device, num_draft_tokens=drafts, num_blocks=self._num_blocks
         )
+        input_ids, positions = self._inputs(step)
         prefill, decode = self._backends(metadata.prefill, Phase.PREFILL), self._backends(metadata.decode, Phase.DECODE)
         self._attention.begin(metadata, prefill, decode)
         hidden = self._model(input_ids, positions, self._attention)
-        last = [row for row, share in enumerate(step) if share.samples]
-        if len(last) < len(hidden):  # none, in the middle of a prompt
-            hidden = hidden.index_select(0, upload(metadata.query_start_loc_cpu[1:][last] - 1, self._device))
+        wanted = _logit_indices(step)
+        if len(wanted) < len(hidden):  # none, in the middle of a prompt
+            hidden = hidden.index_select(0, upload(torch.from_numpy(wanted), self._device))
         return self._model.compute_logits(hidden)
 
     def _backends(self, part: AttentionMetadata | None, phase: Phase) -> Backends:
@@ -144,29 +184,57 @@ class Runner:
         shape = Shape.of(part.phase, part.query_lens, part.kv_lens)
         return self._selector.backends_for(part.phase, shape.batch, shape.query_len, shape.kv_len)
 
-    def _inputs(self, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
+    def _inputs(self, step: StepInput) -> tuple[Tensor, Tensor]:
         """Token ids and positions [num_tokens] on the device; tokens the host has not seen come from `_newest`."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        unseen: list[tuple[int, int]] = []
-        for share in step:
-            first, last = share.context_len, share.context_len + share.num_new_tokens
-            known = share.seq.token_ids[first:last]
-            if len(known) < share.num_new_tokens:
-                assert share.num_new_tokens == 1, "only a decoding sequence runs ahead of the host"
-                assert share.seq.newest_at == first, "a token nobody knows"
-                known = [0]
-                unseen.append((len(token_ids), share.seq.row or 0))
-            token_ids += known
-            positions += range(first, last)
-        numbers = numpy.array([token_ids, positions], dtype=numpy.int64)  # torch takes eight times as long for lists
-        ids, places = upload(torch.from_numpy(numbers), self._device)
-        if unseen:
-            where = upload(torch.tensor(unseen), self._device)
-            ids = ids.index_copy(0, where[:, 0], self._newest.index_select(0, where[:, 1]).clamp_min(0))
-        return ids, places
+        rows = numpy.repeat(step.rows, step.query_lens)
+        numbers = numpy.empty((3, step.num_tokens), dtype=numpy.int64)
+        numbers[0], numbers[1], numbers[2] = step.token_ids, _positions(step), rows
+        ids, positions, places = upload(torch.from_numpy(numbers), self._device)
+        if (step.token_ids == NEWEST).any():
+            ids = torch.where(ids == NEWEST, self._newest.index_select(0, places).clamp_min(0), ids)
+        return ids, positions
 
-    def _sample(self, logits: Tensor, best: Tensor, sampled: list[Scheduled]) -> Tensor:
-        seqs = [share.seq for share in sampled]
-        positions = [share.context_len + share.num_new_tokens for share in sampled]
-        return sample(logits, best, [seq.params for seq in seqs], [seq.seed for seq in seqs], positions, self._sampling.draw)
+    def _sample(self, logits: Tensor, best: Tensor, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Tensor:
+        if self.observe is not None:
+            self.observe(rows, logits)
+        params, seeds = self._rows.params, self._rows.seeds
+        listed: list[int] = rows.tolist()
+        wishes = [params[row] for row in listed]
+        return sample(logits, best, wishes, [seeds[row] for row in listed], positions.tolist(), self._sampling.draw)
+
+
+def _positions(step: StepInput) -> NDArray[numpy.int64]:
+    """Position in its sequence of every new token: int64 [num_tokens]."""
+    starts = numpy.cumsum(step.query_lens, dtype=numpy.int64) - step.query_lens
+    positions: NDArray[numpy.int64] = numpy.arange(step.num_tokens) + numpy.repeat(step.context_lens - starts, step.query_lens)
+    return positions
+
+
+def _logit_indices(step: StepInput) -> NDArray[numpy.int64]:
+    """Which new tokens something is sampled after: the last of each sampling sequence, and with d drafts the d before it."""
+    counts = numpy.where(step.samples, step.num_draft_tokens + 1, 0)
+    ends = numpy.cumsum(step.query_lens, dtype=numpy.int64)
+    if not step.num_draft_tokens.any():
+        last: NDArray[numpy.int64] = ends[step.samples] - 1
+        return last
+    indices: NDArray[numpy.int64] = numpy.repeat(ends - numpy.cumsum(counts), counts)
+    return indices + numpy.arange(len(indices))
+
+
+def _sampled_at(step: StepInput) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
+    """Row and position of every token that is sampled."""
+    indices = _logit_indices(step)
+    if len(indices) == step.num_tokens == step.num_seqs:
+        return step.rows, step.context_lens + 1
+    rows = numpy.repeat(step.rows, step.query_lens)[indices]
+    return rows, (_positions(step)[indices] + 1).astype(numpy.int32)
+
+
+def _verify(step: StepInput, tokens: Tensor) -> Verified:
+    """Hold the drafts of the sampling sequences against what was sampled in their places."""
+    guessed: list[list[int]] = []
+    ends = numpy.cumsum(step.query_lens).tolist()
+    for end, count, samples in zip(ends, step.num_draft_tokens.tolist(), step.samples.tolist(), strict=True):
+        if samples:
+            guessed.append(step.token_ids[end - count : end].tolist())
+    return verify(tokens, guessed)

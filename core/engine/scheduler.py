@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.sequence import Sequence, Status
 
+MAX_DRAFT_TOKENS = 7
+"""Drafts verified at once: with the newest token before them these are the most query tokens that count as a decode."""
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A sequence's share of a step, as it was when scheduled: the sequence moves on before the step has run."""
+
+class ScheduledSequence(NamedTuple):
+    """What a sequence gets of a step, as the sequence was when scheduled: it moves on before the step has run."""
 
     seq: Sequence
     num_new_tokens: int
+    """Drafts included."""
     context_len: int
     """Tokens of it that the cache holds before the step."""
     samples: bool
     """Whether the last token's logits are wanted: not in the middle of a prompt."""
-
-    @classmethod
-    def of(cls, seq: Sequence, num_new_tokens: int) -> Scheduled:
-        """The next tokens of a sequence."""
-        return cls(seq, num_new_tokens, seq.num_computed, num_new_tokens == seq.num_to_compute)
+    num_draft_tokens: int = 0
+    """How many of the new tokens, the last ones, are guesses to be verified."""
 
     @property
     def phase(self) -> Phase:
-        """Of these tokens."""
-        return Phase.of(self.num_new_tokens, self.context_len)
+        """The phase of these tokens."""
+        return Phase.DECODE if self.num_draft_tokens else Phase.of(self.num_new_tokens, self.context_len)
 
 
 class Scheduler:
@@ -67,29 +67,40 @@ class Scheduler:
         """Queue a sequence."""
         self.waiting.append(seq)
 
-    def schedule(self) -> list[Scheduled]:
+    def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step: sequences that prefill or extend first, then those that decode.
 
         Empty if all that run only wait for a token under way.
         """
         budget = self.max_num_batched_tokens
-        scheduled: list[Scheduled] = []
+        prompts: list[ScheduledSequence] = []
+        decodes: list[ScheduledSequence] = []  # within each part first come, first served
+
+        def take(seq: Sequence, count: int, drafts: int = 0) -> None:
+            samples = count == seq.num_to_compute
+            scheduled = ScheduledSequence(seq, count + drafts, seq.num_computed, samples, drafts)
+            (decodes if scheduled.phase is Phase.DECODE else prompts).append(scheduled)
+
         preempted = skipped = False
         position = 0
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
-            count = self._share(seq, budget)
+            count = self._num_tokens(seq, budget)
             if count == 0:
                 skipped = skipped or seq.num_to_compute > 0
                 position += 1
                 continue
-            while not self.blocks.reserve(seq, self._room(seq, count)):
+            drafts = self._num_drafts(seq, budget - count)
+            while not self.blocks.reserve(seq, self._room(seq, count + drafts)):
+                if drafts:
+                    drafts = 0  # guesses are worth nobody's blocks
+                    continue
                 preempted = True
                 if self._preempt_last() is seq:
                     break
             else:
-                scheduled.append(Scheduled.of(seq, count))
-                budget -= count
+                take(seq, count, drafts)
+                budget -= count + drafts
                 position += 1
         while self.waiting and not (preempted or skipped) and budget > 0 and len(self.running) < self.max_num_seqs:
             count = self._admit(self.waiting[0], budget)
@@ -98,15 +109,14 @@ class Scheduler:
             seq = self.waiting.popleft()
             self.running.append(seq)
             seq.status, seq.row = Status.RUNNING, self._free_rows.pop()
-            scheduled.append(Scheduled.of(seq, count))
+            take(seq, count)
             budget -= count
-        scheduled.sort(key=lambda share: share.phase is Phase.DECODE)  # stable: first come first served within each part
-        return scheduled
+        return prompts + decodes
 
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Tokens that a waiting sequence gets in this step; 0 if there is no room, and then it holds nothing."""
         spared = self.blocks.attach_prefix(seq)
-        count = self._share(seq, budget)
+        count = self._num_tokens(seq, budget)
         whole = count == seq.num_to_compute
         if count and (whole or self.enable_chunked_prefill) and self.blocks.reserve(seq, self._room(seq, count)):
             if seq.num_preemptions == 0:
@@ -115,9 +125,15 @@ class Scheduler:
         self.blocks.release(seq)
         return 0
 
-    def _share(self, seq: Sequence, budget: int) -> int:
+    def _num_tokens(self, seq: Sequence, budget: int) -> int:
         """Tokens that a sequence gets of what is left of a step."""
         return min(seq.num_to_compute, budget)
+
+    def _num_drafts(self, seq: Sequence, budget: int) -> int:
+        """Guesses that are verified beside the newest token, which must be known to the host."""
+        if not seq.draft_token_ids or seq.num_pending or seq.num_to_compute != 1:
+            return 0
+        return max(min(len(seq.draft_token_ids), MAX_DRAFT_TOKENS, budget, seq.max_len - seq.num_tokens - 1), 0)
 
     def _room(self, seq: Sequence, count: int) -> int:
         """Tokens for which a sequence must hold blocks when it gets `count`."""
@@ -138,12 +154,39 @@ class Scheduler:
             self._free_rows.append(seq.row)
             seq.row = None
 
-    def launched(self, scheduled: list[Scheduled]) -> None:
+    def launched(self, step: list[ScheduledSequence]) -> None:
         """Account for a step the device has been given: its tokens count as computed, and those it samples as pending."""
-        for share in scheduled:
-            share.seq.num_computed += share.num_new_tokens
-            share.seq.num_pending += share.samples
-            self.blocks.publish(share.seq)
+        for seq, count, context_len, samples, drafts in step:
+            seq.num_computed += count
+            seq.num_unverified = drafts
+            seq.prefix_copy = None
+            if samples:
+                seq.num_pending += 1
+                seq.newest_at = context_len + count
+            self.blocks.publish(seq, partly=count > 1)
+
+    def not_launched(self, step: list[ScheduledSequence]) -> None:
+        """Prepare the sequences of a step that did not run for another: what was to be copied for them is computed instead."""
+        for scheduled in step:
+            self.blocks.drop_prefix_copy(scheduled.seq)
+
+    def read(self, scheduled: ScheduledSequence, tokens: list[int]) -> list[int]:
+        """Append what a launched step has sampled for a sequence: the verified drafts, and the token after them.
+
+        Returns the tokens that were appended: fewer where one of them ends the sequence. The k and v of drafts that were refused
+        count as not computed; the next step overwrites them.
+        """
+        seq = scheduled.seq
+        seq.num_pending -= 1
+        if seq.num_unverified:  # else the sequence was preempted meanwhile, and is computed again
+            seq.num_computed -= scheduled.num_draft_tokens + 1 - len(tokens)
+            seq.newest_at = seq.num_computed
+            seq.num_unverified = 0
+        for count, token in enumerate(tokens):
+            if seq.finished:
+                return tokens[:count]
+            seq.append(token)
+        return tokens
 
     def remove_finished(self) -> None:
         """Free what finished sequences held."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Items
 from enum import Enum
 
@@ -51,23 +50,26 @@ class Sequence:
         """"stop" or "length"; "abort" when the caller gave up, "error" with the reason in `error`."""
         self.error: str | None = None
         self.row: int | None = None
-        """Its place in the engine's per-sequence buffers while it runs."""
+        """Its place in the executor's per-sequence buffers while it runs."""
         self.num_computed = 0
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache spared, at first admission."""
         self.num_preemptions = 0
         self.blocks: list[int] = []
+        self.prefix_copy: tuple[int, int] | None = None
+        """A block of somebody else and how many of its first tokens are copied into the last block of the prefix."""
         self.block_hashes: list[bytes] = []
         """Chained hash of each full block of `token_ids`, as far as computed; kept by the block manager."""
         self.num_published = 0
         """Blocks whose names other sequences can find."""
-        self.num_tabled = 0
-        """Blocks entered in the runner's table."""
+        self.num_blocks_sent = 0
+        """Blocks that the executor has been told of."""
         self.newest_at = -1
-        """Place in the sequence of the token that its row of the runner's buffer holds; -1: none."""
-        self.arrival_time = time.perf_counter()
-        self.first_token_time: float | None = None
-        self.finish_time: float | None = None
+        """Position in the sequence of the sampled token that the executor holds for this row; -1: none."""
+        self.draft_token_ids: list[int] = []
+        """A speculator's guesses of the tokens after `token_ids`, for the next step to verify."""
+        self.num_unverified = 0
+        """Drafts in `num_computed` whose verification has been launched and not been read."""
 
     @property
     def num_tokens(self) -> int:
@@ -76,9 +78,12 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose k and v the cache does not hold yet; none once the token that ends it by length is on its way."""
+        """Tokens whose k and v the cache does not hold yet; 0 once the token that ends the sequence by length is on its way.
+
+        While drafts are being verified nobody knows where the sequence goes on, and it is 0 as well.
+        """
         known = len(self.token_ids) + self.num_pending
-        return known - self.num_computed if known < self.max_len else 0
+        return known - self.num_computed if known < self.max_len and not self.num_unverified else 0
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -97,8 +102,6 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """Add a sampled token and see whether it ends the sequence."""
-        if self.first_token_time is None:
-            self.first_token_time = time.perf_counter()
         self.token_ids.append(token)
         if token in self.stop_token_ids:
             self.finish("stop")
@@ -112,4 +115,4 @@ class Sequence:
 
     def finish(self, reason: str) -> None:
         """End it."""
-        self.status, self.finish_reason, self.finish_time = Status.FINISHED, reason, time.perf_counter()
+        self.status, self.finish_reason = Status.FINISHED, reason

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
-from headway.core.engine.scheduler import Scheduled
+from headway.core.engine.executor import InFlight
+from headway.core.engine.step import StepInput
 
 
 @dataclass
@@ -29,22 +29,29 @@ class EngineStats:
     """The host blocked on the device."""
     steps_by_backend: Counter[str] = field(default_factory=Counter)
     """Steps in which a backend served a phase."""
+    steps_without_graph: Counter[str] = field(default_factory=Counter)
+    """Where CUDA graphs are in use: the steps that were none, by reason."""
+    compilations: Counter[str] = field(default_factory=Counter)
+    """Triton kernels that were compiled after the engine was ready, by name: each has delayed a step."""
 
-    def count(self, step: Iterable[Scheduled], backends: Iterable[str], graph: bool) -> None:
+    def count(self, step: StepInput, launched: InFlight) -> None:
         """Add a step that has been launched."""
         self.num_steps += 1
-        self.num_graph_steps += graph
-        self.steps_by_backend.update(backends)
-        for share in step:
-            if share.num_new_tokens == 1 and share.context_len:
-                self.num_decode_tokens += 1
-                self.kv_tokens_read += share.context_len + 1
-            else:
-                self.num_prefill_tokens += share.num_new_tokens
+        self.num_graph_steps += launched.graph
+        self.steps_by_backend.update(launched.backends)
+        self.compilations.update(launched.compiled)
+        if launched.no_graph:
+            self.steps_without_graph[launched.no_graph] += 1
+        decodes = (step.context_lens > 0) & (step.query_lens == step.num_draft_tokens + 1)
+        num_decodes = int(decodes.sum())
+        self.num_decode_tokens += num_decodes
+        self.num_prefill_tokens += int(step.query_lens.sum(where=~decodes))
+        self.kv_tokens_read += int(step.context_lens.sum(where=decodes, dtype=int)) + num_decodes
 
     def snapshot(self) -> Self:
         """A copy."""
-        return replace(self, steps_by_backend=Counter(self.steps_by_backend))
+        copies = {each.name: Counter(value) for each in fields(self) if isinstance(value := getattr(self, each.name), Counter)}
+        return replace(self, **copies)  # type: ignore[arg-type]
 
     def __sub__(self, earlier: Self) -> Self:
         """What was done since `earlier`."""

@@ -10,12 +10,16 @@ from statistics import fmean
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.select.chooser import Chooser
-from headway.core.select.costs import CostTable, StepCosts
+from headway.core.select.costs import CostTable, Shape, StepCosts
 from headway.core.select.workload import Workload
 
-_INDIFFERENT = 1.01
-"""A block size whose cost is within this factor of the least over the same layout, for the workload and in the mean of all that
-was measured, is as good: the smallest is taken, since small blocks waste less memory and share more prefixes."""
+_WORKLOAD_GAIN, _TYPICAL_GAIN = 0.15, 0.035
+"""How much less, as a logarithm, the workload or the typical point must cost over a layout and block size than over one that
+comes before it in order, for that one to be given up. A few points decide about the workload, and each may be off by the noise;
+about the typical point all of them do, so that little noise is left in their mean. The first in order are small blocks, which
+waste less memory."""
+_NOISES = 4.0
+"""Times the noise: what the workload must gain at least. The typical point must gain the noise once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,19 @@ class Selection:
         switching = {phase: "|".join((name, *self.others.get(phase, ()))) for phase, name in self.names.items()}
         names = ", ".join(f"{phase.value}={text}" for phase, text in switching.items())
         return f"{names}; kv_layout={self.layout.name}, block_size={self.block_size} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rated:
+    """One layout and block size."""
+
+    layout: CacheLayout
+    costs: StepCosts
+    names: Mapping[Phase, Sequence[str]]
+    expected: float
+    """Logarithm of the workload's microseconds."""
+    typical: Mapping[Shape, float]
+    """Logarithm of the least microseconds at each measured point."""
 
 
 Able = Callable[[Phase, CacheLayout, int], list[str]]
@@ -59,20 +76,18 @@ class Measured:
 
         None if the free phases have times over none of the choices.
         """
-        rated: list[tuple[float, StepCosts, CacheLayout, dict[Phase, list[str]]]] = []
+        rated: list[_Rated] = []
         for layout, size in choices:
             names = {phase: able(phase, layout, size) for phase in Phase}
             costs = StepCosts(self.parts, layout.name, size)
-            cost = self._expected(costs, names)
-            if cost is not None:
-                rated.append((cost, costs, layout, names))
+            expected = self._expected(costs, names)
+            if expected is not None:
+                rated.append(_Rated(layout, costs, names, math.log(expected), _typical(costs, names)))
         if not rated:
             return None
-        least, _, best, _ = min(rated, key=lambda row: row[0])
-        as_good = [row for row in rated if row[2] == best and row[0] <= least * _INDIFFERENT]
-        overall = [self._overall(costs, names) for _, costs, _, names in as_good]
-        _, costs, layout, names = next(row for row, us in zip(as_good, overall, strict=True) if us <= min(overall) * _INDIFFERENT)
-        winners = {phase: costs.winners(phase, names[phase]) if phase in self.free else names[phase][:1] for phase in Phase}
+        chosen = _steady_choice(rated)
+        layout, costs, served = chosen.layout, chosen.costs, chosen.names
+        winners = {phase: costs.winners(phase, served[phase]) if phase in self.free else [*served[phase][:1]] for phase in Phase}
         usual = {phase: self._usual(costs, phase, winners[phase]) for phase in Phase}
         others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in Phase}
         others = {phase: rest for phase, rest in others.items() if rest}
@@ -92,17 +107,27 @@ class Measured:
         total = sum(count * min(costs.step_us(name, shape) for name in names[shape.phase]) for shape, count in steps)
         return total if math.isfinite(total) else None
 
-    def _overall(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> float:
-        """Geometric mean of the least costs at all measured points: what a workload that departs from the expected one meets."""
-        logs = [
-            math.log(ranked[0][1])
-            for phase, able in names.items()
-            for shape in costs.shapes(phase)
-            if (ranked := costs.ranking(shape, able))
-        ]
-        return math.exp(fmean(logs)) if logs else 0.0
-
     def _usual(self, costs: StepCosts, phase: Phase, names: Sequence[str]) -> str:
         """The backend that serves the workload's steps of a phase best; without such steps the one that wins most."""
         steps = [(shape, count) for shape, count in self.workload.steps() if shape.phase is phase]
         return min(names, key=lambda name: sum(count * costs.step_us(name, shape) for shape, count in steps))
+
+
+def _typical(costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> dict[Shape, float]:
+    """Logarithm of the least cost at each measured point: what a workload that departs from the expected one meets."""
+    shapes = [(shape, able) for phase, able in names.items() for shape in costs.shapes(phase)]
+    return {shape: math.log(ranked[0][1]) for shape, able in shapes if (ranked := costs.ranking(shape, able))}
+
+
+def _steady_choice(rated: Sequence[_Rated]) -> _Rated:
+    """The first in order, unless a later one is better beyond doubt: two tables of one machine are to lead to the same choice."""
+    shared = [shape for shape in rated[0].typical if all(shape in each.typical for each in rated)]
+    noise = rated[0].costs.noise
+    chosen = rated[0]
+    for other in rated[1:]:
+        gain = chosen.expected - other.expected
+        typical_gain = fmean(chosen.typical[shape] - other.typical[shape] for shape in shared) if shared else 0.0
+        doubt = max(_WORKLOAD_GAIN, _NOISES * noise)
+        if gain > doubt or (gain > -doubt and typical_gain > max(_TYPICAL_GAIN, noise)):
+            chosen = other
+    return chosen

@@ -4,8 +4,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from headway import hookimpl
-from headway.core.contract.backend import AttentionBackend, BackendInfo
-from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.contract import ALL_PHASES, AttentionBackend, BackendInfo, Capabilities
 
 
 class Example(AttentionBackend):

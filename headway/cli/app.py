@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from headway.cli.backends import backends
 from headway.cli.bench_crossover import crossover
@@ -17,7 +18,27 @@ from headway.cli.doctor import doctor
 from headway.cli.explain import explain
 from headway.cli.generate import generate
 from headway.cli.table import table
+from headway.core.contract.errors import ConfigError
+from headway.engine_args import VLLM_OPTIONS
 from headway.version import __version__
+
+
+class Command(TyperCommand):
+    """A command that says what to write in place of an option that it does not have."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        """:raises ConfigError: an option that does not exist."""
+        try:
+            return super().parse_args(context, arguments)
+        except Exception as error:
+            if not hasattr(error, "possibilities"):  # click's NoSuchOption; typer brings a click of its own in some releases
+                raise
+            option: str = error.option_name  # type: ignore[attr-defined]
+            near = [name for name in error.possibilities or () if name.startswith("--")]
+            hint = VLLM_OPTIONS.get(option.lstrip("-").replace("-", "_"), "")
+            hint = hint or (f"did you mean {near[0]}?" if near else f"{context.command_path} --help lists them")
+            raise ConfigError(option, f"an option of {context.command_path}", f"{option!r}", hint) from error
+
 
 app = typer.Typer(
     name="headway",
@@ -30,15 +51,15 @@ bench = typer.Typer(help="Measure, and compare with others.", no_args_is_help=Tr
 app.add_typer(bench, name="bench")
 app.add_typer(table, name="table")
 listing = typer.Typer(invoke_without_command=True, callback=backends)
-listing.command()(explain)
+listing.command(cls=Command)(explain)
 app.add_typer(listing, name="backends")
-app.command()(generate)
-app.command()(diff)
-app.command()(doctor)
-app.command()(build)
-bench.command()(throughput)
-bench.command()(kernel)
-bench.command()(crossover)
+app.command(cls=Command)(generate)
+app.command(cls=Command)(diff)
+app.command(cls=Command)(doctor)
+app.command(cls=Command)(build)
+bench.command(cls=Command)(throughput)
+bench.command(cls=Command)(kernel)
+bench.command(cls=Command)(crossover)
 
 
 def _version(wanted: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.registry import Registry, create_registry
+if TYPE_CHECKING:
+    from headway.registry import Registry
 
 
 def backends(
@@ -20,6 +21,8 @@ def backends(
     """Show every attention backend: available here or the reason why not, phases, layouts, block sizes, dtypes."""
     if context.invoked_subcommand is not None:
         return
+    from headway.registry import create_registry
+
     registry = create_registry()
     rows = [describe(registry, name) for name in registry.backends]
     if as_json:
@@ -29,7 +32,7 @@ def backends(
         print(json.dumps({"backends": rows, "failures": failures}, indent=2))
         return
     out = Console()
-    out.print(_table(rows, out.width))
+    out.print(_table(rows, out.width, len(registry.layouts)))
     missing = {name: registry.availability(name) for name in registry.backends}
     for name, support in missing.items():
         if not support:  # below the table, where a whole sentence fits
@@ -70,21 +73,27 @@ def describe(registry: Registry, name: str) -> dict[str, Any]:
     return row
 
 
-def _table(rows: list[dict[str, Any]], width: int) -> Table:
-    """Lists go side by side where there is room, else one word a line: rich would cut words off instead."""
-    gap = " " if width >= _WIDE else "\n"
+def _table(rows: list[dict[str, Any]], width: int, num_layouts: int) -> Table:
+    """One line for each backend; a narrow terminal gets shorter words for the same."""
+    from headway.core.contract.metadata import Phase
+
+    wide = width >= _WIDE
     table = Table(title="attention backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("name", style="bold", no_wrap=True)
-    for column in ("kind", "available", "phases", "layouts", "block", "dtypes"):
-        table.add_column(column)
+    table.add_column("kind", no_wrap=not wide, overflow="ellipsis")
+    for column in ("available" if wide else "here", "phases", "layouts", "block", "dtypes"):
+        table.add_column(column, no_wrap=True)
     for row in rows:
-        start = row["name"], row["kind"].replace(" ", gap), Text("yes", "green") if row["available"] else Text("no", "red")
+        kind = row["kind"] if wide else row["kind"].split()[0]  # a plugin's distribution, without its version
+        start = row["name"], kind, Text("yes", "green") if row["available"] else Text("no", "red")
         if "phases" not in row:
             table.add_row(*start, "?", "?", "?", "?")
             continue
         block = "any" if row["block_multiple"] == 1 else f"n x {row['block_multiple']}"
         dtypes = [_SHORT.get(dtype, dtype) for dtype in row["dtypes"]]
-        table.add_row(*start, gap.join(row["phases"]), gap.join(row["layouts"]), block, gap.join(dtypes))
+        phases = "all" if len(row["phases"]) == len(Phase) and not wide else " ".join(row["phases"])
+        layouts = "all" if len(row["layouts"]) == num_layouts and not wide else " ".join(row["layouts"])
+        table.add_row(*start, phases, layouts, block, " ".join(dtypes))
     return table
 
 

@@ -7,28 +7,20 @@ import shlex
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases, run_engine_level
-from headway.bench.crossover.export import check_suffix, export
-from headway.bench.crossover.report import print_view
-from headway.bench.crossover.view import view
 from headway.cli.options import dtype_of, names_of, sizes_of
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
-from headway.models.locate import DEFAULT_MODEL
-from headway.registry import create_registry
-from headway.tuning import store
-from headway.tuning.device import identify_device, resolve_device
-from headway.tuning.points import PHASES, grid
-from headway.tuning.run import BLOCK_SIZES, GRAPH_LEN, CrossoverOptions, run_kernel_level
-from headway.tuning.schema import CrossoverTable, SpecRecord
-from headway.tuning.work import Geometry, make_spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.core.contract.spec import AttentionSpec
+    from headway.tuning.schema import CrossoverTable
 
 GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
 """Of the model that `headway generate` takes on a CPU, and of an 8B model."""
@@ -45,7 +37,7 @@ class Level(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
 
 def crossover(
     level: Annotated[Level, typer.Option(help="Attention kernels one by one, or whole generations.")] = Level.kernel,
-    model: Annotated[str, typer.Option(help="Level engine: smollm2, a folder, a .gguf file, or a hub id.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help="Level engine: smollm2, a folder, a .gguf file, or a hub id.")] = "smollm2",
     load_format: Annotated[str, typer.Option(help="Level engine: auto, or dummy for random weights.")] = "auto",
     mixed: Annotated[
         str | None, typer.Option(help="Level engine: instead of the grid, requests such as 48q128s256_2q8ks8448 (in, in + out).")
@@ -59,13 +51,15 @@ def crossover(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3, ...")] = "auto",
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: all.")] = None,
-    block_sizes: Annotated[str | None, typer.Option(help=f"Comma-separated. Default: {BLOCK_SIZES}.")] = None,
+    block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: 16 and 256.")] = None,
     phases: Annotated[str | None, typer.Option(help="Of prefill,extend,decode,verify. Default: all.")] = None,
     batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated, instead of the device's usual ones.")] = None,
     input_lens: Annotated[str | None, typer.Option(help="Comma-separated lengths, instead of the device's usual ones.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     budget: Annotated[str | None, typer.Option(help="Stop after this long (120s, 5m); what matters most comes first.")] = None,
-    graph_len: Annotated[int, typer.Option(min=1, help="Context for which decode graphs are captured.")] = GRAPH_LEN,
+    graph_len: Annotated[
+        int | None, typer.Option(min=1, help="Context for which decode graphs are captured. Default: 32,768.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted table.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
     output: Annotated[
@@ -76,6 +70,16 @@ def crossover(
     ] = None,
 ) -> None:
     """Measure which backend is fastest where, each checked against float64 first, and keep it as a table that auto obeys."""
+    from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases, run_engine_level
+    from headway.bench.crossover.export import check_suffix
+    from headway.registry import create_registry
+    from headway.threads import set_threads
+    from headway.tuning import store
+    from headway.tuning.device import identify_device, resolve_device
+    from headway.tuning.points import PHASES, grid
+    from headway.tuning.run import BLOCK_SIZES, GRAPH_LEN, CrossoverOptions, run_kernel_level
+    from headway.tuning.schema import SpecRecord
+
     for path in export_to or ():
         check_suffix(path)
     place = resolve_device(device)
@@ -100,6 +104,8 @@ def crossover(
         )
         finish(run_engine_level(whole, create_registry(), Console(stderr=True)), output, export_to or [])
         return
+    if place.type == "cpu":
+        set_threads()  # as an engine does; one of level engine does it in its own process
     spec = layer(geometry, dtype, kv_dtype, place)
     chosen = names_of(phases) or list(PHASES)
     if unknown := [name for name in chosen if name not in PHASES]:
@@ -112,7 +118,7 @@ def crossover(
         block_sizes=sizes_of("--block-sizes", block_sizes) or BLOCK_SIZES,
         grid=grid(place.type, [phase for phase in PHASES if phase in chosen], batches, lens),
         budget=parse_seconds("--budget", budget),
-        graph_len=graph_len,
+        graph_len=graph_len or GRAPH_LEN,
         seed=seed,
         output=output or (None if narrowed else store.table_path(identify_device(place), SpecRecord.of(spec))),
         resume=resume,
@@ -123,6 +129,10 @@ def crossover(
 
 def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> None:
     """Print a table that was measured, say where it is, and write its other forms."""
+    from headway.bench.crossover.export import export
+    from headway.bench.crossover.report import print_view
+    from headway.bench.crossover.view import view
+
     console = Console()
     console = console if console.is_terminal else Console(width=_FILE_WIDTH)
     if not table.cells:
@@ -142,6 +152,11 @@ def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device)
 
     :raises ConfigError: a geometry or dtype that is none.
     """
+    import torch
+
+    from headway.core.contract.spec import DTYPES, KV_DTYPES
+    from headway.tuning.work import Geometry, make_spec
+
     heads = Geometry.parse(geometry or GEOMETRY.get(device.type, GEOMETRY["cuda"]))
     usual = torch.float32 if device.type == "cpu" else torch.bfloat16
     kv = dtype_of("--kv-dtype", kv_dtype, {**DTYPES, **KV_DTYPES})

@@ -11,16 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from headway.bench.kernel.run import KernelOptions, run_kernel_bench
-from headway.bench.kernel.table import print_report
 from headway.cli.options import dtype_of, names_of, sizes_of
-from headway.core.contract.spec import DTYPES, KV_DTYPES
-from headway.tuning.device import resolve_device
-from headway.tuning.json_files import write_json
-from headway.tuning.timing import Timer
-from headway.tuning.work import Geometry
 
-_TIMER = Timer()
 _FILE_WIDTH = 240
 """Columns of the table where no terminal says how many it has."""
 
@@ -47,12 +39,24 @@ def kernel(
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: the preferred one.")] = None,
     block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: those of 16 and 256 that fit.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
-    warmup_ms: Annotated[float, typer.Option(min=0.0, help="Warm-up before timing.")] = _TIMER.warmup_ms,
-    rep_ms: Annotated[float, typer.Option(min=0.0, help="Time over which runs are repeated.")] = _TIMER.rep_ms,
+    warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
+    rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds over which runs are repeated.")] = 60.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
     """Time attention kernels, each checked against float64 first, beside the bare libraries."""
+    from headway.bench.kernel.run import KernelOptions, run_kernel_bench
+    from headway.bench.kernel.table import print_report
+    from headway.core.contract.spec import DTYPES, KV_DTYPES
+    from headway.threads import set_threads
+    from headway.tuning.device import resolve_device
+    from headway.tuning.json_files import write_json
+    from headway.tuning.timing import Timer
+    from headway.tuning.work import Geometry
+
+    place = resolve_device(device)
+    if place.type == "cpu":
+        set_threads()
     options = KernelOptions(
         phase=phase.value,
         backends=names_of(backends),
@@ -63,7 +67,7 @@ def kernel(
         kv_dtype=dtype_of("--kv-dtype", kv_dtype, {**DTYPES, **KV_DTYPES}),
         layouts=names_of(layouts),
         block_sizes=sizes_of("--block-sizes", block_sizes),
-        device=resolve_device(device),
+        device=place,
         timer=Timer(warmup_ms, rep_ms),
         seed=seed,
         output=output,

@@ -8,22 +8,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from headway.bench.generate.run import OfflineOptions, run_offline
-from headway.bench.generate.table import print_offline
-from headway.bench.generate.throughput import ThroughputReport, Workload, num_passes, run_throughput
-from headway.bench.generate.workloads import Nano, parse_sizes, random_workloads
-from headway.bench.generate.workloads import Workload as OfflineWorkload
 from headway.core.contract.errors import ConfigError
-from headway.tuning.json_files import write_json
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from headway.bench.generate.run import OfflineOptions
+    from headway.bench.generate.throughput import ThroughputReport, Workload
+    from headway.bench.generate.workloads import Workload as OfflineWorkload
 
 MIN_SAME_TOKENS = 0.9
 """Below this the engines did not do the same work. Near-ties in float32 may flip a token and so the rest of a text."""
@@ -65,6 +65,10 @@ def throughput(
 
     Without --workload or --batch-size the prompts are texts.
     """
+    from headway.bench.generate.run import OfflineOptions
+    from headway.bench.generate.throughput import Workload
+    from headway.bench.generate.workloads import parse_sizes
+
     engine: dict[str, Any] = {
         "attn_backend": attn_backend,
         "crossover_table": str(crossover_table) if crossover_table is not None else None,
@@ -93,6 +97,8 @@ def _workloads(
     workload: str | None, batch_size: str | None, input_len: str | None, output_len: str | None, temperature: float | None
 ) -> list[OfflineWorkload]:
     """What the options ask for; nothing for texts."""
+    from headway.bench.generate.workloads import Nano, parse_sizes, random_workloads
+
     if workload not in (None, "nano"):
         raise ConfigError("--workload", "nano", repr(workload))
     if workload is not None:
@@ -128,6 +134,8 @@ def _check(
 def _run_offline(
     model: str, engine: dict[str, Any], workloads: Sequence[OfflineWorkload], options: OfflineOptions, output: Path | None
 ) -> None:
+    from headway.bench.generate.run import run_offline
+    from headway.bench.generate.table import print_offline
     from headway.llm import LLM
 
     err = Console(stderr=True)
@@ -153,6 +161,7 @@ def _run_offline(
 
 
 def _run_texts(model: str, engine: dict[str, Any], workload: Workload, compare: bool, output: Path | None) -> None:
+    from headway.bench.generate.throughput import num_passes, run_throughput
     from headway.llm import LLM
 
     err = Console(stderr=True)
@@ -180,6 +189,8 @@ def _progress(err: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def _write(err: Console, report: BaseModel, output: Path | None) -> None:
+    from headway.tuning.json_files import write_json
+
     if output is not None:
         write_json(report, output)
         err.print(f"written to {output}", highlight=False)
@@ -190,7 +201,7 @@ def _command() -> str:
 
 
 def print_report(report: ThroughputReport) -> None:
-    """The table a person reads."""
+    """The table a person reads; times are to the first token and of each later one, "same" the share of equal tokens."""
     device = report.device
     threads = f", {device.threads} threads" if device.threads else ""
     title = (
@@ -198,13 +209,28 @@ def print_report(report: ThroughputReport) -> None:
         f"tokens, greedy; {device.name}{threads}, torch {device.torch}"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("engine", style="bold")
-    for column in ("tokens/s", "range", "first token ms", "per token ms", "same tokens", "speed"):
-        table.add_column(column, justify="right")
+    table.add_column("engine", style="bold", no_wrap=True)
+    for column in ("tokens/s", "range", "first ms", "token ms", "same", "speed"):
+        table.add_column(column, justify="right", no_wrap=True)
     for result in report.results:
         spread = f"{result.slowest:.1f}-{result.fastest:.1f}"
         same = "" if result.same_tokens is None else f"{result.same_tokens:.1%}"
         speed = f"{result.tokens_per_second / report.results[-1].tokens_per_second:.2f}x"
         first, per_token = f"{result.time_to_first_token_ms:.0f}", f"{result.time_per_output_token_ms:.1f}"
         table.add_row(result.engine, f"{result.tokens_per_second:.1f}", spread, first, per_token, same, speed)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for line in text_notes(report):
+        console.print(line, highlight=False)
+
+
+def text_notes(report: ThroughputReport) -> list[str]:
+    """That the machine was busy, or that passes of an engine disagree."""
+    from headway.tuning.timing import MOST_DRIFT
+
+    lines = [f"measured on a busy machine, {report.busy}: rates may be too low"] if report.busy else []
+    return lines + [
+        f"{result.engine}: passes disagree, {result.slowest:.1f} to {result.fastest:.1f} tokens/s: the machine was not steady"
+        for result in report.results
+        if result.fastest > (1 + MOST_DRIFT / 2) * result.slowest
+    ]

@@ -11,6 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from headway.cli.engine_options import takes_engine_options
+from headway.engine_args import EngineArgs
+
 if TYPE_CHECKING:
     from headway.models.loader import LoadedModel
 
@@ -20,24 +23,18 @@ _RANDOM_LENGTHS = (7, 64, 300, 1000)
 """Tokens of the prompts where the model has no tokenizer."""
 
 
+@takes_engine_options("model", "attn_options", "kv_layout", "block_size", "load_format", "dtype", "device", "num_threads")
 def diff(
     a: Annotated[str, typer.Argument(help="The side in question: a backend, prefill=NAME,decode=NAME, or reference.")],
-    b: Annotated[str, typer.Argument(help="The side it is held against; reference is attention in float64.")] = "reference",
-    model: Annotated[str, typer.Option(help="smollm2, a folder, a .gguf file, or a Hugging Face hub id.")] = "smollm2",
+    engine: dict[str, Any],
+    b: Annotated[str, typer.Argument(help="The side to compare with; reference is attention in float64.")] = "reference",
     prompt: Annotated[list[str] | None, typer.Option(help="A text to run. Repeatable.")] = None,
     prompts_file: Annotated[Path | None, typer.Option(help="A file with a text on each line.")] = None,
     max_tokens: Annotated[int, typer.Option(min=0, help="Tokens that B writes after each text: the decode steps.")] = 16,
-    extend: Annotated[bool, typer.Option(help="Cut texts in two, so that EXTEND is compared too.")] = True,
-    attn_opt: Annotated[list[str] | None, typer.Option(help="An option of a backend: NAME.key=value. Repeatable.")] = None,
-    kv_layout: Annotated[str, typer.Option(help="Cache layout of both: auto (each its own), nhd, hnd, ...")] = "auto",
-    block_size: Annotated[str, typer.Option(help="Tokens in a cache block: auto, or a multiple of 8.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default one a free core.")] = None,
+    extend: Annotated[bool, typer.Option(help="Cut each text in two, so that EXTEND is compared too.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
-    """Hold attention backend A against B, layer by layer and head by head, and show what it does to the next tokens.
+    """Compare attention backend A with B, layer by layer and head by head, and show what the difference does to the next tokens.
 
     Exit code 0: within the declared tolerance; 1: beyond it; 2: it could not be compared.
     """
@@ -45,27 +42,26 @@ def diff(
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import Wish, check_side, make_side
     from headway.bench.diff.table import print_report
-    from headway.cli.options import parse_attn_options, parse_block_size
     from headway.core.contract.spec import DTYPE_NAMES
-    from headway.core.engine.config import EngineConfig
     from headway.models.loader import load_model
     from headway.registry import create_registry
+    from headway.testing.origin import Origin
     from headway.threads import set_threads
     from headway.tuning.device import identify_device, resolve_device
     from headway.tuning.json_files import write_json
 
-    wish = Wish(kv_layout, parse_block_size(block_size), parse_attn_options(attn_opt or []))
-    EngineConfig(block_size=wish.block_size)  # checks it
+    args = EngineArgs.of(**engine)
+    wish = Wish(args.kv_layout, args.block_size, args.attn_options)
     registry = create_registry()
     for name in (a, b):
         check_side(name, registry, wish)
     texts = _texts(prompt, prompts_file) if prompt or prompts_file else None
-    place = resolve_device(device)
+    place = resolve_device(args.device)
     if place.type == "cpu":
-        set_threads(num_threads)
+        set_threads(args.num_threads)
     err = Console(stderr=True)
-    with err.status(f"loading {model}"):
-        loaded = load_model(model, dtype, place, load_format)
+    with err.status(f"loading {args.model}"):
+        loaded = load_model(args.model, args.dtype, place, args.load_format)
     decoder = loaded.decoder
     specs = decoder.attention_specs
     side_a, side_b = (make_side(name, registry, specs, wish) for name in (a, b))
@@ -77,6 +73,7 @@ def diff(
         phases = compare(decoder, side_a, side_b, prompts, max_tokens, extend, lambda: bar.advance(task))
     sides = [Side(name=side.name, kv_layout=side.layout.name, block_size=side.block_size) for side in (side_a, side_b)]
     report = DiffReport(
+        origin=Origin.here(),
         command=shlex.join(["headway", *sys.argv[1:]]),
         device=identify_device(place),
         model=loaded.name,

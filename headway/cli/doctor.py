@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from headway.core.contract.support import Support
-from headway.doctor import PACKAGES, Advice, advise, library
-from headway.machine import Machine, examine
-from headway.registry import Registry, create_registry
 from headway.version import __version__
+
+if TYPE_CHECKING:
+    from headway.core.contract.support import Support
+    from headway.machine import Machine
+    from headway.registry import Registry
 
 _NAME = 14
 """Columns of the names."""
@@ -25,6 +26,10 @@ _REASON_CHARACTERS = 160
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False) -> None:
     """Show this machine and every attention backend: ready, or why not and the command that installs it here."""
+    from headway.doctor import PACKAGES, library
+    from headway.machine import examine
+    from headway.registry import create_registry
+
     registry = create_registry()
     names = [library(entry.info.extra) for entry in registry.backends.values()]
     machine = examine(tuple(name for name in dict.fromkeys([*PACKAGES, *names]) if name not in ("", "torch")))
@@ -39,6 +44,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 
 def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
     """Everything the doctor found, as plain data."""
+    from headway.doctor import Advice, advise
+
     backends = []
     for name, entry in registry.backends.items():
         support = registry.availability(name)

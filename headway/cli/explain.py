@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -18,18 +18,13 @@ from rich.text import Text
 
 from headway.cli.bench_crossover import layer
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.metadata import Phase
-from headway.core.contract.spec import AttentionSpec
-from headway.core.select.costs import Shape
-from headway.core.select.selector import Selector
-from headway.core.select.workload import Workload
-from headway.registry import Registry, create_registry
-from headway.tuning import store
-from headway.tuning.autotune import TableWish, costs_for
-from headway.tuning.convert import to_costs
-from headway.tuning.device import identify_device, resolve_device
-from headway.tuning.files import read_table
-from headway.tuning.schema import Cell, CrossoverTable, SpecRecord
+
+if TYPE_CHECKING:
+    from headway.core.contract.spec import AttentionSpec
+    from headway.core.select.costs import Shape
+    from headway.core.select.selector import Selector
+    from headway.registry import Registry
+    from headway.tuning.schema import Cell, CrossoverTable
 
 
 class PhaseChoice(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
@@ -93,6 +88,12 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which backend a step takes, the runner-up and the gap, and why each other one does not."""
+    from headway.core.select.selector import Selector
+    from headway.core.select.workload import Workload
+    from headway.registry import create_registry
+    from headway.tuning.convert import to_costs
+    from headway.tuning.device import resolve_device
+
     spec = layer(geometry, dtype, "auto", resolve_device(device))
     registry = create_registry()
     table = _table(crossover_table, spec, registry)
@@ -132,6 +133,12 @@ def explanation(
 
 def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
     """The table asked for, as it is; else the one that auto would use, unless there is none."""
+    from headway.tuning import store
+    from headway.tuning.autotune import TableWish, costs_for
+    from headway.tuning.device import identify_device
+    from headway.tuning.files import read_table
+    from headway.tuning.schema import SpecRecord
+
     if path is not None:
         table = read_table(path)
         if table.spec.kind != SpecRecord.of(spec).kind:
@@ -142,6 +149,9 @@ def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> Crosso
 
 
 def _shape(phase: PhaseChoice, batch: int, query_len: int | None, length: int) -> Shape:
+    from headway.core.contract.metadata import Phase
+    from headway.core.select.costs import Shape
+
     usual = {"prefill": length, "extend": min(256, max(length // 2, 1)), "decode": 1, "verify": 4}
     new = query_len or usual[phase.value]
     if new > length or (new == length and phase is not PhaseChoice.prefill):
@@ -156,18 +166,21 @@ def _unmeasured(name: str, shape: Shape, table: CrossoverTable | None) -> str:
     """Why a backend that could serve a step has no time."""
     if table is None:
         return "no crossover table: headway bench crossover measures one"
-    phase = "verify" if shape.phase is Phase.DECODE and shape.query_len > 1 else shape.phase.value
-    known = [cell for cell in table.cells if cell.backend == name and cell.phase == phase]
+    known = [cell for cell in table.cells if cell.backend == name and cell.phase == _table_phase(shape)]
     reason = next((cell.reason for cell in known if cell.reason and cell.median_us is None), "")
     return f"not measured around here{f' ({reason})' if reason else ''}"
 
 
+def _table_phase(shape: Shape) -> str:
+    """A step's phase as tables name it: verification is a decode of several tokens."""
+    return "verify" if shape.phase.value == "decode" and shape.query_len > 1 else shape.phase.value
+
+
 def _nearest(table: CrossoverTable, shape: Shape, name: str, layout: str, block_size: int) -> Cell | None:
     """The measured row nearest to a step, in octaves."""
-    phases = {"decode", "verify"} if shape.phase is Phase.DECODE else {shape.phase.value}
-    places = ((layout, block_size), (None, None))
+    phase, places = _table_phase(shape), ((layout, block_size), (None, None))
     rows = [
-        cell for cell in table.cells if cell.backend == name and cell.phase in phases and (cell.layout, cell.block_size) in places
+        cell for cell in table.cells if (cell.backend, cell.phase) == (name, phase) and (cell.layout, cell.block_size) in places
     ]
 
     def far(cell: Cell) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from headway.core.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def names_of(text: str | None) -> list[str] | None:

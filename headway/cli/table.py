@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -24,20 +25,25 @@ def show(
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Default: the fastest.")] = None,
     export_to: Annotated[list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Print a table over one layout and block size: a column a backend, the winner, and by how much."""
+    """Print a table over one layout and block size: a column for each backend, the winner, and by how much."""
     from headway.bench.crossover.export import check_suffix, export
-    from headway.bench.crossover.report import print_view
+    from headway.bench.crossover.report import print_view, to_plain
     from headway.bench.crossover.view import view
     from headway.tuning.files import read_table
 
     for target in export_to or ():
         check_suffix(target)
     shown = view(read_table(_found(file)), layout, block_size)
+    for target in export_to or ():
+        export(shown, target)
+    if as_json:
+        print(json.dumps(to_plain(shown), indent=2))
+        return
     console = _console()
     print_view(shown, console)
     for target in export_to or ():
-        export(shown, target)
         console.print(Text(f"written to {target}"), soft_wrap=True)
 
 
@@ -65,12 +71,13 @@ def check(file: Annotated[Path | None, _FILE] = None) -> None:
     from headway.tuning.compare import differences, remarks
     from headway.tuning.device import identify_device, resolve_device
     from headway.tuning.files import read_table
+    from headway.tuning.selftest import owners
 
     path = _found(file)
     known = read_table(path)
     registry = create_registry()
     here = identify_device(resolve_device(None if known.device.type == "cuda" else known.device.type))
-    reasons = differences(known, here)
+    reasons = differences(known, here, owners=owners(registry))
     console = _console()
     console.print(Text(f"{path}: {known.title}, {len(known.cells)} cells, measured {known.date}"), soft_wrap=True)
     for line in remarks(known, here, [name for name in registry.backends if registry.availability(name)]):
@@ -147,6 +154,7 @@ def regret(
     from headway.bench.crossover.regret import judge_again, leave_one_out, measure_regret, read_report
     from headway.core.select.workload import Workload
     from headway.registry import create_registry
+    from headway.threads import set_threads
     from headway.tuning.device import resolve_device
     from headway.tuning.files import read_table
     from headway.tuning.json_files import write_json
@@ -160,6 +168,8 @@ def regret(
         report = judge_again(read_report(trials), known, Workload.parse(workload))
     else:
         device = resolve_device(None if known.device.type == "cuda" else known.device.type)
+        if device.type == "cpu":
+            set_threads(known.device.threads)
         expected, progress = Workload.parse(workload), Console(stderr=True)
         here = (known, create_registry(), device, points, seed, expected)
         report = measure_regret(*here, console=progress, anywhere=anywhere)

@@ -2,29 +2,87 @@
 
 from __future__ import annotations
 
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from headway.bench.pages import render
 from headway.core.contract.errors import ConfigError
+from headway.testing.origin import Origin
 from headway.tuning.json_files import write_json
 from tables import a_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+REPORT = SimpleNamespace(date="2026-01-02T00:00:00+00:00", origin=None)
+PAGES = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+
+
 def test_the_documents_tables_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert text.count("<!-- kernel ") >= 6
-    assert render(text) == text
+    texts = {page.name: page.read_text() for page in PAGES}
+    assert sum(text.count("<!-- kernel ") for text in texts.values()) >= 6
+    for name, text in texts.items():
+        assert render(text) == text, name
 
 
 def test_a_stale_table_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "benchmarks" / "kernels.md").read_text()
+    changed = text.replace("| 1q1s512 | ", "| 1q1s512 | 1.0 (9999) ")
+    assert changed != text
+    assert render(changed) == text
+
+
+def test_a_page_that_shows_older_figures_says_so(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    write_json(a_table(date="2026-01-01T00:00:00+00:00", origin=Origin(version="1", commit="aaa")), old)
+    write_json(a_table(date="2026-02-01T00:00:00+00:00", origin=Origin(version="1", commit="bbb")), new)
+    first, second = render("".join(f"<!-- crossover {path} -->\n<!-- end -->\n" for path in (old, new))).split("<!-- end -->")[:2]
+    assert "Made by headway 1, commit aaa on 2026-01-01. **Older than the newest figures on this page**" in first
+    assert "Made by headway 1, commit bbb on 2026-02-01." in second
+    assert "Older" not in second
+
+
+def test_the_page_a_person_reads_is_short_and_its_pictures_and_links_exist() -> None:
     text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert render(text.replace("| 1q1s512 | ", "| 1q1s512 | 1.0 (9999) ")) == text
+    assert len(text.splitlines()) <= 300
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert sum(link.endswith(".png") for link in links) >= 3
+    for link in links:
+        assert link.startswith("http") or (ROOT / "docs" / link).exists(), link
+
+
+def _numbers(value: object) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(child)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_each_figure_in_the_tables_is_found_in_a_result_file(page: str) -> None:
+    known = sorted({number for path in ROOT.glob("bench/results/*/*.json") for number in _numbers(json.loads(path.read_text()))})
+    figures = 0
+    for line in (ROOT / page).read_text().splitlines():
+        if not line.startswith("|") or set(line) <= set("|-: "):
+            continue
+        for cell in line.strip("| ").split("|")[1:]:
+            for text in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.]*[a-z])", cell):
+                figures += 1
+                digits = len(text.partition(".")[2])
+                shown, half = float(text.replace(",", "")), 0.5 * 10**-digits
+                at = bisect_left(known, shown - half - 1e-9)
+                found = at < len(known) and known[at] <= shown + half + 1e-9
+                assert found, f"{text} of {line!r} is in no file of bench/results"
+    assert figures >= 10
 
 
 def test_a_missing_file_is_named() -> None:
@@ -34,15 +92,16 @@ def test_a_missing_file_is_named() -> None:
 
 def test_a_throughput_table_is_made_anew_between_its_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    monkeypatch.setattr("headway.bench.pages.read_offline", lambda path: read.append(path) or "the report")
+    monkeypatch.setattr("headway.bench.pages.read_offline", lambda path: read.append(path) or REPORT)
     monkeypatch.setattr("headway.bench.pages.read_peers", lambda path: read.append(path) or "the peers")
-    monkeypatch.setattr("headway.bench.pages.markdown", lambda report, peers: f"{report} beside {peers}")
+    monkeypatch.setattr("headway.bench.pages.markdown", lambda report, peers: f"the report beside {peers}")
+    made = "Made on 2026-01-02, before result files named their commit."
     text = "a\n<!-- throughput x.json p.json -->\nold\n<!-- end -->\nb\n<!-- throughput y.json -->\n<!-- end -->\n"
     assert render(text) == (
-        "a\n<!-- throughput x.json p.json -->\n\nthe report beside the peers\n<!-- end -->\n"
-        "b\n<!-- throughput y.json -->\n\nthe report beside None\n<!-- end -->\n"
+        f"a\n<!-- throughput x.json p.json -->\n\n{made}\n\nthe report beside the peers\n<!-- end -->\n"
+        f"b\n<!-- throughput y.json -->\n\n{made}\n\nthe report beside None\n<!-- end -->\n"
     )
-    assert sorted(map(str, read)) == ["p.json", "x.json", "y.json"]
+    assert {str(path) for path in read} == {"p.json", "x.json", "y.json"}
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"nowhere\.json"):
         render("<!-- throughput nowhere.json -->\n<!-- end -->")

@@ -56,9 +56,16 @@ OPTIONS = {
     "option of nobody": (["--attn-opt", "flsh.splits=4"], ("'flsh'", "sdpa.math")),
     "unknown option": (["--attn-opt", "sdpa.splits=4"], ("--attn-opt", "an option of sdpa", "got sdpa.splits")),
     "unknown option elsewhere": (["--attn-opt", "sdpa.math.splits=4"], ("--attn-opt", "sdpa.math", "got sdpa.math.splits")),
-    "unknown layout": (["--kv-layout", "bhsd"], ("kv_layout", "nhd, hnd, vllm_5d", "got 'bhsd'")),
+    "unknown layout": (["--kv-layout", "bhsd"], ("kv_layout", "nhd, hnd, vllm_5d, latent", "got 'bhsd'")),
     "unknown dtype": (["--dtype", "int8"], ("dtype", "float32, bfloat16, float16", "got 'int8'")),
-    "unknown device": (["--device", "tpu"], ("device", "auto, cpu, cuda", "got 'tpu'")),
+    "unknown device": (["--device", "tpu"], ("device", "auto or cpu", "got 'tpu'")),
+    "no threads": (["--num-threads", "0"], ("num_threads", "at least 1", "got 0")),
+    "a budget below nothing": (["--autotune-budget", "-1"], ("autotune_budget", "at least 0", "got -1.0")),
+    "unknown cache dtype": (["--kv-cache-dtype", "int4"], ("kv_cache_dtype", "auto or fp8_e4m3", "got 'int4'")),
+    "unknown flag": (["--frobnicate"], ("--frobnicate", "an option of", "--help lists them")),
+    "misspelt flag": (["--attn-backen", "sdpa"], ("--attn-backen", "did you mean --attn-backend?")),
+    "a flag of vLLM": (["--attention-backend", "sdpa"], ("--attention-backend", "Headway calls it attn_backend")),
+    "another flag of vLLM": (["--tensor-parallel-size", "2"], ("--tensor-parallel-size", "not supported yet, because")),
     "no chat template": (["--chat"], ("chat", "chat template", "leave --chat out")),
 }
 
@@ -103,12 +110,14 @@ def test_a_bad_option_is_refused_before_a_model_is_looked_for(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_device_that_is_not_there_is_refused(headway: Headway, tiny_model_folder: Path, device: str) -> None:
-    assert_refused(headway(*generate(tiny_model_folder, "--device", device)), "device", "a CUDA device", f"got {device}", "0")
+    assert_refused(
+        headway(*generate(tiny_model_folder, "--device", device)), "device", "auto or cpu", f"got {device!r}", "no CUDA device"
+    )
 
 
 @pytest.mark.parametrize(
     "options",
-    [["--max-tokens", "many"], ["--temperature", "hot"], ["--seed", "x"], ["--num-threads", "0"], ["--no-such-option"]],
+    [["--max-tokens", "many"], ["--temperature", "hot"], ["--seed", "x"]],
     ids=str,
 )
 def test_an_option_of_the_wrong_kind_is_refused(headway: Headway, tiny_model_folder: Path, options: list[str]) -> None:
@@ -406,12 +415,28 @@ def test_bad_sampling_params_are_refused_when_they_are_made(wrong: dict[str, Any
         {"seed": 2**70},
         {"seed": "x"},
         {"num_threads": 0},
+        {"attn_backen": "sdpa"},
+        {"tensor_parallel_size": 2},
+        {"kv_cache_dtype": "fp8_e9"},
+        {"model_": "x"},
     ],
     ids=str,
 )
 def test_bad_arguments_of_llm_are_refused_by_name(tiny_model_folder: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: needs "):
         LLM(str(tiny_model_folder), **wrong)
+
+
+def test_an_unknown_argument_of_llm_gets_the_nearest_of_ours() -> None:
+    for name, words in {
+        "attn_backen": "did you mean attn_backend?",
+        "max_model_length": "did you mean max_model_len?",
+        "attention_backend": "Headway calls it attn_backend",
+        "tensor_parallel_size": "not supported yet, because",
+        "frobnicate": "docs/options.md lists them",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{name}: needs an option of LLM, got '{name}'.*{re.escape(words)}"):
+            LLM("no such model", **{name: 1})
 
 
 def test_every_error_is_a_headway_error() -> None:

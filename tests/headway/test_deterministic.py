@@ -7,14 +7,15 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from driving import drain
 from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
@@ -46,51 +47,20 @@ def neighbours(count: int, vocab_size: int) -> list[tuple[list[int], SamplingPar
     ]
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[Tensor]:
-    """Collects the rows of logits of the request "it", from single launches and from graphs."""
-    rows: list[Tensor] = []
-    runner: Any = engine._runner
-    launch, find = runner._run, runner._graph
-
-    def keep(logits: Tensor, step: list[Any]) -> None:
-        sampled = [share.seq for share in step if share.samples]
-        rows.extend(logits[row].to("cpu", copy=True) for row, seq in enumerate(sampled) if seq.request_id == "it")
-
-    def launched(step: list[Any]) -> Tensor:
-        logits = launch(step)
-        keep(logits, step)
-        return logits
-
-    def found(step: list[Any]) -> Any:
-        graph = find(step)
-        if graph is None:
-            return None
-
-        def replay(step: list[Any]) -> Any:
-            logits, tokens = graph.replay(step)
-            keep(logits, step)
-            return logits, tokens
-
-        return SimpleNamespace(replay=replay, rows=graph.rows, backends=graph.backends)
-
-    monkeypatch.setattr(runner, "_run", launched)
-    monkeypatch.setattr(runner, "_graph", found)
-    return rows
-
-
 def run(engine: Engine, request: tuple[list[int], SamplingParams], others: int, place: int = 0) -> tuple[Tensor, list[int]]:
     """Logits [tokens, vocab_size] and tokens of a request that is added after `place` of so many others."""
-    requests = neighbours(others, engine._vocab_size)
-    ours = None
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        rows = watch(monkeypatch, engine)
-        for number, wish in enumerate([*requests[:place], request, *requests[place:]]):
-            (seq,) = engine.add_request("it" if number == place else str(number), *wish)
-            ours = seq if number == place else ours
-        while engine.has_unfinished:
-            engine.step()
-    assert ours is not None
-    tokens = ours.output_token_ids
+    rows: list[Tensor] = []
+
+    def keep(sampled: numpy.ndarray, logits: Tensor) -> None:
+        ours = next((seq.row for seq in engine.scheduler.running if seq.request_id == "it"), None)
+        rows.extend(logits[at].to("cpu", copy=True) for at, row in enumerate(sampled.tolist()) if row == ours)
+
+    requests = neighbours(others, engine.limits.vocab_size)
+    for number, wish in enumerate([*requests[:place], request, *requests[place:]]):
+        engine.add_request("it" if number == place else str(number), *wish)
+    engine.executor.observe(keep)
+    tokens = drain(engine)["it", 0].token_ids
+    engine.executor.observe(None)
     return torch.stack(rows[: len(tokens)]), tokens  # one more may have been launched before the end was seen
 
 
@@ -121,7 +91,7 @@ def test_a_request_has_the_same_bits_alone_and_in_batches_of_2_7_and_64(
     engine = llm(tiny_model_folder, **SETTINGS[name]).engine
     request = ([7, 3, 250, 9] * 13, params)
     logits, tokens = run(engine, request, 0)
-    assert logits.shape == (12, engine._vocab_size)
+    assert logits.shape == (12, engine.limits.vocab_size)
     for size in BATCHES:
         for place in {0, size // 2, size - 1}:
             beside = run(engine, request, size - 1, place)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from driving import generate
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import HND, NHD, VLLM_5D
@@ -57,11 +58,7 @@ def decoder(folder: Path, dtype: torch.dtype, device: str) -> Decoder:
 
 def run(model: Decoder, registry: Registry, config: EngineConfig) -> list[list[int]]:
     engine = Engine(model, registry, config)
-    seqs = [engine.add_request(str(number), prompt, GREEDY)[0] for number, prompt in enumerate(PROMPTS)]
-    while engine.has_unfinished:
-        engine.step()
-    engine.blocks.check_integrity([])
-    return [seq.output_token_ids for seq in seqs]
+    return [written.token_ids for written in generate(engine, PROMPTS, GREEDY)]
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +87,12 @@ def test_the_tokens_are_those_of_plain_attention(
 def many(engine: Engine) -> list[tuple[list[int], str | None]]:
     """64 requests of random lengths, every third with tokens that end it; many outgrow a block of 256 while they write."""
     random = Random(0)
-    seqs = []
+    prompts, wishes = [], []
     for number in range(64):
-        prompt = [random.randrange(211) for _ in range(random.randint(1, 300))]
+        prompts.append([random.randrange(211) for _ in range(random.randint(1, 300))])
         stops = random.sample(range(211), 20) if number % 3 == 0 else []
-        params = SamplingParams(temperature=0, max_tokens=random.randint(1, 90), stop_token_ids=stops)
-        seqs += engine.add_request(str(number), prompt, params)
-    while engine.has_unfinished:
-        engine.step()
-    engine.blocks.check_integrity([])
-    assert engine.blocks.num_free == engine.blocks.num_blocks
-    return [(seq.output_token_ids, seq.finish_reason) for seq in seqs]
+        wishes.append(SamplingParams(temperature=0, max_tokens=random.randint(1, 90), stop_token_ids=stops))
+    return [(written.token_ids, written.finish_reason) for written in generate(engine, prompts, wishes)]
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY.backends if name != "sdpa.math"])
@@ -138,10 +130,7 @@ def test_sampled_tokens_are_the_same_in_a_graph(folder: Path) -> None:
     ]
     outputs = []
     for engine in (Engine(model, REGISTRY, config), Engine(model, REGISTRY, replace(config, enforce_eager=True))):
-        seqs = [engine.add_request(str(n), PROMPTS[n], wish)[0] for n, wish in enumerate(wishes)]
-        while engine.has_unfinished:
-            engine.step()
-        outputs.append([seq.output_token_ids for seq in seqs])
+        outputs.append([written.token_ids for written in generate(engine, PROMPTS[: len(wishes)], wishes)])
     assert outputs[0] == outputs[1]
 
 
@@ -149,24 +138,18 @@ def test_a_nan_in_a_graph_ends_its_request_only(folder: Path) -> None:
     model = decoder(folder, torch.float32, "cuda")
     model.embed = model.embed.clone()
     engine = Engine(model, REGISTRY, EngineConfig(kv_cache_memory=2**27, max_model_len=256))
-    (first,) = engine.add_request("first", [1, 2, 3], GREEDY)
-    while engine.has_unfinished:
-        engine.step()
-    sick = first.output_token_ids[5]
+    (first,) = generate(engine, [[1, 2, 3]], GREEDY)
+    sick = first.token_ids[5]
     assert sick not in PROMPTS[1]
     model.embed[sick] = float("nan")
-    (again,), (other,) = engine.add_request("again", [1, 2, 3], GREEDY), engine.add_request("other", PROMPTS[1], GREEDY)
-    while engine.has_unfinished:
-        engine.step()
+    again, other = generate(engine, [[1, 2, 3], PROMPTS[1]], GREEDY)
     assert again.finish_reason == "error"
-    assert again.output_token_ids == first.output_token_ids[: first.output_token_ids.index(sick) + 1]
-    assert other.finish_reason == ("error" if sick in other.output_token_ids else "length")
+    assert again.token_ids == first.token_ids[: first.token_ids.index(sick) + 1]
+    assert other.finish_reason == ("error" if sick in other.token_ids else "length")
 
 
 def test_auto_on_a_gpu_runs_and_says_what_it_chose(folder: Path) -> None:
     engine = Engine(decoder(folder, torch.bfloat16, "cuda"), REGISTRY, EngineConfig(kv_cache_memory=2**27))
-    (seq,) = engine.add_request("r", PROMPTS[1], GREEDY)
-    while engine.has_unfinished:
-        engine.step()
-    assert len(seq.output_token_ids) == 24
+    (seq,) = generate(engine, PROMPTS[1:2], GREEDY)
+    assert len(seq.token_ids) == 24
     assert engine.selection.names[Phase.DECODE] == "triton"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from headway import LLM, RequestOutput, SamplingParams
 from headway.core.contract.errors import ConfigError, PromptError
+from headway.turns import Turns
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -102,5 +105,60 @@ def test_two_calls_share_the_prefix_cache(llm: LLM) -> None:
     (off,) = LLM(llm.model.name, kv_cache_memory="8MiB", num_threads=1, enable_prefix_caching=False).generate(
         [[*long, 42]], GREEDY, use_tqdm=False
     )
-    assert (first.num_cached_tokens, second.num_cached_tokens, off.num_cached_tokens) == (0, 32, 0)
+    assert (first.num_cached_tokens, second.num_cached_tokens, off.num_cached_tokens) == (0, 39, 0)
     assert second.outputs[0].token_ids == off.outputs[0].token_ids
+
+
+def test_threads_share_the_batch_and_each_call_returns_its_own(llm: LLM) -> None:
+    """Two calls of generate and a stream, at once, many times over: texts, tokens and what is left behind."""
+    prompts = [[1, 2, 3], [9, 8], [4], list(range(40, 60)), [7, 7]]
+    alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+    answers: dict[int, list[tuple[str, list[int]]]] = {}
+    faults: list[BaseException] = []
+
+    def call(number: int) -> None:
+        try:
+            for _ in range(3):
+                if number == 2:
+                    pieces = list(llm.stream(prompts[4], GREEDY))
+                    texts = [("".join(text for text, _ in pieces), pieces[-1][1].outputs[0].token_ids)]
+                else:
+                    mine = llm.generate(prompts[2 * number : 2 * number + 2], GREEDY, use_tqdm=False)
+                    texts = [(output.outputs[0].text, output.outputs[0].token_ids) for output in mine]
+                answers.setdefault(number, []).extend(texts)
+        except BaseException as error:  # shown by the thread that waits
+            faults.append(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    before = llm.engine.stats.snapshot()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    whole = [(completion.text, completion.token_ids) for completion in alone]
+    assert answers == {0: whole[:2] * 3, 1: whole[2:4] * 3, 2: whole[4:] * 3}
+    assert (llm.engine.stats - before).num_steps < 3 * 3 * 8, "they never ran in one batch"
+    assert not llm.engine.has_unfinished
+    llm.engine.blocks.check_integrity([])
+
+
+def test_turns_are_taken_in_order_and_an_interrupt_gives_its_turn_back() -> None:
+    turns, order = Turns(), []
+
+    def take(name: str) -> None:
+        with turns:
+            order.append(name)
+
+    with turns:
+        threads = [threading.Thread(target=take, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert order == ["a", "b", "c"]
+    with pytest.raises(KeyboardInterrupt), turns:
+        raise KeyboardInterrupt
+    with turns:
+        pass

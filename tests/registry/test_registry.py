@@ -65,7 +65,7 @@ def make(*plugins: object, **named: object) -> Registry:
 def test_built_ins_come_first_and_are_named_so(registry: Registry) -> None:
     with_plugin = make(mine=Plugin([info("aaa")], [layout("aaa")]))
     assert list(with_plugin.backends) == [*registry.backends, "aaa"]
-    assert list(with_plugin.layouts) == ["nhd", "hnd", "vllm_5d", "aaa"]
+    assert list(with_plugin.layouts) == ["nhd", "hnd", "vllm_5d", "latent", "aaa"]
     assert {"sdpa", "sdpa.math"} <= set(registry.backends)
     assert {entry.owner for entry in registry.backends.values()} == {BUILTIN_OWNER}
     assert with_plugin.backends["aaa"].owner == "mine"
@@ -84,11 +84,11 @@ def test_import_headway_does_not_import_torch(tmp_path: Path) -> None:
 
 
 def test_listing_names_loads_no_backend_and_a_backend_is_loaded_once() -> None:
-    loads = []
+    loads, lazy = [], type("Lazy", (SDPA,), {"name": "lazy"})
 
     def load() -> type[SDPA]:
         loads.append(1)
-        return SDPA
+        return lazy
 
     registry = make(mine=Plugin([info("lazy", load), info("other")]))
     assert "lazy" in registry.backends
@@ -96,7 +96,7 @@ def test_listing_names_loads_no_backend_and_a_backend_is_loaded_once() -> None:
     assert not loads
     assert registry.availability("lazy")
     assert registry.supports("lazy", spec(), NHD, 16, Phase.DECODE)
-    assert registry.backend("lazy") is SDPA
+    assert registry.backend("lazy") is lazy
     assert loads == [1]
 
 
@@ -120,7 +120,7 @@ def test_availability_of_an_unknown_name_is_an_error_not_a_no(registry: Registry
 
 
 def test_an_unknown_layout_is_answered_with_those_there_are(registry: Registry) -> None:
-    with pytest.raises(ConfigError, match=r"kv_layout: needs auto or one of nhd, hnd, vllm_5d, got 'nope'"):
+    with pytest.raises(ConfigError, match=r"kv_layout: needs auto or one of nhd, hnd, vllm_5d, latent, got 'nope'"):
         registry.layout("nope")
 
 
@@ -251,7 +251,11 @@ def test_a_backend_that_does_not_load_is_unavailable_with_its_reason_and_the_oth
     def missing() -> type[SDPA]:
         raise ImportError("No module named 'libkernel'")
 
-    registry = make(mine=Plugin([info("broken", missing, extra="libkernel>=2"), info("fine", lambda: SDPA)]))
+    registry = make(
+        mine=Plugin(
+            [info("broken", missing, extra="libkernel>=2"), info("fine", lambda: type("Fine", (SDPA,), {"name": "fine"}))]
+        )
+    )
     for support in (registry.availability("broken"), registry.supports("broken", spec(), NHD, 16, Phase.DECODE)):
         (reason,) = support.reasons
         assert "libkernel" in reason.got
@@ -271,7 +275,7 @@ def test_load_must_return_a_backend_class(loaded: object) -> None:
 
 
 def answers(**methods: object) -> type[SDPA]:
-    return type("Odd", (SDPA,), {name: classmethod(method) for name, method in methods.items()})
+    return type("Odd", (SDPA,), {"name": "odd"} | {name: classmethod(method) for name, method in methods.items()})
 
 
 def fall_over(*arguments: object) -> Support:

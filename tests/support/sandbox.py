@@ -98,10 +98,7 @@ TOY = '''
 import torch
 
 from headway import hookimpl
-from headway.core.contract.backend import AttentionBackend, BackendInfo
-from headway.core.contract.capabilities import ALL_PHASES, Capabilities
-from headway.core.contract.layout import HND, NHD
-from headway.core.contract.metadata import Phase
+from headway.contract import ALL_PHASES, HND, NHD, AttentionBackend, BackendInfo, Capabilities, Phase
 
 
 class Toy(AttentionBackend):
@@ -150,9 +147,7 @@ REFUSING = '''
 import torch
 
 from headway import hookimpl
-from headway.core.contract.backend import AttentionBackend, BackendInfo
-from headway.core.contract.capabilities import ALL_PHASES, Capabilities
-from headway.core.contract.support import Support
+from headway.contract import ALL_PHASES, AttentionBackend, BackendInfo, Capabilities, Support
 
 
 class Base(AttentionBackend):
@@ -160,6 +155,12 @@ class Base(AttentionBackend):
 
     def plan(self, metadata):
         return metadata
+
+    def prefill(self, q, k, v, cache, plan, out):
+        out.zero_()
+
+    def decode(self, q, cache, plan, out):
+        out.zero_()
 
 
 class OtherMachine(Base):
@@ -219,7 +220,7 @@ def headway_register_kernels():
 """,
     "wrong_api": """
 from headway import hookimpl
-from headway.core.contract.backend import BackendInfo
+from headway.contract import BackendInfo
 
 @hookimpl
 def headway_register_backends():
@@ -227,7 +228,7 @@ def headway_register_backends():
 """,
     "taken_name": """
 from headway import hookimpl
-from headway.core.contract.backend import BackendInfo
+from headway.contract import BackendInfo
 
 @hookimpl
 def headway_register_backends():

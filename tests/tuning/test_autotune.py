@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from headway.backends.sdpa import SDPA
 from headway.bench.crossover.regret import Trial, judge_again, leave_one_out, measure_regret, read_report
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import HND
 from headway.core.contract.metadata import Phase
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
@@ -19,8 +21,8 @@ from headway.tuning.autotune import TableWish, costs_for
 from headway.tuning.files import read_table
 from headway.tuning.json_files import write_json
 from headway.tuning.points import Point
-from headway.tuning.run import run_kernel_level
-from headway.tuning.schema import SpecRecord
+from headway.tuning.run import CrossoverOptions, run_kernel_level
+from headway.tuning.schema import CrossoverTable, SpecRecord
 from tables import POINTS, QUICK, SPEC, a_cell, a_device, a_table, quick
 from tiny_bench import CPU, half_of_the_rows, with_backend
 
@@ -123,6 +125,53 @@ def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry
     assert "backends: newcomer not in it" in caplog.text
     assert costs is not None
     assert costs[SPEC].at(DECODE, "newcomer", "nhd", 16)[0] < float("inf")
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_an_upgraded_backend_is_measured_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = with_backend("guest")
+    costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    path = store.table_path(a_device(), SpecRecord.of(SPEC))
+    before = read_table(path)
+    monkeypatch.setattr("headway.tuning.selftest.version_of", lambda owner: "2.0" if owner == "guest" else "")
+    caplog.clear()
+    costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    assert "backend guest of guest: the table has none, here is 2.0" in caplog.text
+    after = read_table(path)
+    assert {record.name: record.version for record in after.backends}["guest"] == "2.0"
+    assert after.cells != before.cells
+
+
+def test_a_plugins_own_layout_is_measured_beside_a_built_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def run(options: CrossoverOptions, registry: Registry) -> CrossoverTable:
+        asked["layouts"] = options.layouts
+        return a_table()
+
+    monkeypatch.setattr(autotune, "run_kernel_level", run)
+    claims = replace(SDPA.capabilities, layouts=(HND,))
+    costs_for([SPEC], with_backend("picky", capabilities=claims), "auto", TableWish(budget=60))
+    assert asked["layouts"][0] == "nhd"
+    assert "hnd" in asked["layouts"]
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_a_table_that_was_cut_short_is_completed_at_a_later_start(
+    registry: Registry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autotune, "grid", lambda device_type: POINTS)
+    path = store.table_path(a_device(), SpecRecord.of(SPEC))
+    sizes = []
+    for _ in range(len(POINTS)):
+        costs_for([SPEC], registry, "auto", TableWish(budget=1e-9))  # one point at each start
+        sizes.append(len({cell.point for cell in read_table(path).cells}))
+    assert sizes == list(range(1, len(POINTS) + 1))
+    assert "the crossover table has 1 points and lacks others" in caplog.text
+    assert read_table(path).complete
+    caplog.clear()
+    costs_for([SPEC], registry, "auto", TableWish(budget=1e-9))
+    assert caplog.text == ""
 
 
 @pytest.mark.usefixtures("small_grid")

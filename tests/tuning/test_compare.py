@@ -43,6 +43,17 @@ def test_only_what_changes_times_makes_another_layer() -> None:
         assert [reason.what for reason in differences(table, a_device(), SpecRecord.of(other))] == ["attention layer"]
 
 
+def test_a_backend_of_another_version_or_owner_is_named() -> None:
+    record = BackendRecord(name="a", owner="fast-attention", version="1.0", available=True)
+    table = a_table(a_cell(), backends=[record])
+    assert differences(table, a_device(), owners={"a": ("fast-attention", "1.0")}) == []
+    (reason,) = differences(table, a_device(), owners={"a": ("fast-attention", "1.1")})
+    assert (reason.what, reason.need, reason.got) == ("backend a of fast-attention", "1.0", "1.1")
+    (reason,) = differences(table, a_device(), owners={"a": ("another", "1.0")})
+    assert (reason.need, reason.got) == ("fast-attention", "another")
+    assert differences(table, a_device(), owners={}) == []
+
+
 def test_what_is_worth_knowing_is_remarked() -> None:
     lines = "\n".join(remarks(a_table(complete=False), a_device(threads=77), ["a", "b", "new"]))
     assert "77" in lines
@@ -116,8 +127,8 @@ def test_ties_are_those_that_cannot_be_told_from_the_fastest_of_their_layout() -
     cells = [
         a_cell(10.0, backend="a"),
         a_cell(10.05, backend="b"),
-        a_cell(12.0, backend="c", p20_us=9.9),
-        a_cell(12.0, backend="d"),
+        a_cell(10.9, backend="c", p20_us=9.9),
+        a_cell(12.0, backend="d", p20_us=9.9),
         a_cell(1.0, backend="a", block_size=64),
         a_cell(2.0, backend="b", block_size=64),
     ]

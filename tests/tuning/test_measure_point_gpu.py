@@ -45,3 +45,28 @@ def test_a_replay_is_right_at_lengths_other_than_the_captured_one(registry: Regi
     attempt = graph_attempt(backend, case, lambda out: relative_error(out, expected, case), graph_len=1024)
     assert checked(attempt) <= attempt.tolerance
     assert checked(attempt) <= attempt.tolerance  # a second replay into poison
+
+
+def test_a_backend_is_captured_and_replayed_by_the_calls_that_the_engine_makes(registry: Registry) -> None:
+    spec = make_spec(GEOMETRY, torch.bfloat16, None, torch.device("cuda"))
+    case = build_case(make_cell("decode", "4q1s100", GEOMETRY, spec), NHD, 16, seed=0)
+    seen = []
+
+    class Recording(registry.backend("triton")):
+        def plan_for_capture(self, metadata):
+            seen.append((metadata, metadata.seq_lens.clone(), metadata.slot_mapping.clone()))
+            return super().plan_for_capture(metadata)
+
+        def plan_for_replay(self, plan, metadata):
+            seen.append((metadata, metadata.seq_lens.clone(), metadata.slot_mapping.clone()))
+            super().plan_for_replay(plan, metadata)
+
+    graph_attempt(Recording(spec, NHD, 16), case, lambda out: 0.0, graph_len=1024)
+    (captured, lens, slots), (replayed, new_lens, new_slots) = seen
+    assert captured.seq_lens_cpu.tolist() == [1024] * 4
+    assert replayed.seq_lens_cpu.tolist() == [100] * 4
+    assert (captured.max_seq_len, replayed.max_seq_len) == (1024, 1024)
+    assert (lens.tolist(), slots.tolist()) == ([0] * 4, [-1] * 4)  # padding rows, as in an engine's first run
+    assert (new_lens.tolist(), new_slots.tolist()) == ([100] * 4, case.metadata.slot_mapping.tolist())
+    for name in ("seq_lens", "context_lens", "block_table", "slot_mapping"):
+        assert getattr(captured, name).data_ptr() == getattr(replayed, name).data_ptr()

@@ -22,6 +22,28 @@ def test_calls_take_turns() -> None:
         assert 0 < timing.p20_us <= timing.median_us <= timing.p80_us
 
 
+def test_a_call_that_raises_loses_its_turns_alone() -> None:
+    def fall_over() -> None:
+        raise RuntimeError("no")
+
+    first, second = Turns(rounds=2, round_ms=0.0).time([fall_over, lambda: None], CPU)
+    assert isinstance(first, RuntimeError)
+    assert second.median_us > 0
+
+
+def test_rounds_that_disagree_are_told() -> None:
+    calls = [0]
+
+    def slower_later() -> None:
+        calls[0] += 1
+        time.sleep(0.002 if calls[0] <= 4 else 0.006)
+
+    (timing,) = Turns(rounds=2, round_ms=0.0, min_runs=3).time([slower_later], CPU)
+    assert timing.drift > 1
+    (once,) = Turns(rounds=1, round_ms=0.0).time([lambda: None], CPU)
+    assert once.drift is None
+
+
 def test_short_calls_run_often_but_not_forever() -> None:
     count = [0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from headway.bench.crossover.export import export
-from headway.bench.crossover.report import print_view, to_csv, to_markdown
+from headway.bench.crossover.report import print_view, speedup, to_csv, to_markdown, to_plain
 from headway.bench.crossover.view import view
 from headway.core.contract.errors import ConfigError
+from headway.tuning.compare import merge
 from headway.tuning.schema import BackendRecord, CrossoverTable
 from tables import a_cell, a_table
 
@@ -33,9 +35,9 @@ def crossing() -> CrossoverTable:
     return a_table(*cells)
 
 
-def text_of(table: CrossoverTable) -> str:
-    console = Console(file=io.StringIO(), width=160)
-    print_view(view(table), console)
+def text_of(table: CrossoverTable, width: int = 160, **asked: object) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_view(view(table, **asked), console)
     return console.file.getvalue()
 
 
@@ -44,7 +46,8 @@ def test_the_winner_and_its_speed_up_are_shown_per_batch_size() -> None:
     decode = next(block for block in shown.blocks if block.phase == "decode")
     assert (decode.batch, [row.label for row in decode.rows]) == (2, ["64", "4096"])
     assert [row.winners for row in decode.rows] == [["a", "d"], ["b"]]
-    assert [row.speedup for row in decode.rows] == pytest.approx([3.0, 2.0])
+    assert [row.speedup for row in decode.rows] == pytest.approx([1.005, 2.0])
+    assert [speedup(row) for row in decode.rows] == ["tie", "2.00x"]
 
 
 def test_the_terminal_shows_blocks_columns_and_why_a_cell_has_no_time() -> None:
@@ -55,6 +58,78 @@ def test_the_terminal_shows_blocks_columns_and_why_a_cell_has_no_time() -> None:
     assert row.split() == ["4096", "200.0", "100.0", "OOM", "300.0", "b", "2.00x"]
     assert "~60.0" in text
     assert "c oom: too <large> [decode 2q1s4096]" in text
+
+
+def two_parts() -> CrossoverTable:
+    """What `headway table merge` makes of a run over nhd and one over vllm_5d, where b reads nhd alone."""
+    dense = {"phase": "prefill", "case": "1q64", "query_len": 64, "layout": None, "block_size": None}
+    refused = {"status": "unsupported", "reason": "kv_layout: needs nhd, got vllm_5d", "layout": None, "block_size": None}
+    first = [a_cell(20.0), a_cell(10.0, backend="b"), a_cell(30.0, **dense), a_cell(15.0, backend="b", **dense)]
+    second = [a_cell(19.0, layout="vllm_5d"), a_cell(None, backend="b", **refused), a_cell(31.0, **dense)]
+    second.append(a_cell(None, backend="b", **(dense | refused)))
+    dates = ("2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00")
+    return merge([a_table(*cells, date=date) for cells, date in zip((first, second), dates, strict=True)])
+
+
+def test_a_refusal_in_one_part_hides_no_time_of_another_from_merge_to_page() -> None:
+    table = two_parts()
+    shown = view(table, layout="nhd")
+    assert {row.first.phase: row.winners for row in shown.rows} == {"decode": ["b"], "prefill": ["b"]}
+    page = to_markdown(shown)
+    assert "| 64 | 20.0 | **10.0** | b | 2.00x |" in page
+    assert "| 64 | 30.0 | **15.0** | b | 2.00x |" in page
+    assert "unsupported" not in page
+
+
+def test_a_refusal_that_a_file_still_holds_hides_no_time_either() -> None:
+    refusal = a_cell(None, backend="b", layout=None, block_size=None, status="unsupported", reason="kv_layout: needs nhd")
+    table = a_table(a_cell(20.0), a_cell(19.0, layout="vllm_5d"), a_cell(10.0, backend="b"), refusal)
+    (row,) = view(table, layout="nhd").rows
+    assert row.winners == ["b"]
+    assert "unsupported" not in text_of(table, layout="nhd")
+
+
+def test_a_backend_without_a_time_over_the_layout_is_named_with_those_it_has() -> None:
+    text = text_of(two_parts(), layout="vllm_5d")
+    assert "b has no time over kv_layout vllm_5d, block_size 16; it was measured over nhd 16" in text
+
+
+def test_the_rule_of_a_tie_is_the_one_that_is_printed() -> None:
+    wide = {"p20_us": 4000.0, "p80_us": 9000.0}
+    text = text_of(a_table(a_cell(4600.0, **wide), a_cell(7685.0, backend="b", **wide), noise=0.058))
+    assert " = " not in text
+    assert "1.67x" in text
+    assert "differ by less than 1%, or by less than 10% with ranges (p20 to p80) that overlap" in text
+
+
+def test_a_run_on_a_busy_machine_says_so() -> None:
+    steady = text_of(a_table(a_cell(drift=0.05)))
+    assert "busy machine" not in steady
+    assert "not steady" not in steady
+    text = text_of(
+        a_table(a_cell(drift=0.9), a_cell(20.0, backend="b", drift=0.1), busy="other processes kept 2.0 of 2 cores busy")
+    )
+    assert "measured on a busy machine, other processes kept 2.0 of 2 cores busy" in text
+    assert "disagree by more than 25% in 1 of 2 cells (most by 90%: a, decode 1q1s64)" in text
+
+
+def test_a_narrow_terminal_gets_the_two_fastest_of_each_row_uncut() -> None:
+    names = [f"a_longer_name_{number}" for number in range(4)]
+    table = a_table(*(a_cell(10.0 * (number + 1), backend=name) for number, name in enumerate(names)))
+    text = text_of(table, width=80)
+    row = next(line for line in text.splitlines() if line.strip().startswith("64 "))
+    assert row.split() == ["64", names[0], "10.0", names[1], "20.0", "2.00x"]
+    assert "…" not in text
+    assert "--json" in text
+
+
+def test_the_view_as_plain_data_holds_every_row() -> None:
+    plain = to_plain(view(crossing()))
+    decode = [row for row in plain["rows"] if row["phase"] == "decode"]
+    assert [row["winners"] for row in decode] == [["a", "d"], ["b"]]
+    assert decode[1]["us"] == {"a": 200.0, "b": 100.0, "c": None, "d": 300.0}
+    assert decode[1]["status"]["c"] == "oom"
+    assert json.loads(json.dumps(plain)) == plain
 
 
 def test_generations_are_shown_as_tokens_a_second() -> None:

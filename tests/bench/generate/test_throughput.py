@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headway.bench.generate.prompts import PROMPTS, take_prompts
 from headway.bench.generate.throughput import ThroughputReport, Workload, num_passes, run_throughput, same_tokens
+from headway.cli.bench_throughput import print_report
 from headway.llm import LLM
 from sandbox import save_tiny_model
+
+RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +51,26 @@ def test_a_pass_does_not_live_off_the_one_before(llm: LLM, monkeypatch: pytest.M
     llm.engine.blocks.forget_prefixes()
     (output,) = llm.generate(prompt, use_tqdm=False)
     assert output.num_cached_tokens == 0
+
+
+def test_the_table_cuts_nothing_off_at_80_columns_and_tells_of_a_machine_that_was_not_steady(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = ThroughputReport.model_validate_json((RESULTS / "cpu" / "throughput-smollm2.json").read_bytes())
+    monkeypatch.setenv("COLUMNS", "80")
+    print_report(report)
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert "458.2-467.4" in text
+    assert "not steady" not in text
+    shaken = report.results[0].model_copy(update={"slowest": 100.0})
+    busy = report.model_copy(
+        update={"results": [shaken, *report.results[1:]], "busy": "other processes kept 1.9 of 2 cores busy"}
+    )
+    print_report(busy)
+    text = capsys.readouterr().out
+    assert "passes disagree, 100.0 to 467.4" in " ".join(text.split())
+    assert "1.9 of 2 cores busy" in text
 
 
 def test_tokens_are_compared_up_to_the_end_of_a_text() -> None:

@@ -6,18 +6,20 @@ import contextlib
 import math
 import re
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
+from driving import Written, drain, generate
 from headway.backends.sdpa import SDPA
 from headway.core.contract.backend import BackendInfo
-from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.contract.errors import ConfigError, PromptError, UnsupportedError
 from headway.core.contract.model import Attention
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
 from headway.core.engine.runner import Launched
-from headway.core.engine.sequence import Sequence
+from headway.core.engine.step import Sampled
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
 from tiny import TinyModel
@@ -28,21 +30,12 @@ SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 
 
 def run(engine: Engine, params: SamplingParams | list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    wishes = params if isinstance(params, list) else [params] * len(prompts)
-    seqs = [engine.add_request(str(n), p, wish)[0] for n, (p, wish) in enumerate(zip(prompts, wishes, strict=True))]
-    while engine.has_unfinished:
-        engine.step()
-    engine.blocks.check_integrity([])
-    assert engine.blocks.num_free == engine.blocks.num_blocks
-    return [seq.output_token_ids for seq in seqs]
+    return [written.token_ids for written in generate(engine, prompts, params)]
 
 
-def drain(engine: Engine) -> list[Sequence]:
-    """Run until nothing is left; everything that `step` returned."""
-    changed = []
-    while engine.has_unfinished:
-        changed += engine.step()
-    return changed
+def one(engine: Engine, prompt: list[int], params: SamplingParams) -> Written:
+    (written,) = generate(engine, [prompt], params)
+    return written
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
@@ -80,11 +73,10 @@ def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Reg
 
 def test_n_gives_n_completions(registry: Registry) -> None:
     engine = Engine(TinyModel(), registry, SMALL)
-    seqs = engine.add_request("r", [1, 2, 3], SamplingParams(n=3, seed=2**63 - 1, temperature=2.0, max_tokens=12))
-    while engine.has_unfinished:
-        engine.step()
-    assert [seq.index for seq in seqs] == [0, 1, 2]
-    assert len({tuple(seq.output_token_ids) for seq in seqs}) == 3
+    engine.add_request("r", [1, 2, 3], SamplingParams(n=3, seed=2**63 - 1, temperature=2.0, max_tokens=12))
+    written = drain(engine)
+    assert sorted(written) == [("r", 0), ("r", 1), ("r", 2)]
+    assert len({tuple(completion.token_ids) for completion in written.values()}) == 3
 
 
 def test_what_ends_a_sequence(registry: Registry) -> None:
@@ -93,11 +85,8 @@ def test_what_ends_a_sequence(registry: Registry) -> None:
     at = next(n for n, token in enumerate(tokens) if token not in tokens[:n] and n > 2)
 
     def ended(params: SamplingParams, eos: frozenset[int] = frozenset(), config: EngineConfig = SMALL) -> tuple[int, str | None]:
-        engine = Engine(TinyModel(), registry, config, eos)
-        (seq,) = engine.add_request("r", [1, 2, 3], params)
-        while engine.has_unfinished:
-            engine.step()
-        return len(seq.output_token_ids), seq.finish_reason
+        written = one(Engine(TinyModel(), registry, config, eos), [1, 2, 3], params)
+        return len(written.token_ids), written.finish_reason
 
     eos = frozenset({tokens[at]})
     assert ended(greedy) == (20, "length")
@@ -160,20 +149,12 @@ def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: 
     registry = create_registry([FailingPlugin()], load_entry_points=False)
     config = replace(SMALL, attn_backend="failing", async_scheduling=overlapped)
     engine = Engine(TinyModel(), registry, config)
-    doomed = [
-        engine.add_request(str(n), prompt, SamplingParams(temperature=0, max_tokens=4))[0] for n, prompt in enumerate(PROMPTS)
-    ]
-    changed = drain(engine)
     message = r"backend failing failed in decode \(layer 0, q \[5, 4, 8\].*illegal memory access"
-    for seq in doomed:
-        assert seq.finish_reason == "error"
-        assert re.search(message, seq.error or "")
-        assert seq in changed
-        assert len(seq.output_token_ids) == 1, "the prompt's own step was good"
-    engine.blocks.check_integrity([])
-    assert engine.blocks.num_free == engine.blocks.num_blocks
-    (good,) = engine.add_request("good", [1, 2, 3], SamplingParams(temperature=0, max_tokens=1))
-    drain(engine)
+    for doomed in generate(engine, PROMPTS, SamplingParams(temperature=0, max_tokens=4)):
+        assert doomed.finish_reason == "error"
+        assert re.search(message, doomed.error or "")
+        assert len(doomed.token_ids) == 1, "the prompt's own step was good"
+    good = one(engine, PROMPTS[1], SamplingParams(temperature=0, max_tokens=1))
     assert good.finish_reason == "length"
     assert good.num_cached_tokens == 0
 
@@ -181,21 +162,22 @@ def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: 
 def test_an_interrupt_while_the_host_waits_loses_no_token(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     (expected,) = run(Engine(TinyModel(), registry, SMALL), GREEDY, [[1, 2, 3]])
     engine = Engine(TinyModel(), registry, replace(SMALL, async_scheduling=True))
-    (seq,) = engine.add_request("r", [1, 2, 3], GREEDY)
+    engine.add_request("r", [1, 2, 3], GREEDY)
     wait, calls = Launched.wait, []
 
-    def interrupted(launched: Launched) -> list[int]:
+    def interrupted(launched: Launched) -> Sampled:
         calls.append(launched)
         if len(calls) in (3, 4, 9):
             raise KeyboardInterrupt
         return wait(launched)
 
     monkeypatch.setattr(Launched, "wait", interrupted)
+    written: dict[tuple[str, int], Written] = {}
     while engine.has_unfinished:
         with contextlib.suppress(KeyboardInterrupt):
-            engine.step()
+            drain(engine, written)
     assert len(calls) > 9
-    assert seq.output_token_ids == expected
+    assert written["r", 0].token_ids == expected
 
 
 class Greedy(TinyModel):
@@ -227,8 +209,7 @@ def test_a_single_token_without_memory_is_an_error(registry: Registry) -> None:
     model = Greedy()
     model.largest = 0
     engine = Engine(model, registry, SMALL)
-    (seq,) = engine.add_request("r", [1, 2, 3], GREEDY)
-    drain(engine)
+    seq = one(engine, [1, 2, 3], GREEDY)
     assert seq.finish_reason == "error"
     assert "out of memory" in (seq.error or "")
 
@@ -239,9 +220,8 @@ def test_nan_logits_end_that_request_only(registry: Registry, debug: str, monkey
     model = Greedy()
     model.nan_for = 7
     engine = Engine(model, registry, SMALL)
-    (sick,), (well,) = engine.add_request("sick", [7], GREEDY), engine.add_request("well", [1, 2, 3], GREEDY)
-    drain(engine)
-    assert (sick.finish_reason, sick.output_token_ids) == ("error", [])
+    sick, well = generate(engine, [[7], [1, 2, 3]], GREEDY)
+    assert (sick.finish_reason, sick.token_ids) == ("error", [])
     assert "hold a NaN" in (sick.error or "")
     if 7 not in well.token_ids:
         assert well.finish_reason == "length"
@@ -264,8 +244,7 @@ def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HEADWAY_DEBUG", "1")
     registry = create_registry([SickPlugin()], load_entry_points=False)
     engine = Engine(TinyModel(), registry, replace(SMALL, attn_backend="sick"))
-    (seq,) = engine.add_request("r", [1, 2, 3], GREEDY)
-    drain(engine)
+    seq = one(engine, [1, 2, 3], GREEDY)
     assert seq.error is not None
     assert "the first came from sick, in attention layer 0" in seq.error
 
@@ -273,10 +252,120 @@ def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPa
 def test_the_attention_op_is_opaque_to_the_compiler(registry: Registry) -> None:
     """Shape inference runs the op without touching cache or data, as torch.compile and graph capture need."""
     engine = Engine(TinyModel(), registry, SMALL)
-    attention = engine._runner._attention
+    attention, caches = engine.executor.attention, engine.executor.caches
     with torch._subclasses.FakeTensorMode():
         q, kv = torch.empty(3, 4, 8), torch.empty(3, 2, 8)
         out = attention(0, q, kv, kv)
     assert out.shape == (3, 4, 8)
-    assert math.isfinite(float(engine.caches[0].key.sum()))
-    assert not engine.caches[0].key.any(), "nothing was written"
+    assert math.isfinite(float(caches[0].key.sum()))
+    assert not caches[0].key.any(), "nothing was written"
+
+
+def test_an_fp8_cache_halves_the_memory_and_keeps_the_tokens_near(registry: Registry) -> None:
+    """In the engine, through chunks, preemption and prefix copies; the pool obeys the type that was asked for."""
+    half = replace(SMALL, kv_cache_dtype="fp8_e4m3")
+    plain, small = Engine(TinyModel(), registry, SMALL), Engine(TinyModel(), registry, half)
+    assert {cache.key.dtype for cache in small.executor.caches} == {torch.float8_e4m3fn}
+    assert small.capacity.pool.num_blocks == 4 * plain.capacity.pool.num_blocks
+    expected, whole = run(plain, GREEDY), run(small, GREEDY)
+    same = sum(a == b for wide, narrow in zip(expected, whole, strict=True) for a, b in zip(wide, narrow, strict=True))
+    assert same > 20, "the first tokens of most prompts"
+    tight = replace(half, max_model_len=64, kv_cache_memory=18 * 8 * 64, max_num_batched_tokens=16)
+    engine = Engine(TinyModel(), registry, tight)
+    assert run(engine, GREEDY) == whole
+    assert engine.scheduler.num_preemptions > 0
+
+
+class Half(SDPA):
+    name = "half"
+    capabilities = replace(SDPA.capabilities, kv_dtypes=())
+
+
+class HalfPlugin:
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        return [BackendInfo("half", "reads no fp8", lambda: Half, api_version=2)]
+
+
+def test_a_cache_type_that_a_backend_does_not_read_is_refused_with_the_reason() -> None:
+    registry = create_registry([HalfPlugin()], load_entry_points=False)
+    with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs the layer's dtype, got fp8_e4m3"):
+        Engine(TinyModel(), registry, replace(SMALL, attn_backend="half", kv_cache_dtype="fp8_e4m3"))
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0, max_tokens=20), SamplingParams(seed=3, max_tokens=20)], ids=str)
+def test_drafts_change_no_token_and_spare_steps(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
+    config = replace(SMALL, async_scheduling=overlapped)
+    plain = Engine(TinyModel(), registry, config)
+    expected = run(plain, params)
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+
+    def propose(token_ids: list[int]) -> list[int]:
+        """What will come, with a mistake now and then."""
+        (text,) = (text for text in texts if text[: len(token_ids)] == token_ids)
+        guesses = text[len(token_ids) : len(token_ids) + 3]
+        return guesses[:1] + [(guess + (len(token_ids) % 4 == 0)) % 50 for guess in guesses[1:]]
+
+    engine = Engine(TinyModel(), registry, config, proposer=propose)
+    assert run(engine, params) == expected
+    assert engine.stats.num_steps < plain.stats.num_steps / 2
+    assert run(Engine(TinyModel(), registry, config, proposer=lambda token_ids: [1, 2]), params) == expected
+    tight = replace(config, max_model_len=48, kv_cache_memory=12 * 8 * 256)
+    engine = Engine(TinyModel(), registry, tight, proposer=propose)
+    assert run(engine, params) == expected
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("layout", "kv_cache_dtype"), [("nhd", "fp8_e4m3"), ("hnd", "auto"), ("vllm_5d", "auto")])
+def test_a_hit_of_part_of_a_block_changes_no_token(registry: Registry, layout: str, kv_cache_dtype: str) -> None:
+    """Prompts that share beginnings of all lengths, of finished and of running sequences, in a pool that is short."""
+    random = Random(0)
+    texts = [[random.randrange(50) for _ in range(60)] for _ in range(3)]
+    prompts = [[*random.choice(texts)[: random.randint(1, 60)], random.randrange(50)] for _ in range(40)]
+    config = replace(
+        SMALL, block_size=32, kv_layout=layout, kv_cache_dtype=kv_cache_dtype, max_num_seqs=5, max_num_batched_tokens=64
+    )
+    whole = Engine(TinyModel(), registry, replace(config, enable_prefix_caching=False))
+    short = 8 * 32 * (256 if kv_cache_dtype == "auto" else 64)
+    engine = Engine(TinyModel(), registry, replace(config, kv_cache_memory=short, max_model_len=128))
+    params = SamplingParams(temperature=0, max_tokens=12)
+    written = generate(engine, prompts, params)
+    assert [each.token_ids for each in written] == run(whole, params, prompts)
+    assert engine.scheduler.num_preemptions > 0
+    assert any(each.num_cached_tokens % 32 for each in written)
+
+
+def test_a_hit_counts_by_the_token_whatever_the_block_size(registry: Registry) -> None:
+    shared = [token % 50 for token in range(100)]
+    for block_size in (8, 64, 128):
+        engine = Engine(TinyModel(), registry, replace(SMALL, block_size=block_size))
+        params = SamplingParams(temperature=0, max_tokens=4)
+        first, again, longer = (one(engine, prompt, params) for prompt in (shared, shared, [*shared, 7, 7]))
+        assert (first.num_cached_tokens, again.num_cached_tokens, longer.num_cached_tokens) == (0, 99, 100), block_size
+        assert again.token_ids == first.token_ids
+        engine.add_request("running", [*shared[:50], *[3] * 20], SamplingParams(temperature=0, max_tokens=9))
+        engine.step()  # a running sequence's block is shared as far as it is filled
+        engine.add_request("beside", [*shared[:50], *[3] * 15], params)
+        assert drain(engine)["beside", 0].num_cached_tokens == 64
+
+
+def test_requests_come_and_go_by_id(registry: Registry) -> None:
+    engine = Engine(TinyModel(), registry, replace(SMALL, async_scheduling=True))
+    expected = run(engine, GREEDY, PROMPTS[:2])
+    for name in ("left", "stays", "half"):
+        engine.add_request(name, PROMPTS[name == "stays"], replace(GREEDY, n=2))
+    with pytest.raises(ConfigError, match="request_id: needs an id that no unfinished request has, got 'left'"):
+        engine.add_request("left", [1], GREEDY)
+    early = engine.step() + engine.step()
+    engine.abort("left")
+    engine.abort("half", 1)
+    engine.abort("nobody")
+    written = drain(engine)
+    assert sorted(written) == [("half", 0), ("stays", 0), ("stays", 1)], "an aborted completion is heard of no more"
+    first = {(delta.request_id, delta.completion): delta.new_token_ids for delta in early}
+    for number, key in enumerate([("half", 0), ("stays", 0), ("stays", 1)]):
+        assert [*first[key], *written[key].token_ids] == expected[min(number, 1)]
+    engine.add_request("left", [1], GREEDY)  # the id is free again
+    engine.abort_all()
+    assert not engine.has_unfinished

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from driving import generate
 from headway.core.contract.backend import AttentionBackend, BackendInfo, Backends, GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.layout import LayerCache
@@ -24,9 +27,13 @@ from headway.core.engine.attention import PagedAttention
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
-from headway.core.engine.graphs import DecodeGraph, DecodeGraphs, _Inputs, capture_sizes
-from headway.core.engine.scheduler import Scheduled, Scheduler
+from headway.core.engine.graph import DecodeGraph, GraphStep, StaticInputs
+from headway.core.engine.graphs import DecodeGraphs, capture_sizes
+from headway.core.engine.prepare import prepare
+from headway.core.engine.rows import Rows
+from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence
+from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import greedy
 from headway.registry import create_registry, hookimpl
@@ -39,15 +46,38 @@ ROWS = 8
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "sizes"),
-    [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20]), (1000, [1, 2, 4, *range(8, 257, 8)])],
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 4, 8]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (256, [1, 2, 4, *range(8, 257, 8)]),
+        (1000, [1, 2, 4, *range(8, 257, 8), *range(288, 1000, 32), 1000]),
+        (2000, [1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32), *range(1152, 2000, 128), 2000]),
+    ],
 )
 def test_batch_sizes(max_num_seqs: int, sizes: list[int]) -> None:
     assert capture_sizes(max_num_seqs) == sizes
 
 
-def graphs() -> DecodeGraphs:
-    attention = PagedAttention([], [], lambda *_: None)
-    return DecodeGraphs(TinyModel(), attention, greedy, torch.zeros(ROWS + 1, dtype=torch.int64), BLOCK_SIZE, MAX_MODEL_LEN)
+def graph_step(attention: PagedAttention | None = None, block_size: int = BLOCK_SIZE, max_len: int = MAX_MODEL_LEN) -> GraphStep:
+    attention = attention or PagedAttention([], [], lambda *_: None)
+    return GraphStep(TinyModel(), attention, greedy, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len, 9)
+
+
+class Again:
+    """Records a step by running it again: what a graph does, where there is none."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        """The batch sizes that were replayed, in order."""
+
+    def record(self, graph: DecodeGraph) -> Callable[[], None]:
+        def replay() -> None:
+            self.sizes.append(graph.size)
+            graph.run()
+
+        return replay
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,54 +92,76 @@ def test_a_replay_is_fed_what_the_metadata_says(prompts: list[list[int]], spare:
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=15)
         scheduler.add(Sequence(str(number), 0, prompt, params, frozenset(), MAX_MODEL_LEN))
-    captured, flying = graphs(), []
+    inputs, rows, in_flight = StaticInputs(ROWS, graph_step()), Rows(ROWS, MAX_MODEL_LEN // BLOCK_SIZE), []
     while scheduler.has_unfinished:
         step = scheduler.schedule()
-        if step and all(share.num_new_tokens == 1 and share.context_len for share in step):
-            check(captured, step)
+        if step:
+            told = pickle.loads(pickle.dumps(prepare(step, BLOCK_SIZE)))  # as another process would get it
+            rows.update(told)
+            if told.goes_on:
+                check(inputs, rows, step, told)
         scheduler.launched(step)
-        read, flying = (flying, step) if overlapped else (step, [])
-        for share in read:
-            if share.samples:
-                share.seq.num_pending -= 1
-                if not share.seq.finished:
-                    share.seq.append(len(share.seq.token_ids) % 7)
+        read, in_flight = (in_flight, step) if overlapped else (step, [])
+        for scheduled in read:
+            if scheduled.samples:
+                seq = scheduled.seq
+                scheduler.read(scheduled, [] if seq.finished else [len(seq.token_ids) % 7])
         scheduler.remove_finished()
 
 
-def check(captured: DecodeGraphs, step: list[Scheduled]) -> None:
-    count, width = len(step), captured._width
-    longs = numpy.full((2, ROWS), 99, dtype=numpy.int64)
-    ints = numpy.full((2, ROWS), 99, dtype=numpy.int32)
-    table = numpy.full((ROWS, width), 99, dtype=numpy.int32)
-    captured.fill(longs, ints, table, step)
-    (rows, slots), (positions, seq_lens) = longs.tolist(), ints.tolist()
+def check(inputs: StaticInputs, rows: Rows, step: list[ScheduledSequence], told: StepInput) -> None:
+    inputs.device.fill_(99)
+    count, (lens_cpu, table_cpu) = len(step), inputs.fill(ROWS, told.rows, told.context_lens, rows)
+    longs, ints, table, _ = inputs.views(inputs.device, ROWS)
+    (places, slots), (positions, seq_lens) = longs.tolist(), ints.tolist()
     metadata = AttentionMetadata.build(
-        [1] * count, [share.context_len for share in step], [share.seq.blocks for share in step], BLOCK_SIZE
+        [1] * count, [scheduled.context_len for scheduled in step], [scheduled.seq.blocks for scheduled in step], BLOCK_SIZE
     )
     assert slots == metadata.slot_mapping.tolist() + [-1] * (ROWS - count)
-    assert seq_lens == metadata.kv_lens + [0] * (ROWS - count)
+    assert seq_lens == lens_cpu.tolist() == metadata.kv_lens + [0] * (ROWS - count)
     assert positions[:count] == metadata.context_lens.tolist()
-    for row, share in enumerate(step):
-        assert table[row, : len(share.seq.blocks)].tolist() == share.seq.blocks
-    assert rows[:count] == [share.seq.row for share in step]
-    assert set(rows[count:]) <= {ROWS}, "padding writes its token beside everybody's"
+    assert torch.equal(table, table_cpu)
+    for row, scheduled in enumerate(step):
+        assert table[row, : len(scheduled.seq.blocks)].tolist() == scheduled.seq.blocks
+    assert places[:count] == [scheduled.seq.row for scheduled in step]
+    assert set(places[count:]) <= {ROWS}, "padding writes its token beside everybody's"
     assert not table[count:].any(), "padding points at a block that exists"
 
 
-def test_only_a_step_of_decodes_within_the_captured_sizes_is_replayed() -> None:
-    captured = graphs()
-    captured._size_of = [1, 1, 2]
-    seq = Sequence("r", 0, [1] * 9, SamplingParams(), frozenset(), MAX_MODEL_LEN)
-    seq.newest_at = 8
-    decode, prefill, extend = Scheduled(seq, 1, 8, True), Scheduled(seq, 9, 0, True), Scheduled(seq, 3, 6, True)
-    assert captured.size_for([decode]) == 1
-    assert captured.size_for([decode] * 2) == 2
-    assert captured.size_for([decode] * 3) is None
-    assert captured.size_for([prefill]) is None
-    assert captured.size_for([extend, decode]) is None
-    seq.newest_at = -1
-    assert captured.size_for([decode]) is None, "its token never was on the device"
+def step_of(*sequences: tuple[int, int], goes_on: bool = False, drafts: int = 0) -> StepInput:
+    """A step of (query_len, context_len)."""
+    query_lens, context_lens = numpy.array(sequences, dtype=numpy.int32).T
+    many = len(query_lens)
+    num_drafts = numpy.full(many, drafts, dtype=numpy.int32)
+    tokens = numpy.full(query_lens.sum(), NEWEST, dtype=numpy.int64)
+    rows = numpy.arange(many, dtype=numpy.int32)
+    return StepInput(rows, query_lens, context_lens, num_drafts, numpy.ones(many, dtype=bool), tokens, goes_on)
+
+
+def test_a_step_that_is_no_replay_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
+    made = engine()
+    attention = made.executor.attention
+    backends = {spec: Walk(spec, made.selection.layout, 8) for spec in attention.specs}
+    captured = DecodeGraphs(graph_step(attention, 8, 64))
+    captured.capture([1, 2], lambda size: [backends], Again())
+
+    def why(step: StepInput, backends: Backends = backends) -> str | int:
+        graph, reason = captured.for_step(step, lambda size: backends)
+        assert (graph is None) == bool(reason)
+        return reason if graph is None else graph.size
+
+    decode = (1, 8)
+    assert why(step_of(decode, goes_on=True)) == 1
+    assert why(step_of(decode, decode, goes_on=True)) == 2
+    assert why(step_of((9, 0))) == why(step_of((3, 6), decode)) == "a prompt in the step"
+    assert why(step_of(decode)) == "a token that the device does not hold"
+    assert why(step_of((3, 8), drafts=2)) == "drafts to verify"
+    other = {spec: Uncapturable(spec, made.selection.layout, 8) for spec in attention.specs}
+    assert why(step_of(decode, goes_on=True), other) == "no graph of uncapturable for 1 sequences"
+    with caplog.at_level("WARNING", "headway"):
+        assert [why(step_of(*[decode] * 3, goes_on=True)) for _ in range(2)] == ["more than 2 sequences"] * 2
+    (record,) = caplog.records
+    assert "a decode step of 3 sequences is launched kernel by kernel, for the largest captured batch is 2" in record.message
 
 
 class Walk(AttentionBackend):
@@ -156,102 +208,73 @@ def engine(**options: object) -> Engine:
     return Engine(TinyModel(), registry, replace(config, kv_cache_memory=9 * 8 * 512, **options))
 
 
-def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Give a CPU's engine graphs that run their step instead of replaying it. Returns where their sizes are noted."""
-    runner, sizes = engine._runner, []
-    graphs = DecodeGraphs(TinyModel(), runner._attention, greedy, runner._newest, 8, 64)
-    inputs = _Inputs(6, graphs._width, torch.device("cpu"))
-    backends = runner._selector.backends_for(Phase.DECODE)
-
-    def replay(graph: DecodeGraph, step: list[Scheduled]) -> tuple[Tensor, Tensor]:
-        graph.load(step)
-        runner._attention.begin_graph(graph._metadata, backends)
-        _, tokens = graph.run()
-        sizes.append(graph.size)
-        assert graphs._logits is not None
-        return graphs._logits[: len(step)], tokens[: len(step)]
-
-    monkeypatch.setattr(DecodeGraph, "replay", replay)
-    for size in (6, 4, 2, 1):
-        graphs._graphs[size, "walk"] = DecodeGraph(graphs, inputs, size, backends)
-    graphs._size_of = [1, 1, 2, 4, 4, 6, 6]
-    runner._graphs = graphs
-    return sizes
-
-
 @torch.inference_mode()
 def test_graphs_compute_their_logits_into_one_buffer() -> None:
     """That of the largest, though a backend that was refused may have tried a batch of one before."""
-    runner = engine()._runner
-    captured = DecodeGraphs(TinyModel(), runner._attention, greedy, runner._newest, 8, 64)
-    inputs, backends = _Inputs(6, captured._width, torch.device("cpu")), runner._selector.backends_for(Phase.DECODE)
-    made = [DecodeGraph(captured, inputs, size, backends) for size in (1, 6, 4, 2)]
-    assert captured._logits is not None
-    assert captured._logits.shape == (6, 50)
-    for graph in made:
-        captured._logits.fill_(77)
-        runner._attention.begin_graph(graph._metadata, backends)
+    made = engine()
+    step = graph_step(made.executor.attention, 8, 64)
+    inputs = StaticInputs(6, step)
+    backends = {spec: Walk(spec, made.selection.layout, 8) for spec in made.executor.attention.specs}
+    graphs = [DecodeGraph(step, inputs, size, backends) for size in (1, 6, 4, 2)]
+    assert step.logits is not None
+    assert step.logits.shape == (6, 50)
+    for graph in graphs:
+        step.logits.fill_(77)
         graph.run()
-        assert (captured._logits != 77).all(-1).tolist() == [row < graph.size for row in range(6)]
+        assert (step.logits != 77).all(-1).tolist() == [row < graph.size for row in range(6)]
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("wish", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}], ids=str)
-def test_steps_through_static_inputs_write_the_same_tokens(
-    overlapped: bool, wish: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_through_static_inputs_write_the_same_tokens(overlapped: bool, wish: dict[str, float]) -> None:
     """Through padding, preemption, prefix hits, and sequences that end by a token while the next step is under way."""
 
     def run(engine: Engine) -> list[tuple[list[int], str | None]]:
         random = Random(1)
-        seqs = []
+        prompts, wishes = [], []
         for number in range(20):
             prompt = [random.randrange(50) for _ in range(random.randint(1, 30))] if number % 4 else [7] * 17
             stops = random.sample(range(50), 8) if number % 3 == 0 else []
             most = random.randint(8, 30) if number < 19 else 33  # the last goes on alone
-            params = SamplingParams(max_tokens=most, stop_token_ids=stops, **wish)
-            seqs += engine.add_request(str(number), prompt, params)
-        while engine.has_unfinished:
-            engine.step()
-        engine.blocks.check_integrity([])
-        return [(seq.output_token_ids, seq.finish_reason) for seq in seqs]
+            prompts.append(prompt)
+            wishes.append(SamplingParams(max_tokens=most, stop_token_ids=stops, **wish))
+        return [(written.token_ids, written.finish_reason) for written in generate(engine, prompts, wishes)]
 
     plain, fast = engine(), engine(async_scheduling=overlapped)
-    sizes = with_graphs(fast, monkeypatch)
+    recorder = Again()
+    fast.executor.capture(recorder)
     expected = run(plain)
     assert run(fast) == expected
     assert plain.scheduler.num_preemptions > 0
     assert fast.scheduler.num_preemptions > 0
     assert {reason for _, reason in expected} == {"stop", "length"}
-    assert set(sizes) == {1, 2, 4, 6}
+    assert set(recorder.sizes) == {1, 2, 4, 6}
+    assert fast.stats.num_graph_steps == len(recorder.sizes)
+    assert fast.stats.num_graph_steps + fast.stats.steps_without_graph.total() == fast.stats.num_steps
+    assert "a prompt in the step" in fast.stats.steps_without_graph
 
 
-class Captured:
-    """Stands for a captured graph."""
+class Short(Again):
+    """Memory for batches of up to four."""
 
-    def __init__(self, owner: DecodeGraphs, inputs: _Inputs, size: int, backends: Backends) -> None:
-        if size > 4:
+    def record(self, graph: DecodeGraph) -> Callable[[], None]:
+        if graph.size > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def capture(self, pool: object, stream: object) -> None:
-        pass
+        return super().record(graph)
 
 
-def test_sizes_for_which_memory_is_short_are_named_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("headway.core.engine.graphs.DecodeGraph", Captured)
-    for name, answer in (("graph_pool_handle", None), ("Stream", None), ("empty_cache", None), ("mem_get_info", (0, 0))):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    backends = engine()._runner._selector.backends_for(Phase.DECODE)
-    captured = graphs()
+def test_sizes_for_which_memory_is_short_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    made = engine()
+    backends = {spec: Walk(spec, made.selection.layout, 8) for spec in made.executor.attention.specs}
+    captured = DecodeGraphs(graph_step(made.executor.attention, 8, 64))
     with caplog.at_level("INFO", "headway"):
-        captured.capture([1, 2, 4, 6, 8], lambda size: [backends])
-    assert [record.message.split(":", 1)[1] for record in caplog.records] == [
+        captured.capture([1, 2, 4, 6, 8], lambda size: [backends], Short())
+    assert [re.sub(r"in \d+\.\d s", "in 0.0 s", record.message.split(":", 1)[1]) for record in caplog.records] == [
         " no memory for batches of 8, 6: those are launched kernel by kernel",
         " 3 of decode captured, 3 batch sizes up to 4, in 0.0 s and 0 MB: walk",
     ]
-    assert captured._size_of == [1, 1, 2, 4, 4]
+    sizes = [captured.for_step(step_of(*[(1, 8)] * n, goes_on=True), lambda size: backends)[0] for n in (1, 2, 3, 4, 5)]
+    assert [graph and graph.size for graph in sizes] == [1, 2, 4, 4, None]
 
 
 class Uncapturable(Walk):
@@ -259,19 +282,13 @@ class Uncapturable(Walk):
     graph_level = GraphLevel.NONE
 
 
-def test_a_backend_that_cannot_be_captured_is_named_with_the_cost(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, answer in (("graph_pool_handle", None), ("Stream", None), ("mem_get_info", (0, 0))):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+def test_a_backend_that_cannot_be_captured_is_named_with_the_cost(caplog: pytest.LogCaptureFixture) -> None:
     made = engine()
-    spec = made._runner._attention.specs[0]
-    backends = {spec: Uncapturable(spec, made.selection.layout, 8)}
-    runner = made._runner
-    captured = DecodeGraphs(TinyModel(), runner._attention, greedy, runner._newest, 8, 64)
+    backends = {spec: Uncapturable(spec, made.selection.layout, 8) for spec in made.executor.attention.specs}
+    captured = DecodeGraphs(graph_step(made.executor.attention, 8, 64))
     with caplog.at_level("INFO", "headway"):
-        captured.capture([1, 2, 4], lambda size: [backends])
+        captured.capture([1, 2, 4], lambda size: [backends], Again())
     (record,) = caplog.records
     assert "uncapturable cannot be captured (graph_level: needs DECODE or higher, got NONE" in record.message
     assert re.search(r"takes the host \d+\.\d ms$", record.message)
-    assert captured.size_for([]) is None
+    assert captured.for_step(step_of((1, 8), goes_on=True), lambda size: backends) == (None, "no graph was captured")

@@ -13,20 +13,6 @@ from headway.core.engine import pool
 SPECS = [spec()] * 3  # 2 kv heads x 32 x 4 bytes, key and value: 512 bytes a token and layer
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("2GiB", 2 * 1024**3), ("512MB", 512 * 10**6), ("1.5g", 3 * 512 * 1024**2), ("64K", 65536), ("1000", 1000), (77, 77)],
-)
-def test_memory_texts(text: str | int, expected: int) -> None:
-    assert pool.parse_memory(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1GiB", "many", "1TB", "nan", "1 2", 0, -5])
-def test_bad_memory_texts_are_refused(text: str | int) -> None:
-    with pytest.raises(ConfigError, match="kv_cache_memory"):
-        pool.parse_memory(text)
-
-
 def test_the_pool_fills_the_memory_but_never_more_than_all_sequences_could() -> None:
     size = pool.pool_size(SPECS, NHD, block_size=16, max_model_len=100, max_num_seqs=8, memory=1_000_000)
     assert size.num_bytes == size.num_blocks * 16 * 512 * 3

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.deterministic import IndependentScheduler
-from headway.core.engine.scheduler import Scheduled, Scheduler
+from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 
@@ -18,6 +18,17 @@ from headway.core.sampling.params import SamplingParams
 def next_token(length: int) -> int:
     """What follows a sequence of so many tokens."""
     return length % 2
+
+
+def verified(scheduled: ScheduledSequence) -> list[int]:
+    """What a step samples for a sequence: the drafts that are right, and the token after them."""
+    first = scheduled.context_len + scheduled.num_new_tokens - scheduled.num_draft_tokens
+    tokens = [next_token(first)]
+    for guess in scheduled.seq.draft_token_ids[: scheduled.num_draft_tokens]:
+        if guess != tokens[-1]:
+            break
+        tokens.append(next_token(first + len(tokens)))
+    return tokens
 
 
 @dataclass
@@ -56,20 +67,34 @@ class Cache:
         self.blocks = blocks
         self.slots: dict[int, tuple[int, ...]] = {}
 
-    def run(self, share: Scheduled) -> None:
+    def run(self, step: list[ScheduledSequence]) -> None:
+        """Make the copies of a step, then its sequences' tokens, as a device does: all copies read before any writes."""
+        size = self.blocks.block_size
+        copied = {}
+        for scheduled in step:
+            seq = scheduled.seq
+            if seq.prefix_copy is not None:
+                (source, count), target = seq.prefix_copy, seq.blocks[scheduled.context_len // size]
+                copied.update({target * size + slot: self.slots[source * size + slot] for slot in range(count)})
+        self.slots.update(copied)
+        for scheduled in step:
+            self.run_one(scheduled)
+
+    def run_one(self, scheduled: ScheduledSequence) -> None:
         """Check that the context is there, then write the new tokens, each as the whole prefix it stands for."""
-        seq, count = share.seq, share.num_new_tokens
-        size, first = self.blocks.block_size, share.context_len
+        seq, count = scheduled.seq, scheduled.num_new_tokens
+        size, first = self.blocks.block_size, scheduled.context_len
         assert first == seq.num_computed
         slots = [seq.blocks[p // size] * size + p % size for p in range(first + count)]
         tokens = list(seq.token_ids)
         tokens += [next_token(len(tokens) + ahead) for ahead in range(seq.num_pending)]  # what the device already knows
+        tokens += seq.draft_token_ids[: scheduled.num_draft_tokens]
         for position, slot in enumerate(slots):
             prefix = tuple(tokens[: position + 1])
             if position < first:
                 assert self.slots[slot] == prefix, f"{seq.request_id} reads another's cache at {position}"
             else:
-                assert self.blocks._ref_counts[slot // size] == 1, f"{seq.request_id} writes into a shared block"
+                assert self.blocks.num_holders(slot // size) == 1, f"{seq.request_id} writes into a scheduledd block"
                 self.slots[slot] = prefix
 
 
@@ -85,6 +110,8 @@ class Cache:
     aborted=st.sets(st.integers(0, 11)),
     overlapped=st.booleans(),
     stop=st.sampled_from([frozenset(), frozenset({0}), frozenset({1})]),
+    drafts=st.integers(0, 3),
+    failing=st.booleans(),
 )
 def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     arrivals: list[Arrival],
@@ -97,6 +124,8 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     aborted: set[int],
     overlapped: bool,
     stop: frozenset[int],
+    drafts: int,
+    failing: bool,
 ) -> None:
     max_model_len = MAX_MODEL_LEN
     budget = budget if chunked else max(budget, max_model_len)
@@ -105,47 +134,49 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     cache = Cache(blocks)
     coming = sorted(enumerate(arrivals), key=lambda item: item[1].step)
     seqs: list[Sequence] = []
-    flying: list[Scheduled] = []
-    step = 0
+    in_flight: list[ScheduledSequence] = []
+    time = 0
     while coming or scheduler.has_unfinished:
-        while coming and coming[0][1].step <= step:
+        while coming and coming[0][1].step <= time:
             number, arrival = coming.pop(0)
             seqs.append(sequence(str(number), arrival.prompt, arrival.max_tokens))
             seqs[-1].stop_token_ids = stop
             scheduler.add(seqs[-1])
-        if step == 8:
+        if time == 8:
             for seq in seqs:
                 if int(seq.request_id) in aborted and not seq.finished:
                     seq.finish("abort")
             scheduler.remove_finished()
-        step += 1
-        assert step < 3000, "no progress"
+        time += 1
+        assert time < 3000, "no progress"
         if not scheduler.has_unfinished:
             continue
 
-        shares = scheduler.schedule()
-        assert shares or flying, "unfinished work, and nothing scheduled"
-        assert sum(share.num_new_tokens for share in shares) <= budget
-        assert len(shares) <= len(scheduler.running) <= max_num_seqs
-        assert len({id(share.seq) for share in shares}) == len(shares)
+        step = scheduler.schedule()
+        assert step or in_flight, "unfinished work, and nothing scheduled"
+        assert sum(scheduled.num_new_tokens for scheduled in step) <= budget
+        assert len(step) <= len(scheduler.running) <= max_num_seqs
+        assert len({id(scheduled.seq) for scheduled in step}) == len(step)
         rows = [seq.row for seq in scheduler.running]
         assert len(set(rows)) == len(rows)
         assert all(row in range(max_num_seqs) for row in rows)
-        phases = [share.phase is Phase.DECODE for share in shares]
+        phases = [scheduled.phase is Phase.DECODE for scheduled in step]
         assert phases == sorted(phases), "prefill and extend come before decode"
         blocks.check_integrity(scheduler.running)
         assert all(not seq.blocks for seq in scheduler.waiting), "a waiting sequence holds blocks"
-
-        for share in shares:
-            assert share.num_new_tokens > 0
-            cache.run(share)
-        scheduler.launched(shares)
-        read, flying = (flying, shares) if overlapped else (shares, [])
-        for share in read:
-            if share.samples:
-                share.seq.num_pending -= 1
-                if not share.seq.finished:
-                    share.seq.append(next_token(len(share.seq.token_ids)))
+        assert all(scheduled.num_new_tokens > 0 for scheduled in step)
+        if failing and time % 5 == 0:  # the step does not run, and the next one tries again
+            scheduler.not_launched(step)
+            continue
+        cache.run(step)
+        scheduler.launched(step)
+        read, in_flight = (in_flight, step) if overlapped else (step, [])
+        for scheduled in read:
+            seq = scheduled.seq
+            if scheduled.samples:
+                scheduler.read(scheduled, [] if seq.finished else verified(scheduled))
+                ahead = range(seq.num_tokens, seq.num_tokens + drafts)
+                seq.draft_token_ids = [next_token(place) ^ (place % 5 == 0) for place in ahead]
         scheduler.remove_finished()
         blocks.check_integrity(scheduler.running)
 
@@ -158,16 +189,15 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
             assert [token in stop for token in seq.output_token_ids] == [False] * (len(seq.output_token_ids) - 1) + [True]
 
 
-def run_step(scheduler: Scheduler) -> list[Scheduled]:
+def run_step(scheduler: Scheduler) -> list[ScheduledSequence]:
     """Schedule, run and read one step; every sequence that samples gets token 1."""
-    shares = scheduler.schedule()
-    scheduler.launched(shares)
-    for share in shares:
-        if share.samples:
-            share.seq.num_pending -= 1
-            share.seq.append(1)
+    step = scheduler.schedule()
+    scheduler.launched(step)
+    for scheduled in step:
+        if scheduled.samples:
+            scheduler.read(scheduled, [1])
     scheduler.remove_finished()
-    return shares
+    return step
 
 
 def finish(scheduler: Scheduler, *seqs: Sequence) -> None:
@@ -182,7 +212,7 @@ def test_first_come_is_first_served() -> None:
     seqs = [sequence(str(n), [n] * 5, 3) for n in range(4)]
     for seq in seqs:
         scheduler.add(seq)
-    assert [share.seq for share in scheduler.schedule()] == seqs[:2]
+    assert [scheduled.seq for scheduled in scheduler.schedule()] == seqs[:2]
 
 
 def test_a_long_prompt_is_cut_into_chunks_beside_decodes() -> None:
@@ -191,12 +221,12 @@ def test_a_long_prompt_is_cut_into_chunks_beside_decodes() -> None:
     scheduler.add(short)
     run_step(scheduler)
     scheduler.add(long)
-    shares = run_step(scheduler)
-    assert [(share.seq, share.num_new_tokens, share.phase) for share in shares] == [
+    step = run_step(scheduler)
+    assert [(scheduled.seq, scheduled.num_new_tokens, scheduled.phase) for scheduled in step] == [
         (long, 7, Phase.PREFILL),
         (short, 1, Phase.DECODE),
     ]
-    assert not shares[0].samples, "the middle of a prompt has no next token"
+    assert not step[0].samples, "the middle of a prompt has no next token"
     assert [(s.seq, s.phase) for s in scheduler.schedule()] == [(long, Phase.EXTEND), (short, Phase.DECODE)]
 
 
@@ -218,9 +248,9 @@ def test_an_equal_prefix_is_found_after_its_owner_is_gone() -> None:
     scheduler = Scheduler(blocks, 64, 4)
     finish(scheduler, sequence("first", list(range(10)), 2))
     second = sequence("second", [*range(9), 77], 2)
-    other = sequence("other", [5, *range(1, 10)], 2)  # differs in the first block, so no later block may be shared
+    other = sequence("other", [5, *range(1, 10)], 2)  # differs in the first block, so no later block may be scheduledd
     finish(scheduler, second, other)
-    assert (second.num_cached_tokens, other.num_cached_tokens) == (8, 0)
+    assert (second.num_cached_tokens, other.num_cached_tokens) == (9, 0)
 
 
 def test_a_whole_cached_prompt_still_computes_its_last_token() -> None:
@@ -228,7 +258,7 @@ def test_a_whole_cached_prompt_still_computes_its_last_token() -> None:
     finish(scheduler, sequence("first", list(range(8)), 1))
     again = sequence("again", list(range(8)), 1)
     finish(scheduler, again)
-    assert again.num_cached_tokens == 4
+    assert again.num_cached_tokens == 7
     assert len(again.output_token_ids) == 1
 
 
@@ -260,9 +290,9 @@ def test_a_token_under_way_is_scheduled_before_the_host_has_seen_it() -> None:
     seq = sequence("ahead", [1] * 4, 3)
     scheduler.add(seq)
     for expected in ((4, 0), (1, 4), (1, 5)):
-        (share,) = scheduler.schedule()
-        assert (share.num_new_tokens, share.context_len) == expected
-        scheduler.launched([share])
+        (scheduled,) = scheduler.schedule()
+        assert (scheduled.num_new_tokens, scheduled.context_len) == expected
+        scheduler.launched([scheduled])
     assert scheduler.schedule() == [], "the third token ends it by length: nothing is computed for a fourth"
     assert seq.output_token_ids == []
     assert seq.num_published == 1, "the second block holds tokens nobody knows yet"
@@ -289,7 +319,7 @@ def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
 ) -> None:
     budget = budget if chunked else max(budget, MAX_MODEL_LEN)
 
-    def shares(batch: list[Arrival]) -> dict[int, list[int]]:
+    def steps_of(batch: list[Arrival]) -> dict[int, list[int]]:
         """Tokens of each step of each sequence that is there from the start or comes later."""
         blocks = BlockManager(-(-MAX_MODEL_LEN // block_size) + spare, block_size, False)
         scheduler = IndependentScheduler(blocks, budget, max_num_seqs, chunked)
@@ -304,14 +334,14 @@ def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
             assert time < 2000, "no progress"
             if scheduler.has_unfinished:
                 step = run_step(scheduler)
-                assert sum(share.num_new_tokens for share in step) <= budget
-                for share in step:
-                    steps[int(share.seq.request_id)].append(share.num_new_tokens)
+                assert sum(scheduled.num_new_tokens for scheduled in step) <= budget
+                for scheduled in step:
+                    steps[int(scheduled.seq.request_id)].append(scheduled.num_new_tokens)
             blocks.check_integrity(scheduler.running)
         assert scheduler.num_preemptions == 0
         assert blocks.num_free == blocks.num_blocks
         assert all(seq.finish_reason == "length" for seq in coming.values())
         return steps
 
-    together = shares([*arrivals, *others])
-    assert all(shares([arrival])[0] == together[number] for number, arrival in enumerate(arrivals))
+    together = steps_of([*arrivals, *others])
+    assert all(steps_of([arrival])[0] == together[number] for number, arrival in enumerate(arrivals))

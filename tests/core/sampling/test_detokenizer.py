@@ -57,3 +57,20 @@ def test_text_that_only_looked_like_a_stop_is_shown_in_the_end() -> None:
         detokenizer.append(byte)
     assert detokenizer.safe_text == "the "
     assert detokenizer.flush() == "the END"
+
+
+def test_bytes_that_are_no_text_end_tokenizers_own_stream_and_not_ours() -> None:
+    """Why `Detokenizer` is not tokenizers' DecodeStream; when this fails, that stream may take its place."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocab = {name: number for number, name in enumerate(["<unk>", "k", "i", "<0x6B>", "<0x69>", "<0xA6>", " the"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokens = [vocab[name] for name in ("<0x6B>", "<0x69>", "<0xA6>", " the")]
+    stream = decoders.DecodeStream(skip_special_tokens=True)
+    with pytest.raises(Exception, match="Invalid prefix"):
+        [stream.step(tokenizer, token) for token in tokens]
+    detokenizer = Detokenizer(tokenizer)
+    for token in tokens:
+        detokenizer.append(token)
+    assert detokenizer.flush().endswith(" the")

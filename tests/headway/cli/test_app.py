@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections import Counter
@@ -11,10 +12,14 @@ from pathlib import Path
 import pytest
 
 import headway as package
+from headway.cli.engine_options import options_page
 from headway.cli.options import parse_attn_options, parse_block_size
 from headway.core.contract.errors import ConfigError
+from headway.engine_args import EngineArgs
 from headway.registry import create_registry
-from sandbox import REFUSING, TOY, Result, install, run_headway
+from sandbox import REFUSING, TOY, Result, install, run_headway, run_python
+
+ROOT = Path(__file__).resolve().parents[3]
 
 Headway = Callable[..., Result]
 
@@ -84,6 +89,18 @@ def test_a_prompt_that_begins_with_a_dash_goes_after_two_dashes(headway: Headway
     assert "tokens/s" in result.err
 
 
+def test_generate_prints_json_for_programs(headway: Headway, tiny_model_folder: Path) -> None:
+    arguments = ("generate", "--model", str(tiny_model_folder), "--max-tokens", "5", "--ignore-eos")
+    result = headway(*arguments, "--json", "the quick fox")
+    assert result.code == 0, result
+    record = json.loads(result.out)
+    assert record["text"].strip() == headway(*arguments, "the quick fox").out.strip()
+    assert (record["prompt"], record["output_tokens"], record["finish_reason"]) == ("the quick fox", 5, "length")
+    assert len(record["token_ids"]) == 5
+    assert record["tokens_per_second"] > 0
+    assert record["attention"].startswith("prefill=")
+
+
 def test_sampled_text_is_repeated_by_its_seed(headway: Headway, tiny_model_folder: Path) -> None:
     arguments = ("generate", "--model", str(tiny_model_folder), "--temperature", "2.5", "--ignore-eos", "--max-tokens", "16")
     one, again, other = (headway(*arguments, "--seed", seed, "the fox") for seed in ("1", "1", "2"))
@@ -106,7 +123,7 @@ def test_json_has_a_row_for_every_backend_with_its_claims(headway: Headway, plug
     assert (toy["layouts"], toy["block_multiple"], toy["devices"], toy["features"]) == (["hnd"], 64, ["cpu"], [])
     sdpa = rows["sdpa"]
     assert (sdpa["kind"], sdpa["phases"]) == ("built-in", ["prefill", "extend", "decode"])
-    assert sdpa["layouts"] == ["nhd", "hnd", "vllm_5d"]
+    assert sdpa["layouts"] == ["nhd", "hnd", "vllm_5d", "latent"]
     assert (sdpa["head_dims"], sdpa["dtypes"]) == (None, ["float32", "bfloat16", "float16"])
     missing = rows["missing_library"]
     assert "libkernel>=2" in missing["reasons"][0]
@@ -114,7 +131,7 @@ def test_json_has_a_row_for_every_backend_with_its_claims(headway: Headway, plug
 
 
 @pytest.mark.parametrize("columns", [80, 140])
-def test_the_table_of_backends_fits_and_cuts_nothing_off(headway: Headway, plugins: Path, columns: int) -> None:
+def test_the_table_of_backends_has_a_line_for_each_and_cuts_nothing_off(headway: Headway, plugins: Path, columns: int) -> None:
     result = headway("backends", columns=columns)
     assert (result.code, result.err) == (0, "")
     assert max(map(len, result.out.splitlines())) <= columns
@@ -123,13 +140,17 @@ def test_the_table_of_backends_fits_and_cuts_nothing_off(headway: Headway, plugi
     for word in ("name", "kind", "phases", "layouts", "dtypes", "'libkernel>=2'", "capability", "ImportError:", "Hopper"):
         assert seen[word], word
     rows = json.loads(headway("backends", "--json").out)["backends"]
-    for row in rows:
-        assert seen[row["name"]], row
-        assert seen[row["kind"].split()[0]], row
-    for key, words in {"phases": ("prefill", "extend", "decode"), "layouts": ("nhd", "hnd", "vllm_5d")}.items():
-        for word in words:
-            assert seen[word] >= sum(word in row.get(key, ()) for row in rows), word
-    assert max(seen["bf16"], seen["bfloat16"]) == sum("bfloat16" in row.get("dtypes", ()) for row in rows)
+    printed = result.out.splitlines()
+    start = next(number for number, line in enumerate(printed) if " kind " in line)
+    header, lines = printed[start], printed[start + 2 :]
+    assert [line.split()[0] for line in lines[: len(rows)]] == [row["name"] for row in rows]
+    for row, line in zip(rows, lines, strict=False):
+        assert row["kind"].split()[0] in line
+        claims = line[header.index("phases") :].split()
+        if "phases" in row:
+            every = columns == 80 and len(row["phases"]) == 3
+            assert claims[: 1 if every else len(row["phases"])] == (["all"] if every else row["phases"])
+            assert ("bf16" in claims) == ("bfloat16" in row["dtypes"])
 
 
 @pytest.mark.parametrize("columns", [80, 140])
@@ -137,7 +158,10 @@ def test_no_column_of_the_table_is_empty(headway: Headway, columns: int) -> None
     """The columns are found by the two rows of built-ins that every machine has: at no place is a whole column blank."""
     lines = headway("backends", columns=columns).out.splitlines()
     header = next(number for number, line in enumerate(lines) if "kind" in line)
-    starts = [lines[header].index(word) for word in ("name", "kind", "avail", "phases", "layouts", "block", "dtypes")]
+    starts = [
+        lines[header].index(word)
+        for word in ("name", "kind", "available" if columns == 140 else "here", "phases", "layouts", "block", "dtypes")
+    ]
     assert starts == sorted(starts)
     row = next(line for line in lines if line.strip("│ ").startswith("sdpa "))
     for start, end in zip(starts, [*starts[1:], len(row)], strict=True):
@@ -159,3 +183,34 @@ def test_a_block_size_is_a_number_or_auto(text: str, size: int | None) -> None:
 def test_any_other_block_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="block_size: needs auto or a multiple of 8"):
         parse_block_size(text)
+
+
+HELP = [(), ("bench",), ("table",), ("generate",), ("backends", "explain"), ("bench", "throughput")]
+
+
+@pytest.mark.parametrize("command", [("--version",), *((*command, "--help") for command in HELP)], ids=" ".join)
+def test_help_and_version_import_no_library_that_takes_seconds(headway: Headway, command: tuple[str, ...]) -> None:
+    code = f"""
+import sys
+sys.argv = ["headway", *{command!r}]
+from headway.__main__ import main
+try:
+    main()
+finally:
+    heavy = sorted({{"torch", "transformers", "triton", "matplotlib", "numpy"}} & set(sys.modules))
+    assert not heavy, heavy
+"""
+    result = run_python("-c", code, cwd=ROOT)
+    assert result.code == 0, result
+    assert "headway" in result.out
+
+
+def test_the_page_of_options_is_the_one_that_is_printed() -> None:
+    assert (ROOT / "docs" / "options.md").read_text() == options_page()
+
+
+def test_each_option_of_llm_is_a_flag_of_generate_or_a_python_object(headway: Headway) -> None:
+    text = headway("generate", "--help", columns=200).out
+    names = set(inspect.signature(EngineArgs).parameters) - {"plugins", "registry", "skip_tokenizer_init", "attn_options"}
+    for name in (*names, "attn_opt", "no_autotune"):
+        assert f"--{name.replace('_', '-')} " in text, name

@@ -186,6 +186,24 @@ def test_explain_is_data_too(headway: Headway, kept: Path) -> None:
     assert found["nearest_row"]["case"] == "1q64"
 
 
+def test_explain_of_a_decode_cites_a_decode(headway: Headway, kept: Path) -> None:
+    table = read_table(kept)
+    verify = {"phase": "verify", "case": "1q2s64", "query_len": 2, "kv_len": 64}
+    write_json(
+        table.model_copy(update={"cells": [*table.cells, *(a_cell(1.0, backend=b, **verify) for b in ("sdpa", "sdpa.math"))]}),
+        kept,
+    )
+    asked = ("backends", "explain", *TINY, "--batch", "1", "--len", "60", "--json")
+    assert json.loads(headway(*asked).out)["nearest_row"]["phase"] == "decode"
+    assert json.loads(headway(*asked, "--phase", "verify", "--query-len", "2").out)["nearest_row"]["phase"] == "verify"
+
+
+def test_table_show_is_data_too(headway: Headway, kept: Path) -> None:
+    found = json.loads(headway("table", "show", str(kept), "--json").out)
+    assert {row["phase"] for row in found["rows"]} >= {"decode", "prefill"}
+    assert found["kv_layout"] == "nhd"
+
+
 def test_explain_without_a_table_says_so(headway: Headway) -> None:
     out = headway("backends", "explain", *TINY, columns=200).out
     assert "rank order" in out

@@ -1,0 +1,129 @@
+"""The pictures of docs/benchmarks.md, drawn from result files with matplotlib (the extra `plot`).
+
+    python -m headway.bench.pictures docs/images
+
+reads bench/results/ of the working folder and writes one PNG for each picture.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headway.bench.crossover.plot import to_png
+from headway.bench.crossover.view import view
+from headway.bench.generate.report import read_kernel_peers, read_peers
+from headway.bench.kernel.results import read_report
+from headway.core.contract.errors import ConfigError
+from headway.tuning.files import read_table
+from headway.tuning.json_files import write_bytes
+
+H200 = Path("bench/results/h200")
+_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#66ccee", "#aa3377")
+"""After Paul Tol's bright scheme; Headway is always the first."""
+
+Series = Mapping[str, Sequence[float | None]]
+"""Name of a bar -> its height in each group; None where it was not measured."""
+
+
+def bars(
+    title: str, groups: Sequence[str], series: Series, ylabel: str, xlabel: str, line: tuple[float, str] | None = None
+) -> bytes:
+    """Grouped bars as a PNG, each with its figure above it, and "not measured" where there is none.
+
+    line: a height to draw across, and what it stands for.
+
+    :raises ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("a picture", "matplotlib", str(error), "pip install 'headway[plot]'") from error
+    figure = Figure(figsize=(max(7.5, 1.15 * len(groups) * max(len(series), 2) ** 0.6 + 1.5), 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    width = 0.82 / len(series)
+    highest = max(value for values in series.values() for value in values if value is not None)
+    for number, (name, values) in enumerate(series.items()):
+        places = [group + (number - (len(series) - 1) / 2) * width for group in range(len(groups))]
+        axis.bar(places, [value or 0.0 for value in values], 0.94 * width, label=name, color=_COLOURS[number % len(_COLOURS)])
+        for place, value in zip(places, values, strict=True):
+            _figure(axis, place, value, highest)
+    if line is not None:
+        axis.axhline(line[0], color="#444444", linewidth=1, linestyle="--", label=line[1])
+    axis.set(title=title, ylabel=ylabel, xlabel=xlabel, ylim=(0, 1.14 * highest))
+    axis.set_xticks(range(len(groups)), groups)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110)
+    return out.getvalue()
+
+
+def _figure(axis: Any, place: float, value: float | None, highest: float) -> None:
+    if value is None:
+        axis.text(place, 0.01 * highest, "not measured", ha="center", va="bottom", rotation=90, fontsize=7, color="#777777")
+    else:
+        text = f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+        axis.text(place, value + 0.01 * highest, text, ha="center", va="bottom", fontsize=7)
+
+
+def generation(folder: Path = H200) -> bytes:
+    """Output tokens a second of whole generations, with no more than 256 sequences and with more."""
+    labels = ["nano", "1 x 512/512", "16 x 512/512", "64 x 512/512", "320 x 256/256", "512 x 256/256"]
+    rates = {peer.name: peer.tokens_per_second for peer in read_peers(folder / "peers-same-gpu.json").peers}
+    nano = next(peer for peer in read_peers(folder / "peers-offline.json").peers if peer.name == "nano-vllm")
+    rates["nano-vllm"] = {**nano.tokens_per_second, **rates["nano-vllm"]}
+    names = {"Headway": "Headway, triton", "vLLM": "vLLM 0.24, FlashAttention-3", "nano-vllm": "nano-vllm, flash-attn 2"}
+    series = {shown: [rates[name].get(label) for label in labels] for name, shown in names.items()}
+    groups = ["nano-vllm's\nown bench", *(label.replace(" x ", " sent at once\n") for label in labels[1:])]
+    title = "Whole generations, Qwen3-0.6B shapes, bfloat16, NVIDIA H200: vLLM leads above 256 sequences"
+    return bars(title, groups, series, "output tokens per second", "requests, and tokens in / out of each")
+
+
+def shares(folder: Path = H200) -> bytes:
+    """Kernels at shapes that no grid of ours holds, as shares of the fastest library."""
+    report = read_kernel_peers(folder / "peers-kernels.json")
+    phases = list(report.cells)
+    kept = [each for each in report.contenders if each.name != "Headway triton, block 16"]
+    series = {each.name: [each.decode.mean, each.prefill.mean, each.extend.mean] for each in kept}
+    title = f"Attention kernels on {report.device} at shapes outside every grid: FlashAttention-3 leads prefill and extend"
+    groups = [f"{phase}\n({report.cells[phase]} cells)" for phase in phases]
+    limit = (1.0, "the fastest library of each cell")
+    return bars(title, groups, series, "speed relative to the fastest library\n(geometric mean)", "phase of attention", limit)
+
+
+def decode(folder: Path = H200, batch: int = 8) -> bytes:
+    """Decode of one batch size by length, 32/8 heads."""
+    cells = [cell for cell in read_report(folder / "decode.json").cells if cell.geometry == "32/8/128" and cell.phase == "decode"]
+    cases = [case for case in dict.fromkeys(cell.case for cell in cells) if case.startswith(f"{batch}q1s")]
+    names = {
+        "triton nhd 256": "Headway triton",
+        "flash_attn (bare) 256": "flash-attn 2",
+        "flashinfer.fa2 (bare) 16": "flashinfer fa2",
+    }
+    at = {(cell.label, cell.case): cell.gbps for cell in cells}
+    shown = {
+        name: [at.get((label, case)) for case in cases] for label, name in names.items() if any((label, c) in at for c in cases)
+    }
+    groups = [case.removeprefix(f"{batch}q1s") for case in cases]
+    title = f"Decode of {batch} sequences, 32 query and 8 kv heads of 128, bfloat16, NVIDIA H200"
+    return bars(title, groups, shown, "GB/s of keys and values, each read once", "cached tokens of each sequence (k: 1,024)")
+
+
+def main() -> None:
+    """Draw every picture into the folder named on the command line."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/images")
+    for name, content in (("generation-h200", generation()), ("kernels-h200", shares()), ("decode-h200", decode())):
+        write_bytes(content, folder / f"{name}.png")
+    for heads in ("16-8-128", "32-8-128"):
+        table = read_table(H200 / f"crossover-{heads}.json")
+        write_bytes(to_png(view(table)), folder / f"crossover-h200-{heads}.png")
+
+
+if __name__ == "__main__":
+    main()

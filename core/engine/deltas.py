@@ -1,0 +1,21 @@
+"""What a step of the engine tells its clients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class OutputDelta(NamedTuple):
+    """What a step has added to one completion of a request. Immutable; a request ends when all its completions have."""
+
+    request_id: str
+    completion: int
+    """Which of the request's n completions."""
+    new_token_ids: tuple[int, ...]
+    """Sampled since the last delta; a stop token that ended the completion is the last."""
+    finish_reason: str | None = None
+    """"stop" (end-of-text or stop token), "length" or "error"; None while the completion runs."""
+    error: str | None = None
+    """What went wrong, where finish_reason is "error"."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose k and v were in the cache already when the sequence was admitted."""

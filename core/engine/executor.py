@@ -1,0 +1,61 @@
+"""The seam between the engine's loop and whatever runs its steps: one process today."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from headway.core.engine.pool import PoolSize
+from headway.core.engine.step import Sampled, StepInput
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an executor can hold."""
+
+    pool: PoolSize
+    max_num_seqs: int
+    """Rows: sequences that may run at once."""
+    max_model_len: int
+    """Tokens of the longest sequence, prompt and output."""
+
+
+class InFlight(Protocol):
+    """A step that has been launched."""
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Names of the backends that serve it."""
+
+    @property
+    def graph(self) -> bool:
+        """Whether it is the replay of a CUDA graph."""
+
+    @property
+    def no_graph(self) -> str:
+        """Where graphs are in use and this step is none, why; else empty."""
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Kernels that had to be compiled for it."""
+
+    @property
+    def first_nan(self) -> str | None:
+        """With HEADWAY_DEBUG=1: what made the first NaN."""
+
+    def wait(self) -> Sampled:
+        """Its tokens; waits for the device. May be called again. A fault of a kernel is raised here at the latest."""
+
+
+class Executor(Protocol):
+    """Runs steps in the order in which it is given them."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """What it can hold."""
+
+    def capture(self) -> None:
+        """Prepare what makes steps fast, such as CUDA graphs; after it the engine is ready."""
+
+    def launch(self, step: StepInput) -> InFlight:
+        """Start a step. Whatever a backend raises comes through; what the step told of its rows holds even then."""

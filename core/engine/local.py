@@ -1,0 +1,116 @@
+"""The executor of one process and one device: sets cache, backends and model up, and runs steps on them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import CacheLayout
+from headway.core.contract.model import Model
+from headway.core.contract.spec import AttentionSpec
+from headway.core.engine import pool
+from headway.core.engine.attention import PagedAttention
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.executor import Capacity
+from headway.core.engine.graph import Recorder
+from headway.core.engine.graphs import capture_sizes
+from headway.core.engine.memory import cache_memory
+from headway.core.engine.runner import Launched, Runner
+from headway.core.engine.step import StepInput
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from headway.core.select.costs import CostTable
+from headway.core.select.selector import BackendSource, Selector
+from headway.core.select.workload import Workload
+
+log = logging.getLogger("headway")
+
+
+class LocalExecutor:
+    """See `Executor`. Only here are model, backends and cache in one place."""
+
+    def __init__(
+        self,
+        model: Model,
+        specs: Sequence[AttentionSpec],
+        source: BackendSource,
+        config: EngineConfig,
+        sampling: SamplingOps = TORCH_SAMPLING,
+        costs: Mapping[AttentionSpec, CostTable] | None = None,
+    ) -> None:
+        """specs: of the model's layers, with the cache's element type as asked for. config: with its device's options filled in.
+
+        sampling, costs: see `Engine`.
+
+        :raises HeadwayError: options that cannot work together, with what would.
+        """
+        device = specs[0].device
+        asked = config.attn_backend, config.kv_layout, config.block_size, config.attn_options
+        selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
+        self.selection = selector.selection
+        """Which backend serves which phase, over which layout and block size."""
+        if config.deterministic:
+            self.selection = replace(self.selection, why="deterministic: pinned")
+        block_size = self.selection.block_size
+        memory = config.pool_bytes
+        if memory is None and device.type == "cuda":
+            sizes = config.step_tokens, config.max_num_seqs
+            memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
+        max_model_len = _max_model_len(config, model, specs, self.selection.layout, block_size, memory)
+        config.check_budget(max_model_len)
+        size = pool.pool_size(specs, self.selection.layout, block_size, max_model_len, config.max_num_seqs, memory)
+        self.capacity = Capacity(size, config.max_num_seqs, max_model_len)
+        self.caches = pool.allocate(specs, self.selection.layout, size)
+        """One a layer."""
+        writer = source.layout(self.selection.layout.name).load_writer(device)
+        self.attention = PagedAttention(specs, self.caches, writer)
+        """What the model calls; outside of steps only its shapes may be asked for."""
+        self._runner = Runner(model, self.attention, selector, sampling, block_size, config.max_num_seqs, max_model_len)
+        self._device = device
+        self._config = config
+        log.info("attention: %s", self.selection)
+        log.info("pool: %d blocks of %d tokens, %.2f GiB", size.num_blocks, block_size, size.num_bytes / pool.GIB)
+
+    def capture(self, recorder: Recorder | None = None) -> None:
+        """Capture decode as CUDA graphs, where there are any and nothing speaks against them. Then the engine is ready.
+
+        recorder: records in place of CUDA's, on any device.
+        """
+        config = self._config
+        if self.attention.debug:
+            log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
+        elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
+            self._runner.capture(config.cudagraph_capture_sizes or capture_sizes(config.max_num_seqs), recorder)
+        self._runner.watch_compilations()
+
+    def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
+        """Have every step's logits looked at: rows that sample, int32 [rows], and logits [rows, vocab_size] on the device.
+
+        The logits are overwritten by the next step. None ends it.
+        """
+        self._runner.observe = look
+
+    def launch(self, step: StepInput) -> Launched:
+        """Start a step. On a CPU it has run when this returns."""
+        return self._runner.launch(step)
+
+
+def _max_model_len(
+    config: EngineConfig, model: Model, specs: Sequence[AttentionSpec], layout: CacheLayout, block_size: int, memory: int | None
+) -> int:
+    made_for = model.max_position_embeddings
+    if config.max_model_len is None:
+        fits = pool.longest_that_fits(specs, layout, block_size, memory, made_for)
+        if not config.enable_chunked_prefill:
+            fits = min(fits, config.step_tokens)
+        if 0 < fits < made_for:
+            log.info("max_model_len: %d, what the pool holds; the model was made for %d", fits, made_for)
+        return max(fits, 1)
+    if config.max_model_len > made_for:
+        raise ConfigError("max_model_len", f"at most {made_for}, the positions the model was made for", config.max_model_len)
+    return config.max_model_len

@@ -1,0 +1,213 @@
+"""The engine's loop: requests in by id, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+
+import torch
+
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.blocks import BlockManager
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.deltas import OutputDelta
+from headway.core.engine.executor import Executor, InFlight
+from headway.core.engine.limits import PromptLimits
+from headway.core.engine.prepare import prepare
+from headway.core.engine.scheduler import ScheduledSequence, Scheduler
+from headway.core.engine.sequence import Sequence
+from headway.core.engine.stats import EngineStats
+from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import NOT_A_TOKEN
+
+log = logging.getLogger("headway")
+
+Proposer = Callable[[Items[int]], Items[int]]
+"""A speculator: the tokens of a sequence -> guesses of those that follow, which the next step verifies; none is allowed."""
+
+
+class EngineLoop:
+    """Continuous batching over one executor: call `step` until nothing is left. One thread at a time may call its methods.
+
+    With config.async_scheduling, and without a proposer, a step is launched before the one before it has been read, so that the
+    host's work hides behind the device's; tokens then come one call later, and one sampled past the end of a sequence is dropped.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        limits: PromptLimits,
+        eos_token_ids: frozenset[int] = frozenset(),
+        scheduler: type[Scheduler] = Scheduler,
+        proposer: Proposer | None = None,
+    ) -> None:
+        """config: with what depends on the device filled in. proposer: guesses tokens, which change no output, only the speed."""
+        self.config = config
+        self.limits = limits
+        self.capacity = executor.capacity
+        self.stats = EngineStats()
+        pool = executor.capacity.pool
+        self.blocks = BlockManager(pool.num_blocks, pool.block_size, config.enable_prefix_caching)
+        self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
+        self._executor = executor
+        self._eos = eos_token_ids
+        self._propose = proposer
+        self._ahead = bool(config.async_scheduling) and proposer is None  # guesses are made from tokens that the host has seen
+        self._live: dict[str, list[Sequence]] = {}
+        """The unfinished sequences of each request."""
+        self._in_flight: deque[tuple[InFlight, list[ScheduledSequence]]] = deque()
+        """Steps that have been launched and not read yet."""
+        self._unreported: list[OutputDelta] = []
+        """What `step` is to return; it outlives an interrupt."""
+        self._seeds = torch.Generator().manual_seed(config.seed)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request still wants tokens."""
+        return self.scheduler.has_unfinished or bool(self._unreported)
+
+    def add_request(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams) -> None:
+        """Queue a request, whose n completions come as deltas of `step`.
+
+        :raises PromptError: see `PromptLimits.check`.
+        :raises ConfigError: a request of this id is unfinished.
+        """
+        self.limits.check(prompt_token_ids)
+        if request_id in self._live:
+            raise ConfigError("request_id", "an id that no unfinished request has", repr(request_id))
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        seqs = []
+        for index in range(params.n):
+            seed = self._draw_seed() if params.seed is None else params.seed + index
+            seqs.append(Sequence(request_id, index, prompt_token_ids, params, stops, self.capacity.max_model_len, seed))
+            self.scheduler.add(seqs[-1])
+        self._live[request_id] = seqs
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one completion of it, and free its blocks; no delta tells of it.
+
+        A request that is unknown or has finished is left alone, for it may have ended while the caller made up his mind.
+        """
+        ended = [seq for seq in self._live.get(request_id, ()) if index in (None, seq.index)]
+        for seq in ended:
+            seq.finish("abort")
+        self._remove(ended)
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+
+    def step(self) -> list[OutputDelta]:
+        """Launch the next step and read the one before it, or the same one without async_scheduling.
+
+        Returns what it added to completions that got a token or failed. A backend that raises ends the completions of its step
+        with finish_reason "error" and the reason in `error`; the others go on.
+        """
+        started, waited = time.perf_counter(), self.stats.wait_seconds
+        self._read_until(1)  # more are left only by an interrupt
+        scheduled = self.scheduler.schedule()
+        assert scheduled or self._in_flight or self._unreported, "nothing to schedule although something is unfinished"
+        failure: Exception | None = None
+        if scheduled:
+            step = prepare(scheduled, self.blocks.block_size)
+            try:
+                self._in_flight.append((self._executor.launch(step), scheduled))
+            except Exception as error:  # whatever a backend raises
+                failure = error
+            else:
+                self.scheduler.launched(scheduled)
+                self.stats.count(step, self._in_flight[-1][0])
+        ahead = self._ahead and scheduled and failure is None
+        self._read_until(1 if ahead else 0)
+        if failure is not None:
+            self._recover(scheduled, failure)
+        self.stats.num_preemptions = self.scheduler.num_preemptions
+        self.stats.host_seconds += time.perf_counter() - started - (self.stats.wait_seconds - waited)
+        deltas, self._unreported = self._unreported, []
+        return deltas
+
+    def _draw_seed(self) -> int:
+        return int(torch.randint(2**62, (), generator=self._seeds))
+
+    def _read_until(self, left: int) -> None:
+        """Read the oldest steps until this many are left; an interrupt while the host waits loses none of them."""
+        while len(self._in_flight) > left:
+            self._read(*self._in_flight[0])
+            self._in_flight.popleft()
+
+    def _read(self, in_flight: InFlight, step: list[ScheduledSequence]) -> None:
+        """Wait for a step's tokens and append them."""
+        started = time.perf_counter()
+        try:
+            sampled = in_flight.wait()
+        except Exception as error:  # a kernel's fault shows when the host waits for it
+            self._fail(step, error)
+            return
+        self.stats.wait_seconds += time.perf_counter() - started
+        ended: list[Sequence] = []
+        for scheduled, tokens in zip((each for each in step if each.samples), sampled.token_lists(), strict=True):
+            seq = scheduled.seq
+            if seq.finished:
+                self.scheduler.read(scheduled, [])
+                continue
+            nan = tokens[-1] == NOT_A_TOKEN
+            new = self.scheduler.read(scheduled, tokens[:-1] if nan else tokens)
+            if nan and not seq.finished:
+                found = in_flight.first_nan or "HEADWAY_DEBUG=1 says which layer made the first"
+                seq.fail(f"the logits of token {seq.num_tokens} hold a NaN; {found}")
+            if seq.finished:
+                ended.append(seq)
+            elif self._propose is not None:
+                seq.draft_token_ids = list(self._propose(seq.token_ids))
+            self._unreported.append(_delta(seq, new))
+        self._remove(ended)
+
+    def _recover(self, step: list[ScheduledSequence], error: Exception) -> None:
+        """After a step that did not run: end its sequences.
+
+        Where memory was too small, smaller steps from now on let sequences wait rather than end.
+        """
+        tokens = sum(scheduled.num_new_tokens for scheduled in step)
+        smallest = 1 if self.config.enable_chunked_prefill else max(scheduled.num_new_tokens for scheduled in step)
+        if not isinstance(error, torch.OutOfMemoryError) or tokens <= smallest:
+            self._fail(step, error)
+            return
+        torch.cuda.empty_cache()
+        self.scheduler.not_launched(step)
+        self.scheduler.max_num_batched_tokens = max(tokens // 2, smallest)
+        log.warning(
+            "out of memory in a step of %d tokens: steps have at most %d from now on; a lower max_num_batched_tokens or "
+            "gpu_memory_utilization leaves room from the start",
+            tokens,
+            self.scheduler.max_num_batched_tokens,
+        )
+
+    def _fail(self, step: Iterable[ScheduledSequence], error: Exception) -> None:
+        """End the sequences of a step for a fault in it."""
+        failed = [scheduled.seq for scheduled in step if not scheduled.seq.finished]
+        log.error("a step of %d sequences failed: %s", len(failed), error)
+        for seq in failed:
+            seq.fail(str(error))
+        self._remove(failed)
+        self.blocks.forget_prefixes()  # what the step was to write may have been published already
+        self._unreported += [_delta(seq, []) for seq in failed]
+
+    def _remove(self, ended: Items[Sequence]) -> None:
+        """Free what sequences held that have ended."""
+        if not ended:
+            return
+        self.scheduler.remove_finished()
+        for seq in ended:
+            live = self._live[seq.request_id]
+            live.remove(seq)
+            if not live:
+                del self._live[seq.request_id]
+
+
+def _delta(seq: Sequence, tokens: list[int]) -> OutputDelta:
+    return OutputDelta(seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens)

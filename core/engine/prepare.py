@@ -1,0 +1,50 @@
+"""From what the scheduler has chosen to plain data: the last place that sees the engine's live sequences."""
+
+from __future__ import annotations
+
+import numpy
+
+from headway.core.engine.scheduler import ScheduledSequence
+from headway.core.engine.step import NEWEST, BlockCopy, NewBlocks, StartedRow, StepInput
+
+
+def prepare(step: list[ScheduledSequence], block_size: int) -> StepInput:
+    """The step as the executor reads it. Its sequences are noted as told of their blocks, so every step must be launched."""
+    started: list[StartedRow] = []
+    new_blocks: list[NewBlocks] = []
+    copies: list[BlockCopy] = []
+    token_ids: list[int] = []
+    num_newest = 0
+    for seq, count, context_len, _, drafts in step:
+        sent, row = seq.num_blocks_sent, seq.row
+        assert row is not None, "a scheduled sequence has a row"
+        if sent < len(seq.blocks):
+            if sent == 0:
+                started.append(StartedRow(row, seq.params, seq.seed))
+            new_blocks.append(NewBlocks(row, sent, seq.blocks[sent:]))
+            seq.num_blocks_sent = len(seq.blocks)
+        if seq.prefix_copy is not None:
+            source, size = seq.prefix_copy
+            copies.append(BlockCopy(source, seq.blocks[context_len // block_size], size))
+        if count == 1 and seq.newest_at == context_len:
+            token_ids.append(NEWEST)
+            num_newest += 1
+        else:
+            known = seq.token_ids[context_len : context_len + count - drafts]
+            assert len(known) == count - drafts, "only a decoding sequence runs ahead of the host"
+            token_ids += known
+            token_ids += seq.draft_token_ids[:drafts]
+    fields = [(seq.row, count, context_len, drafts, samples) for seq, count, context_len, samples, drafts in step]
+    rows, query_lens, context_lens, num_draft_tokens, samples = numpy.array(fields, dtype=numpy.int32).T
+    return StepInput(
+        rows,
+        query_lens,
+        context_lens,
+        num_draft_tokens,
+        samples.astype(numpy.bool_),
+        numpy.array(token_ids, dtype=numpy.int64),
+        num_newest == len(step),
+        tuple(started),
+        tuple(new_blocks),
+        tuple(copies),
+    )

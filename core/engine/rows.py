@@ -1,0 +1,33 @@
+"""What an executor knows of the sequence in each row: its blocks, and how its tokens are sampled."""
+
+from __future__ import annotations
+
+import numpy
+from numpy.typing import NDArray
+
+from headway.core.engine.step import StepInput
+from headway.core.sampling.params import SamplingParams
+
+
+class Rows:
+    """Host memory by row, brought up to date by each step."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        """max_blocks: of the longest sequence."""
+        self.tables: NDArray[numpy.int32] = numpy.zeros((max_num_seqs, max_blocks), dtype=numpy.int32)
+        """Block table of each row; what is beyond a sequence's blocks is left from others."""
+        self.params = [SamplingParams()] * max_num_seqs
+        self.seeds = [0] * max_num_seqs
+
+    def update(self, step: StepInput) -> None:
+        """Take in what a step tells."""
+        for row, params, seed in step.started:
+            self.params[row], self.seeds[row] = params, seed
+        for row, start, blocks in step.new_blocks:
+            self.tables[row, start : start + len(blocks)] = blocks
+
+    def slots(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32], block_size: int) -> NDArray[numpy.int64]:
+        """Where the k and v of one position of each row go."""
+        blocks = self.tables[rows, positions // block_size].astype(numpy.int64)
+        slots: NDArray[numpy.int64] = blocks * block_size + positions % block_size
+        return slots

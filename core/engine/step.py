@@ -1,0 +1,91 @@
+"""One step as plain data, which may go to another process; and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from headway.core.sampling.params import SamplingParams
+
+NEWEST = -1
+"""Stands for the token that the executor has sampled last in the same row: the host need not have seen it."""
+
+
+class StartedRow(NamedTuple):
+    """A sequence begins, or begins again, in a row: what was known of the row before is void."""
+
+    row: int
+    params: SamplingParams
+    seed: int
+
+
+class NewBlocks(NamedTuple):
+    """Blocks that follow the first `start` in the block table of a row."""
+
+    row: int
+    start: int
+    blocks: list[int]
+
+
+class BlockCopy(NamedTuple):
+    """The first `num_tokens` slots of a block are to be copied into another before the step runs."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInput:
+    """Everything that the device's side must know of a step beyond what earlier steps have told it.
+
+    Steps are told in order. What a step tells of rows and copies is done first: all copies read before any of them writes.
+    """
+
+    rows: NDArray[numpy.int32]
+    """[num_seqs]: each sequence's place in the executor's per-sequence buffers. Those that prefill or extend come first."""
+    query_lens: NDArray[numpy.int32]
+    """[num_seqs]: new tokens, drafts included."""
+    context_lens: NDArray[numpy.int32]
+    """[num_seqs]: cached tokens before the step, hence the position of the first new one."""
+    num_draft_tokens: NDArray[numpy.int32]
+    """[num_seqs]: how many of the new tokens, the last ones, are guesses to be verified."""
+    samples: NDArray[numpy.bool_]
+    """[num_seqs]: whether the logits after the last token are wanted, and with drafts those before each of them too."""
+    token_ids: NDArray[numpy.int64]
+    """[num_tokens]: the new tokens of all sequences, one sequence after the other; NEWEST for what only the device knows."""
+    goes_on: bool
+    """Whether every sequence has one new token, which is NEWEST: what a captured decode runs."""
+    started: tuple[StartedRow, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the step."""
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens in the step."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """The tokens of a step, for the sequences that sample, in the step's order."""
+
+    tokens: NDArray[numpy.int64]
+    """[rows, drafts + 1]: the verified drafts and the token after them; NOT_A_TOKEN where the logits hold a NaN."""
+    counts: NDArray[numpy.int64]
+    """[rows]: how many of them hold: 1 without drafts."""
+
+    def token_lists(self) -> list[list[int]]:
+        """The tokens that hold, of each row."""
+        if self.tokens.shape[1] == 1:
+            rows: list[list[int]] = self.tokens.tolist()
+            return rows
+        return [row[:count] for row, count in zip(self.tokens.tolist(), self.counts.tolist(), strict=True)]

@@ -1,0 +1,140 @@
+"""The options of `EngineArgs` as flags of a command, and as the table of docs/options.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+
+import typer
+
+from headway.cli.options import parse_attn_options, parse_block_size, sizes_of
+from headway.engine_args import EngineArgs, help_texts
+
+Command = Callable[..., None]
+
+PANEL = "Model and engine"
+"""Where the help of a command lists them."""
+SWITCHES = "Switches"
+"""Where it lists those that are turned on and off: their two long names would leave the other texts little room."""
+_PYTHON_ONLY = ("plugins", "registry")
+"""Options whose values are Python objects."""
+
+
+class _Flag(NamedTuple):
+    """How an option is written on a command line."""
+
+    name: str
+    kind: Any
+    """Type of its text, as typer takes it."""
+    default: Any
+    value: Callable[[Any], Any]
+    """From what typer read to the option's value."""
+    help: str
+    switch: bool = False
+    """A flag without a value, which has no --no-... beside it."""
+
+
+def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command], Command]:
+    """Give a command the flags of these options; it receives their values in its parameter `engine`, a dict by option.
+
+    names: of EngineArgs; none: all that a command line can say. defaults: where the command's differ.
+    """
+
+    def decorate(command: Command) -> Command:
+        flags = {name: _flag(name, defaults) for name in names or help_texts() if name not in _PYTHON_ONLY}
+        own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "engine"]
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in [*own, *map(_parameter, flags.values())]]
+        if "autotune_budget" in flags:
+            parameters.append(_parameter(_NO_AUTOTUNE))
+
+        def run(**values: Any) -> None:
+            engine = {name: flag.value(values.pop(_word(flag))) for name, flag in flags.items()}
+            if values.pop(_word(_NO_AUTOTUNE), False):
+                engine["autotune_budget"] = 0.0
+            command(**values, engine=engine)
+
+        run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_NO_AUTOTUNE = _Flag("--no-autotune", bool, False, _same, "Let auto measure nothing at the first start.", switch=True)
+
+
+def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
+    text = help_texts()[name]
+    default = {**_defaults(), **(defaults or {})}[name]
+    flag = "--" + name.replace("_", "-")
+    if name == "attn_options":
+        options = "An option of a backend, as NAME.key=value. Repeatable."
+        return _Flag("--attn-opt", list[str] | None, None, lambda texts: parse_attn_options(texts or []), options)
+    if name == "block_size":
+        return _Flag(flag, str, "auto" if default is None else str(default), parse_block_size, text.partition(" Default")[0])
+    if name == "cudagraph_capture_sizes":
+        return _Flag(flag, str | None, default, lambda sizes: sizes_of(flag, sizes), text)
+    kind = get_type_hints(EngineArgs, localns={"Registry": object})[name]
+    if name == "kv_cache_memory":
+        kind = str | None
+    return _Flag(flag, kind, default, _same, text, switch=default is False)
+
+
+def _defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(EngineArgs)}
+
+
+def _word(flag: _Flag) -> str:
+    return flag.name.lstrip("-").replace("-", "_")
+
+
+def _parameter(flag: _Flag) -> inspect.Parameter:
+    declared = (flag.name,) if flag.switch else ()
+    paired = not flag.switch and flag.kind in (bool, bool | None)
+    option = typer.Option(*declared, help=flag.help, rich_help_panel=SWITCHES if paired else PANEL)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(_word(flag), kind, default=flag.default, annotation=Annotated[flag.kind, option])
+
+
+def options_page() -> str:
+    """docs/options.md."""
+    lines = [
+        "# Options",
+        "",
+        "Each option is a keyword of `LLM(...)` and a flag of `headway generate`; other commands take those that concern them.",
+        "They are written in `headway/engine_args.py` and `core/engine/config.py`; `python -m headway.cli.engine_options` prints",
+        "this page.",
+        "",
+        "| `LLM(...)` | command line | type | default | what it says |",
+        "|---|---|---|---|---|",
+    ]
+    hints = get_type_hints(EngineArgs, localns={"Registry": type("Registry", (), {})})
+    for name, text in help_texts().items():
+        default = _defaults()[name]
+        flag = "" if name in _PYTHON_ONLY else f"`{_flag(name).name}`"
+        shown = "" if default is dataclasses.MISSING or default == () else f"`{default!r}`"
+        kind = " or ".join(_kind(each) for each in get_args(hints[name]) or (hints[name],) if each is not NoneType)
+        if name in ("attn_options", "plugins"):
+            kind = {"attn_options": "mapping", "plugins": "iterable"}[name]
+        lines.append(f"| `{name}` | {flag} | {kind} | {shown} | {text} |")
+    lines += ["", "`--no-autotune` is `--autotune-budget 0`. An unknown option is refused with the nearest of these.", ""]
+    return "\n".join(lines)
+
+
+def _kind(hint: Any) -> str:
+    """The plain name of a type: "sequence of int" for Sequence[int]."""
+    inner = get_args(hint)
+    name = str(getattr(hint, "__name__", hint))
+    return f"{name.lower()} of {_kind(inner[0])}" if len(inner) == 1 else name
+
+
+if __name__ == "__main__":
+    print(options_page(), end="")

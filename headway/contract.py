@@ -1,0 +1,67 @@
+"""The stable names of the contract: what a backend, a layout or a test outside this repository may import.
+
+They change only with `API_VERSION`. `headway.core` and everything else is Headway's own and may change in any release.
+"""
+
+from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, GraphLevel, Plan
+from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
+from headway.core.contract.errors import (
+    BackendError,
+    ConfigError,
+    HeadwayError,
+    ModelError,
+    PluginError,
+    PromptError,
+    UnknownBackendError,
+    UnsupportedError,
+)
+from headway.core.contract.layout import (
+    HND,
+    LATENT,
+    NHD,
+    VLLM_5D,
+    CacheGeometry,
+    CacheLayout,
+    CacheWriter,
+    LayerCache,
+    LayoutInfo,
+)
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
+from headway.core.contract.support import YES, Reason, Support
+
+__all__ = [
+    "ALL_PHASES",
+    "API_VERSION",
+    "AttentionBackend",
+    "AttentionMetadata",
+    "AttentionSpec",
+    "BackendError",
+    "BackendInfo",
+    "CacheGeometry",
+    "CacheLayout",
+    "CacheWriter",
+    "Capabilities",
+    "ConfigError",
+    "DTYPES",
+    "FEATURES",
+    "GraphLevel",
+    "HND",
+    "HeadwayError",
+    "KV_DTYPES",
+    "LATENT",
+    "LayerCache",
+    "LayoutInfo",
+    "ModelError",
+    "NHD",
+    "Phase",
+    "Plan",
+    "PluginError",
+    "PromptError",
+    "Reason",
+    "Support",
+    "UnknownBackendError",
+    "UnsupportedError",
+    "VLLM_5D",
+    "YES",
+]

@@ -1,0 +1,150 @@
+"""Every option of `LLM`, once: its keywords, the command line's flags and docs/options.md come from `EngineArgs`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Final, ParamSpec, get_args, get_type_hints
+
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from headway.registry import Registry
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class EngineArgs(EngineConfig):
+    """What it takes to load a model and to run it: the engine's options (`EngineConfig`), and those of model and machine."""
+
+    model: Annotated[str, "smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id."] = "smollm2"
+    _: dataclasses.KW_ONLY
+    dtype: Annotated[str, "Element type: auto, float32, bfloat16 or float16."] = "auto"
+    device: Annotated[str, "auto, cpu, cuda or cuda:N."] = "auto"
+    load_format: Annotated[
+        str, "auto, or dummy: random weights in the model's shapes (also of qwen3-0.6b and llama-3-8b, which ship with Headway)."
+    ] = "auto"
+    skip_tokenizer_init: Annotated[bool, "Load no tokenizer: token ids in and out, no text."] = False
+    num_threads: Annotated[int | None, "CPU threads. Default: one per free core."] = None
+    crossover_table: Annotated[str | None, "File of measured times that auto obeys. Default: this machine's own."] = None
+    autotune_budget: Annotated[
+        float | None, "Seconds that auto may measure at the first start; 0: none. Default: 20 on a GPU, 10 on a CPU."
+    ] = None
+    plugins: Annotated[Iterable[object], "Objects with hook implementations, registered beside the installed plugins."] = ()
+    registry: Annotated[Registry | None, "A Registry to use in place of a new one."] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.model, PathLike):
+            object.__setattr__(self, "model", str(self.model))
+        if not isinstance(self.model, str):
+            raise ConfigError("model", "a name or path as a text", f"a {type(self.model).__name__}")
+        threads, budget = self.num_threads, self.autotune_budget
+        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+            raise ConfigError("num_threads", "a whole number of at least 1", repr(threads))
+        if budget is not None and (not isinstance(budget, (int, float)) or not budget >= 0):
+            raise ConfigError("autotune_budget", "a number of seconds of at least 0", repr(budget))
+
+    @classmethod
+    def of(cls, *model: object, **options: Any) -> EngineArgs:
+        """From the arguments of a call.
+
+        :raises ConfigError: an option that does not exist, with the nearest that does; or one with a value that cannot work.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(name, "an option of LLM", f"{name!r}", advice(name, known))
+        if len(model) > 1:
+            raise ConfigError("LLM", "one argument without a name, the model", f"{len(model)} of them")
+        return cls(*model, **options)  # type: ignore[arg-type]
+
+    def engine_config(self) -> EngineConfig:
+        """The part of the options that the engine reads."""
+        return EngineConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)})
+
+
+def advice(name: str, known: Iterable[str]) -> str:
+    """What to write in place of an option that does not exist."""
+    if name in VLLM_OPTIONS:
+        return VLLM_OPTIONS[name]
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else "docs/options.md lists them"
+
+
+def help_texts() -> dict[str, str]:
+    """Option -> its text, in the order in which a person reads them: model and machine first."""
+    hints = get_type_hints(EngineArgs, localns={"Registry": object}, include_extras=True)
+    own = [field.name for field in dataclasses.fields(EngineArgs)]
+    engine = [field.name for field in dataclasses.fields(EngineConfig)]
+    return {name: get_args(hints[name])[1] for name in (*(name for name in own if name not in engine), *engine)}
+
+
+def takes_arguments_of(args: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give an `__init__` the parameters of `args`, for type checkers, editors and help()."""
+
+    def decorate(function: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(args).parameters.values()
+        function.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+_ONE_DEVICE: Final = "not supported yet, because Headway runs a model on one device"
+_PLAIN_WEIGHTS: Final = "not supported yet, because Headway computes with float32, bfloat16 or float16 weights; see dtype"
+_OWN_TOKENIZER: Final = "the tokenizer of the model's folder is used; skip_tokenizer_init=True loads none"
+_OWN_CODE: Final = "not supported: Headway never runs code that a model brings; leave it out"
+_FIRST_COME: Final = "not supported yet, because requests are served first come, first served"
+_NO_LOG: Final = "leave it out: RequestOutput.metrics has the times of each request"
+
+VLLM_OPTIONS: Final = {
+    "attention_backend": "Headway calls it attn_backend",
+    "attention_config": "Headway calls it attn_backend and attn_options",
+    "kv_cache_memory_bytes": "Headway calls it kv_cache_memory",
+    "num_gpu_blocks_override": "kv_cache_memory sets the size of the cache",
+    "max_seq_len_to_capture": "cudagraph_capture_sizes says what is captured; enforce_eager=True captures nothing",
+    "max_context_len_to_capture": "cudagraph_capture_sizes says what is captured; enforce_eager=True captures nothing",
+    "compilation_config": "cudagraph_capture_sizes says what is captured; enforce_eager=True captures nothing",
+    "cuda_graph_sizes": "Headway calls it cudagraph_capture_sizes",
+    "tensor_parallel_size": _ONE_DEVICE,
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": _ONE_DEVICE,
+    "enable_expert_parallel": _ONE_DEVICE,
+    "distributed_executor_backend": _ONE_DEVICE,
+    "disable_custom_all_reduce": _ONE_DEVICE,
+    "quantization": _PLAIN_WEIGHTS,
+    "quantization_param_path": _PLAIN_WEIGHTS,
+    "calculate_kv_scales": "not supported yet: a fp8 cache has the checkpoint's scales, or 1; see kv_cache_dtype",
+    "tokenizer": _OWN_TOKENIZER,
+    "tokenizer_mode": _OWN_TOKENIZER,
+    "tokenizer_revision": _OWN_TOKENIZER,
+    "trust_remote_code": _OWN_CODE,
+    "hf_overrides": "not supported: edit the config.json of the model's folder",
+    "revision": "not supported yet: load the folder that huggingface-cli download --revision writes",
+    "download_dir": "set the environment variable HF_HOME",
+    "swap_space": "not supported, because a preempted request is computed again and nothing is swapped",
+    "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
+    "enable_lora": "not supported yet: merge the adapter into its model with peft's merge_and_unload()",
+    "max_lora_rank": "not supported yet: merge the adapter into its model with peft's merge_and_unload()",
+    "speculative_config": "not supported yet, because the engine writes one token per step and sequence",
+    "limit_mm_per_prompt": "not supported yet, because models read text alone",
+    "disable_log_stats": _NO_LOG,
+    "disable_log_requests": _NO_LOG,
+    "scheduling_policy": _FIRST_COME,
+    "max_num_partial_prefills": _FIRST_COME,
+    "long_prefill_token_threshold": "max_num_batched_tokens bounds the tokens of a step, and so the chunks of long prompts",
+    "max_logprobs": "not supported yet, because no log-probabilities are returned",
+    "served_model_name": "not supported: the model's name is the one it was loaded by",
+    "task": "leave it out: Headway generates text",
+    "runner": "leave it out: Headway generates text",
+    "batch_invariant": "Headway calls it deterministic",
+}
+"""Options of vLLM's LLM that Headway has by another name or not at all -> what to do."""

@@ -1,0 +1,157 @@
+"""What the small files of a model folder say: a checkpoint that Headway would compute wrongly is refused before it is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.core.contract.errors import ModelError
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""model_type -> architecture. SmolLM and SmolLM2 are Llama."""
+
+_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json as quantization_config."""
+_EMBEDDING_FILES = ("modules.json", "config_sentence_transformers.json")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+)
+_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
+
+
+def check_folder(folder: Path) -> None:
+    """Read config.json and its neighbours.
+
+    :raises ModelError: not a whole model, a quantised one, one that is no causal language model of a known architecture, or
+        one with impossible sizes.
+    """
+    if (folder / "adapter_config.json").is_file():
+        base = _read(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
+        raise ModelError(
+            f"model {folder}: needs a whole model, got an adapter (LoRA) for {base} by its adapter_config.json; merge the two "
+            "with peft's merge_and_unload() and load the folder that save_pretrained() writes"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model {folder}: needs a config.json in the folder, got none")
+    config = _read(folder / "config.json")
+    _check_architecture(folder, config)
+    _check_weights(folder, config)
+    _check_sizes(folder, config)
+
+
+def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
+    kind, named = config.get("model_type"), config.get("architectures")
+    if kind is None:
+        raise ModelError(f"model {folder}: config.json cannot be used: it names no model_type")
+    listed = [str(name) for name in named] if isinstance(named, list) else []
+    known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if known is None or (listed and known not in listed):
+        purpose = _purpose(listed)
+        raise ModelError(
+            f"model architecture: needs one of {', '.join(ARCHITECTURES.values())}, got {', '.join(listed) or kind}{purpose}"
+        )
+    embedding = next((name for name in _EMBEDDING_FILES if (folder / name).is_file()), None)
+    if embedding is not None:
+        raise ModelError(
+            f"model {folder}: needs a model that generates text, got an embedding model by its {embedding}; "
+            "sentence-transformers runs it"
+        )
+    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False), ("is_encoder_decoder", False)):
+        if key in config and config[key] is not None and bool(config[key]) is not causal:
+            raise ModelError(
+                f"model {folder}: needs causal attention, got {key}={str(config[key]).lower()} in config.json; Headway computes "
+                "decoders that generate text"
+            )
+
+
+def _purpose(architectures: list[str]) -> str:
+    """What an architecture is for that generates no text, as far as its name tells."""
+    name = architectures[0] if len(architectures) == 1 else ""
+    if "Bidirectional" in name or "Encoder" in name:
+        return " (its attention is bidirectional: it embeds or classifies texts and generates none)"
+    if "Reward" in name or "Classification" in name:
+        return " (it scores texts and generates none)"
+    if name.endswith("Model"):
+        return " (a model without a language-model head, as embedding models are: it generates no text)"
+    return ""
+
+
+def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse quantised weights by name: read as plain numbers they would be garbage."""
+    found, place = config.get("quantization_config") or config.get("compression_config"), "quantization_config in config.json"
+    if not found:
+        place = next((name for name in _QUANTIZATION_FILES if (folder / name).is_file()), "")
+        found = _read(folder / place) if place else None
+    if found is not None:
+        raise ModelError(
+            f"model {folder}: needs float32, bfloat16 or float16 weights, got weights quantised with {_method(found)} ({place}); "
+            "use the unquantised checkpoint that this one was made from, or a .gguf file"
+        )
+
+
+def _method(found: object) -> str:
+    """The method's name and bits, as its own tool writes them."""
+    if not isinstance(found, Mapping):
+        return str(found)
+    nested = found.get("quantization")
+    inner = nested if isinstance(nested, Mapping) else found
+    method = str(inner.get("quant_method") or inner.get("quant_algo") or "")
+    bits = (
+        inner.get("bits") or inner.get("w_bit") or (4 if inner.get("load_in_4bit") else 8 if inner.get("load_in_8bit") else None)
+    )
+    if not method:
+        method = "bitsandbytes" if "load_in_4bit" in inner or "load_in_8bit" in inner else "an unnamed method"
+    shown = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8"}.get(method, method)
+    return f"{shown}, {bits} bits" if bits else shown
+
+
+def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
+    """Each size by itself, and those that divide one another."""
+    for name in _SIZES:
+        if name not in config or (config[name] is None and name in _MAY_BE_NULL):
+            continue
+        value = config[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(
+                f"model {folder}: config.json cannot be used: {name} needs a whole number of at least 1, got {value!r}"
+            )
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    hidden, head_dim = config.get("hidden_size"), config.get("head_dim")
+    if heads and kv_heads and heads % kv_heads:
+        raise ModelError(
+            f"model {folder}: config.json cannot be used: num_attention_heads needs a multiple of "
+            f"num_key_value_heads={kv_heads}, got {heads}"
+        )
+    if heads and hidden and not head_dim and hidden % heads:
+        raise ModelError(
+            f"model {folder}: config.json cannot be used: hidden_size needs a multiple of num_attention_heads={heads} where no "
+            f"head_dim is named, got {hidden}"
+        )
+    size = head_dim or (hidden // heads if hidden and heads else None)
+    if size and size % 2:
+        raise ModelError(f"model {folder}: config.json cannot be used: head_dim needs an even number for RoPE, got {size}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {path.parent}: {path.name} cannot be used: it is not a valid JSON file ({error})") from error
+    if not isinstance(read, dict):
+        raise ModelError(f"model {path.parent}: {path.name} cannot be used: it needs a JSON object, got {type(read).__name__}")
+    return read
