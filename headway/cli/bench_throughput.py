@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from headway.cli.engine_options import takes_engine_options
 from headway.core.contract.errors import ConfigError
+from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -30,35 +32,28 @@ MIN_SAME_TOKENS = 0.9
 TEXT_OUTPUT_LEN = 64
 
 
+@takes_engine_options(
+    *(name for name in help_texts() if name not in ("workload", "seed", "skip_tokenizer_init")),
+)
 def throughput(
-    model: Annotated[
-        str, typer.Option(help="smollm2, a folder, a .gguf file, a Hugging Face hub id; as dummy also qwen3-0.6b, llama-3-8b.")
-    ] = "smollm2",
+    engine: dict[str, Any],
     compare: Annotated[str | None, typer.Option(help="Another engine in the same run, on texts: transformers.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Texts, all sent at once.")] = 16,
     workload: Annotated[str | None, typer.Option(help="nano: 256 random prompts as in nano-vllm's bench.")] = None,
     batch_size: Annotated[str | None, typer.Option(help="Random prompts sent at once: N, or a list 1,16,64.")] = None,
     input_len: Annotated[str | None, typer.Option(help="Their tokens: N, or a list.")] = None,
     output_len: Annotated[
-        str | None, typer.Option(help="Tokens written for each: N, or a list that goes with --input-len's. [64, or as the input]")
+        str | None,
+        typer.Option(
+            help="Tokens written for each: N, or a list that goes with --input-len. Default: 64, or as many as the input has."
+        ),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="For random prompts; 0 is greedy. [0; nano: 0.6]")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="For random prompts; 0 is greedy. Default: 0, and 0.6 for nano.")
+    ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed passes after the warm-up; the median counts.")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="Passes of random prompts before the timed ones.")] = 1,
     profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of steps in the middle (random prompts).")] = None,
-    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "auto",
-    attn_backend: Annotated[str, typer.Option(help="auto, NAME, or prefill=NAME,decode=NAME.")] = "auto",
-    crossover_table: Annotated[Path | None, typer.Option(help="A table whose times auto obeys. [this machine's]")] = None,
-    no_autotune: Annotated[bool, typer.Option("--no-autotune", help="Measure no backend at the first start.")] = False,
-    kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, or a plugin's.")] = "auto",
-    block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block. [the engine's choice]")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences of one step.")] = 256,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens of one step. [the engine's choice]")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and output. [the longest random one]")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU's memory for weights and cache.")] = 0.9,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
     """Time whole generations: tokens a second, time to first token, time per output token.
@@ -69,23 +64,9 @@ def throughput(
     from headway.bench.generate.throughput import Workload
     from headway.bench.generate.workloads import parse_sizes
 
-    engine: dict[str, Any] = {
-        "attn_backend": attn_backend,
-        "crossover_table": str(crossover_table) if crossover_table is not None else None,
-        "autotune_budget": 0.0 if no_autotune else None,
-        "kv_layout": kv_layout,
-        "block_size": block_size,
-        "dtype": dtype,
-        "device": device,
-        "load_format": load_format,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "enforce_eager": enforce_eager,
-    }
+    model = engine.pop("model")
     workloads = _workloads(workload, batch_size, input_len, output_len, temperature)
-    _check(compare, load_format, profile, temperature, workloads)
+    _check(compare, engine["load_format"], profile, temperature, workloads)
     if workloads:
         _run_offline(model, engine, workloads, OfflineOptions(repeat, warmup, profile), output)
     else:
