@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -128,6 +129,8 @@ def machine_of(device: torch.device) -> Machine:
 
 def origin() -> str:
     """The commit of the checkout Headway runs from, with + where files differ from it; outside one the version."""
+    if os.environ.get("HEADWAY_COMMIT"):  # a copy of the sources without .git
+        return os.environ["HEADWAY_COMMIT"]
     folder = Path(__file__).resolve().parent
     try:
         run = subprocess.run(
