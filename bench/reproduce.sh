@@ -1,13 +1,14 @@
 #!/bin/sh
 # Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
+# A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
-# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels; about 10, 6, 40 and 4 minutes
-# on an H200 (of crossover, sdpa and sdpa.math in the grid take most); parts may run side by side, each on a GPU of its own
+# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers; about 10, 6, 40, 4 and
+# 10 minutes on an H200 (of crossover, sdpa and sdpa.math in the grid take most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
 # A part that fails is reported and does not stop the others.
 set -u
-[ $# -ge 2 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2; }
 HEADWAY=${HEADWAY:-headway} PYTHON=${PYTHON:-python3}
 out=$1; shift
 mkdir -p "$out"
@@ -72,10 +73,22 @@ tests() {
         failed="$failed tests"
 }
 
+peers() {  # whichever is installed; one that is not says so
+    for who in vllm nano-vllm transformers; do
+        peer="$PYTHON -P -m headway.bench.peers $who --repeat 2"
+        echo "== peers: $who"
+        $peer --workload nano --output "$out/peer-$who-nano.json" || failed="$failed $who-nano"
+        $peer --batch-size 1,16,64 --input-len 512 --output "$out/peer-$who-512.json" || failed="$failed $who-512"
+        $peer --batch-size 320,512 --input-len 256 --output "$out/peer-$who-256.json" || failed="$failed $who-256"
+    done
+    wide="--model qwen3-0.6b --load-format dummy --dtype bfloat16 --attn-backend triton --block-size 256 --max-num-seqs 512"
+    run wide bench throughput $wide --batch-size 320,512 --input-len 256 --output-len 256 --repeat 2 --output "$out/throughput-wide.json"
+}
+
 for part in "$@"; do
     case $part in
-        tests | engine | crossover | kernels) $part ;;
-        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover or kernels, got $part" >&2; exit 2 ;;
+        tests | engine | crossover | kernels | peers) $part ;;
+        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels or peers, got $part" >&2; exit 2 ;;
     esac
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

@@ -10,7 +10,7 @@ from headway.tuning.schema import Cell, CrossoverTable, PointKey
 def to_costs(table: CrossoverTable, source: str = "") -> CostTable:
     """Times of a kernel-level table; a backend that failed its self-test is excluded with the reason.
 
-    A cell without a time (out of memory, a wrong answer, a backend given up for a whole phase) is one nothing is known of: `auto`
+    A cell without a time (out of memory, a wrong answer, a backend given up for a whole phase) was not measured: `auto`
     avoids it. A loser's rough time counts, also for the layouts over which it was not tried: others are faster here either way,
     and towards the next points, where it may be the fastest, it can be weighed.
     """

@@ -55,7 +55,7 @@ class DeviceIdentity(BaseModel):
 
 
 class DeviceInfo(DeviceIdentity):
-    """Device, software and measured limits; figures of two files compare only where these are alike."""
+    """Device, software and measured limits; figures of two files compare only where these are equal."""
 
     copy_gbps: float
     """Measured rate of a large copy on the device, bytes read plus bytes written, 1e9 a second."""

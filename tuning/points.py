@@ -11,8 +11,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import Shape
 from headway.tuning.schema import PhaseName
-from headway.tuning.work import Cell as Work
-from headway.tuning.work import Geometry, make_cell
+from headway.tuning.work import Geometry, Work, make_work
 
 PHASES: tuple[PhaseName, ...] = ("decode", "prefill", "extend", "verify")
 CORE_PHASE = {"decode": Phase.DECODE, "verify": Phase.DECODE, "prefill": Phase.PREFILL, "extend": Phase.EXTEND}
@@ -54,7 +53,7 @@ where both fit the multiprocessors), and its prompts around 2,048 tokens, where 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Sequences alike, and how soon they are worth measuring."""
+    """Sequences of equal lengths, and how soon they are worth measuring."""
 
     phase: PhaseName
     batch: int
@@ -63,7 +62,7 @@ class Point:
     level: int = 0
     """0: a corner of the grid, then ever finer."""
     mixed: str = ""
-    """The case where its sequences are not alike; the numbers are their means then."""
+    """The case where its sequences differ; the numbers are their means then."""
 
     @property
     def case(self) -> str:
@@ -79,7 +78,7 @@ class Point:
     def work(self, spec: AttentionSpec) -> Work:
         """The step it stands for."""
         geometry = Geometry(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        return make_cell("decode" if self.phase in ("decode", "verify") else "prefill", self.case, geometry, spec)
+        return make_work("decode" if self.phase in ("decode", "verify") else "prefill", self.case, geometry, spec)
 
 
 def grid(

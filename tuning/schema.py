@@ -225,7 +225,7 @@ class CrossoverTable(BaseModel):
     graph_len: Count | None = None
     """kv_len at which decode graphs were captured; None: none were."""
     noise: Annotated[FiniteFloat, Field(ge=0, lt=1)]
-    """Relative spread of the times: two that differ by less are alike."""
+    """Relative spread of the times: below it a step keeps the backend in use."""
     backends: list[BackendRecord]
     cells: list[Cell]
 

@@ -72,7 +72,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Work:
     """One case in one geometry and dtype, whoever runs it."""
 
     phase: PhaseName
@@ -116,7 +116,7 @@ class Cell:
         return self.spec.num_kv_heads * stored * dtype.itemsize
 
 
-def make_cell(phase: PhaseName, case: str, geometry: Geometry, spec: AttentionSpec) -> Cell:
+def make_work(phase: PhaseName, case: str, geometry: Geometry, spec: AttentionSpec) -> Work:
     """Read a case of the grammar for a phase.
 
     :raises ConfigError: the text is not of the grammar, or its sequences are not of that phase.
@@ -130,7 +130,7 @@ def make_cell(phase: PhaseName, case: str, geometry: Geometry, spec: AttentionSp
             "prefill": "sequences with several new tokens or no context, as 2q512 or 1q256s1k",
         }
         raise ConfigError(f"--cases for --phase {phase}", needs[phase], repr(case))
-    return Cell(phase, case, tuple(lens), geometry, spec)
+    return Work(phase, case, tuple(lens), geometry, spec)
 
 
 def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device) -> AttentionSpec:
@@ -143,16 +143,16 @@ def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | No
     return AttentionSpec(*heads, scale=geometry.head_dim**-0.5, dtype=dtype, device=device, **narrow)
 
 
-def build_case(cell: Cell, layout: CacheLayout, block_size: int, seed: int) -> Case:
-    """The cell's step over a filled cache with shuffled blocks; q, k, v and context depend on cell and seed alone."""
-    spec = cell.spec
-    metadata, cache = _empty_step(cell, layout, block_size, seed)
-    q = torch.empty((cell.num_tokens, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
-    k = q.new_empty((cell.num_tokens, spec.num_kv_heads, spec.head_dim))
-    v = k[..., : spec.v_head_dim] if spec.value_in_key else q.new_empty((cell.num_tokens, spec.num_kv_heads, spec.v_head_dim))
+def build_case(work: Work, layout: CacheLayout, block_size: int, seed: int) -> Case:
+    """The work's step over a filled cache with shuffled blocks; q, k, v and context depend on work and seed alone."""
+    spec = work.spec
+    metadata, cache = _empty_step(work, layout, block_size, seed)
+    q = torch.empty((work.num_tokens, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
+    k = q.new_empty((work.num_tokens, spec.num_kv_heads, spec.head_dim))
+    v = k[..., : spec.v_head_dim] if spec.value_in_key else q.new_empty((work.num_tokens, spec.num_kv_heads, spec.v_head_dim))
     generator = torch.Generator(spec.device)
     token = 0
-    for row, (query_len, kv_len) in enumerate(cell.lens):
+    for row, (query_len, kv_len) in enumerate(work.lens):
         generator.manual_seed(seed * 1_000_003 + row)
         positions = torch.arange(kv_len, device=spec.device)
         slots = metadata.block_table[row].long()[positions // block_size], positions % block_size
@@ -167,18 +167,18 @@ def build_case(cell: Cell, layout: CacheLayout, block_size: int, seed: int) -> C
     return Case(spec=spec, metadata=metadata, cache=cache, q=q, k=k, v=v)
 
 
-def build_write(cell: Cell, layout: CacheLayout, block_size: int, seed: int) -> Case:
+def build_write(work: Work, layout: CacheLayout, block_size: int, seed: int) -> Case:
     """Like `build_case` but over an empty (zero) cache: the new tokens alone, for a cache writer."""
-    metadata, cache = _empty_step(cell, layout, block_size, seed)
-    generator = torch.Generator(cell.spec.device).manual_seed(seed)
-    dims = cell.spec.head_dim, cell.spec.v_head_dim
-    k, v = (_random(cell.num_tokens, cell.spec.num_kv_heads, dim, cell.spec, generator) for dim in dims)
-    return Case(spec=cell.spec, metadata=metadata, cache=cache, q=k[:0], k=k, v=v)
+    metadata, cache = _empty_step(work, layout, block_size, seed)
+    generator = torch.Generator(work.spec.device).manual_seed(seed)
+    dims = work.spec.head_dim, work.spec.v_head_dim
+    k, v = (_random(work.num_tokens, work.spec.num_kv_heads, dim, work.spec, generator) for dim in dims)
+    return Case(spec=work.spec, metadata=metadata, cache=cache, q=k[:0], k=k, v=v)
 
 
-def _empty_step(cell: Cell, layout: CacheLayout, block_size: int, seed: int) -> tuple[AttentionMetadata, LayerCache]:
-    spec = cell.spec
-    counts = [-(-kv_len // block_size) for _, kv_len in cell.lens]
+def _empty_step(work: Work, layout: CacheLayout, block_size: int, seed: int) -> tuple[AttentionMetadata, LayerCache]:
+    spec = work.spec
+    counts = [-(-kv_len // block_size) for _, kv_len in work.lens]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).tolist()
     tables: list[Sequence[int]] = []
     first = 0
@@ -186,9 +186,9 @@ def _empty_step(cell: Cell, layout: CacheLayout, block_size: int, seed: int) -> 
         tables.append(order[first : first + count])
         first += count
     geometry = CacheGeometry.of(spec, sum(counts), block_size)
-    query_lens = [query_len for query_len, _ in cell.lens]
-    context_lens = [kv_len - query_len for query_len, kv_len in cell.lens]
-    decode_query_len = VERIFY_QUERY_LEN if cell.phase == "decode" else 1
+    query_lens = [query_len for query_len, _ in work.lens]
+    context_lens = [kv_len - query_len for query_len, kv_len in work.lens]
+    decode_query_len = VERIFY_QUERY_LEN if work.phase == "decode" else 1
     metadata = AttentionMetadata.build(query_lens, context_lens, tables, block_size, spec.device, decode_query_len)
     return metadata, layout.allocate(geometry, spec.k_scale, spec.v_scale)
 

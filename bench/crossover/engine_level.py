@@ -149,7 +149,7 @@ def _available(registry: Registry) -> list[str]:
 
 
 def _point(case: str) -> Point:
-    """A generation as a point: means where its requests are not alike.
+    """A generation as a point: means where its requests differ.
 
     :raises ConfigError: not of the grammar, or nothing to write.
     """

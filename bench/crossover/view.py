@@ -158,4 +158,4 @@ def show(cell: Cell | None) -> str:
 
 def unit(phase: PhaseName) -> str:
     """What a cell's number is."""
-    return "output tok/s" if phase == "generate" else "us a layer"
+    return "output tok/s" if phase == "generate" else "us per layer"

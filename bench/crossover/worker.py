@@ -25,7 +25,7 @@ _WARM_UP_TOKENS = 4
 _LEAST_SECONDS = 2.0
 """A generation is repeated until its passes have taken this long, ..."""
 _MOST_PASSES = 5
-"""... or there are so many: of half a second, single ones differ by up to 4 %."""
+"""... or this many passes are done. Single generations of half a second differ by up to 4 %."""
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from headway.bench.generate.profile import Window
 from headway.bench.generate.report import OfflineCell, OfflineReport
 from headway.bench.generate.roofline import Rates, Roofline, measure_read_gbps
-from headway.bench.generate.workloads import Requests, Workload
+from headway.bench.generate.workloads import Requests, RequestSet
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.engine.stats import EngineStats
@@ -49,7 +49,7 @@ class _Pass:
 
 def run_offline(
     llm: LLM,
-    workloads: Sequence[Workload],
+    workloads: Sequence[RequestSet],
     options: OfflineOptions,
     *,
     load_format: str,
@@ -148,7 +148,7 @@ def _look_inside(llm: LLM, requests: Requests, temperature: float, trace: Path |
 
 
 def _summary(
-    llm: LLM, workload: Workload, requests: Requests, passes: Sequence[_Pass], idle: float | None, rates: Rates
+    llm: LLM, workload: RequestSet, requests: Requests, passes: Sequence[_Pass], idle: float | None, rates: Rates
 ) -> OfflineCell:
     ordered = sorted(passes, key=lambda each: each.seconds)
     chosen = ordered[len(ordered) // 2]

@@ -25,7 +25,7 @@ Generated = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Workload:
+class TextWorkload:
     """What is generated: greedy, exactly `output_len` tokens a prompt."""
 
     num_prompts: int = 16
@@ -90,7 +90,7 @@ class _Pass:
 
 
 def run_throughput(
-    llm: LLM, workload: Workload, compare: bool, command: str, advance: Callable[[str], None] = lambda _: None
+    llm: LLM, workload: TextWorkload, compare: bool, command: str, advance: Callable[[str], None] = lambda _: None
 ) -> ThroughputReport:
     """Run the workload through Headway and, if asked, through transformers with the same weights, dtype and threads.
 
@@ -127,7 +127,7 @@ def run_throughput(
     )
 
 
-def num_passes(workload: Workload, compare: bool) -> int:
+def num_passes(workload: TextWorkload, compare: bool) -> int:
     """Generations that `run_throughput` makes."""
     return (workload.repeat + 1) * (1 + compare)
 

@@ -35,7 +35,7 @@ class Requests:
         ]
 
 
-class Workload(Protocol):
+class RequestSet(Protocol):
     """One row of the result."""
 
     @property
@@ -118,7 +118,7 @@ class Nano:
         return Requests(prompts, [draw(100, 1024) for _ in range(self.batch_size)])
 
 
-def random_workloads(batch_size: str, input_len: str, output_len: str | None, temperature: float) -> list[Workload]:
+def random_workloads(batch_size: str, input_len: str, output_len: str | None, temperature: float) -> list[RequestSet]:
     """Every batch size with every pair of lengths; each text is a number or a list such as "1,16,64".
 
     Input and output lengths are paired in order; a single one goes with all of the other. None: outputs as long as inputs.

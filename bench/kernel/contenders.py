@@ -16,14 +16,14 @@ from headway.core.contract.layout import NHD, CacheLayout, CacheWriter
 from headway.core.contract.support import YES, Support
 from headway.registry import Registry
 from headway.tuning.attempt import writer_name
-from headway.tuning.work import Cell, PhaseName
+from headway.tuning.work import PhaseName, Work
 
 DEFAULT_BLOCK_SIZES = (16, 256)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One contender with one layout and block size on one cell: a row of the result."""
+    """One contender with one layout and block size on one work: a row of the result."""
 
     name: str
     owner: Owner
@@ -37,8 +37,8 @@ class Entry:
     """Whether no cache is read, so that layout and block size say nothing."""
 
 
-EntriesOf = Callable[[Cell, "Sequence[str] | None", "Sequence[int] | None"], list[Entry]]
-"""(cell, layouts, block sizes) -> its rows, in the order in which they are shown."""
+EntriesOf = Callable[[Work, "Sequence[str] | None", "Sequence[int] | None"], list[Entry]]
+"""(work, layouts, block sizes) -> its rows, in the order in which they are shown."""
 
 
 def entrants(
@@ -48,7 +48,7 @@ def entrants(
     device: torch.device,
     registry: Registry,
 ) -> tuple[list[Contender], EntriesOf]:
-    """Everybody asked for, with reasons for who cannot come, and a function that makes the rows of one cell.
+    """Everybody asked for, with reasons for who cannot come, and a function that makes the rows of one work.
 
     A backend asked for by name gets a row even where it cannot run, with the reason; by default such a one is only listed.
 
@@ -56,7 +56,7 @@ def entrants(
     """
     if phase == "write":
         contenders = [Contender(name=name, owner="writer", available=True) for name in registry.layouts]
-        return contenders, lambda cell, layouts, blocks: _writer_entries(registry, device, layouts, blocks)
+        return contenders, lambda work, layouts, blocks: _writer_entries(registry, device, layouts, blocks)
     names = list(registry.backends) if backends is None else list(dict.fromkeys(backends))
     contenders, present = [], []
     for name in names:
@@ -76,9 +76,9 @@ def entrants(
         if support:
             usable.append(peer)
 
-    def entries_of(cell: Cell, layouts: Sequence[str] | None, blocks: Sequence[int] | None) -> list[Entry]:
-        rows = [row for name in present for row in _backend_entries(registry, name, cell, layouts, blocks)]
-        return rows + [_peer_entry(peer, cell, rows) for peer in usable]
+    def entries_of(work: Work, layouts: Sequence[str] | None, blocks: Sequence[int] | None) -> list[Entry]:
+        rows = [row for name in present for row in _backend_entries(registry, name, work, layouts, blocks)]
+        return rows + [_peer_entry(peer, work, rows) for peer in usable]
 
     return contenders, entries_of
 
@@ -95,7 +95,7 @@ def _peers(phase: PhaseName, asked: bool | Sequence[str | Peer]) -> list[Peer]:
 
 
 def _backend_entries(
-    registry: Registry, name: str, cell: Cell, layouts: Sequence[str] | None, blocks: Sequence[int] | None
+    registry: Registry, name: str, work: Work, layouts: Sequence[str] | None, blocks: Sequence[int] | None
 ) -> list[Entry]:
     available = registry.availability(name)
     if not available:
@@ -111,7 +111,7 @@ def _backend_entries(
                 "backend",
                 layout,
                 size,
-                registry.supports(name, cell.spec, layout, size, cell.attention_phase),
+                registry.supports(name, work.spec, layout, size, work.attention_phase),
                 backend=backend,
             )
             for size in blocks or DEFAULT_BLOCK_SIZES
@@ -122,9 +122,9 @@ def _backend_entries(
     return rows
 
 
-def _peer_entry(peer: Peer, cell: Cell, rows: Sequence[Entry]) -> Entry:
-    support = peer.supports(cell)
-    if cell.phase == "decode":
+def _peer_entry(peer: Peer, work: Work, rows: Sequence[Entry]) -> Entry:
+    support = peer.supports(work)
+    if work.phase == "decode":
         return Entry(peer.name, "peer", NHD, peer.block_size, support, peer=peer)
     # Dense: it reads no cache, so it joins the first case there is instead of filling one more.
     shared = next((row for row in rows if row.support), None)

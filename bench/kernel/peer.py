@@ -14,7 +14,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.support import YES, Support
 from headway.testing.cases import Case
 from headway.tuning.attempt import Attempt
-from headway.tuning.work import Cell, PhaseName
+from headway.tuning.work import PhaseName, Work
 
 Call = Callable[[], Tensor]
 """One bare call; returns [num_tokens, num_heads, head_dim] under any leading shape."""
@@ -60,19 +60,19 @@ class Peer(ABC):
             return Support.no("import", f"what {self.name} calls", f"{type(error).__name__}: {error}")
         return YES
 
-    def supports(self, cell: Cell) -> Support:
-        """Whether the bare call can do this cell."""
-        spec, support = cell.spec, YES
+    def supports(self, work: Work) -> Support:
+        """Whether the bare call can do this work."""
+        spec, support = work.spec, YES
         if spec.dtype not in TOLERANCE:
             support &= Support.no("dtype", "bfloat16 or float16", str(spec.dtype).removeprefix("torch."))
         if spec.cache_dtype != spec.dtype:
             support &= Support.no("kv_dtype", "that of the layer", str(spec.cache_dtype).removeprefix("torch."))
         if spec.head_dim > 256:
             support &= Support.no("head_dim", "at most 256", spec.head_dim)
-        if cell.attention_phase is Phase.EXTEND:
+        if work.attention_phase is Phase.EXTEND:
             support &= Support.no("phase", "prefill without context", "extend")
-        query_lens = {query_len for query_len, _ in cell.lens}
-        if cell.phase == "decode" and (len(query_lens) > 1 or max(query_lens) > self.uniform_query_len):
+        query_lens = {query_len for query_len, _ in work.lens}
+        if work.phase == "decode" and (len(query_lens) > 1 or max(query_lens) > self.uniform_query_len):
             support &= Support.no("query_len", f"the same, at most {self.uniform_query_len}", sorted(query_lens))
         return support
 

@@ -1,4 +1,4 @@
-"""`headway bench kernel`: every backend, peer and cache writer on every cell, checked against float64 before it is timed."""
+"""`headway bench kernel`: every backend, peer and cache writer on every work, checked against float64 before it is timed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from headway.tuning.inputs import Inputs
 from headway.tuning.json_files import write_json
 from headway.tuning.progress import on_device, progress_bar
 from headway.tuning.timing import Timer
-from headway.tuning.work import DEFAULT_CASES, Cell, Geometry, PhaseName, build_case, build_write, make_cell, make_spec
+from headway.tuning.work import DEFAULT_CASES, Geometry, PhaseName, Work, build_case, build_write, make_spec, make_work
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class KernelOptions:
 
 
 def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, console: Console | None = None) -> KernelReport:
-    """Measure every contender on every cell. What a contender does wrong is in the report, never an exception.
+    """Measure every contender on every work. What a contender does wrong is in the report, never an exception.
 
     registry: None makes one with every installed plugin. console: where the progress bar goes; None shows none.
 
@@ -76,13 +76,13 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
     if dtype not in DTYPE_NAMES:
         raise ConfigError("--dtype", " or ".join(DTYPE_NAMES.values()), str(dtype))
     kinds = DEFAULT_CASES.get(options.device.type, DEFAULT_CASES["cuda"])
-    cells = [
-        make_cell(options.phase, case, geometry, make_spec(geometry, dtype, options.kv_dtype, options.device))
+    works = [
+        make_work(options.phase, case, geometry, make_spec(geometry, dtype, options.kv_dtype, options.device))
         for geometry in options.geometries
         for case in options.cases or kinds[options.phase]
     ]
     contenders, entries_of = entrants(options.phase, options.backends, options.peers, options.device, registry)
-    rounds = [(cell, entries_of(cell, options.layouts, options.block_sizes)) for cell in cells]
+    rounds = [(work, entries_of(work, options.layouts, options.block_sizes)) for work in works]
 
     with torch.no_grad(), on_device(options.device), progress_bar(console) as progress:
         task = progress.add_task("device", total=1 + sum(len(entries) for _, entries in rounds))
@@ -99,11 +99,11 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
             cells=[],
         )
         progress.advance(task)
-        for cell, entries in rounds:
+        for work, entries in rounds:
             results: dict[int, KernelCell] = {}
-            for number, measurement in _run_cell(cell, entries, options):
-                results[number] = _to_cell(cell, entries[number], measurement, report)
-                progress.update(task, advance=1, description=f"{cell.geometry} {cell.case} {entries[number].name}")
+            for number, measurement in _run_work(work, entries, options):
+                results[number] = _to_cell(work, entries[number], measurement, report)
+                progress.update(task, advance=1, description=f"{work.geometry} {work.case} {entries[number].name}")
             report.cells += [results[number] for number in sorted(results)]
             if options.output is not None:
                 write_json(report, options.output)
@@ -111,7 +111,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
     return report
 
 
-def _run_cell(cell: Cell, entries: Sequence[Entry], options: KernelOptions) -> Iterator[tuple[int, Measurement]]:
+def _run_work(work: Work, entries: Sequence[Entry], options: KernelOptions) -> Iterator[tuple[int, Measurement]]:
     """(index of an entry, what came of it); entries that share layout and block size share one filled cache."""
     groups: dict[tuple[CacheLayout, int], list[int]] = {}
     for number, entry in enumerate(entries):
@@ -123,11 +123,11 @@ def _run_cell(cell: Cell, entries: Sequence[Entry], options: KernelOptions) -> I
     case: Case | None
     for (layout, block_size), numbers in groups.items():
         try:
-            build = build_write if cell.phase == "write" else build_case
-            case = build(cell, layout, block_size, options.seed)
+            build = build_write if work.phase == "write" else build_case
+            case = build(work, layout, block_size, options.seed)
             inputs = None
-            if cell.phase != "write":
-                inputs = Inputs(case, partial(build, cell, layout, block_size, options.seed))
+            if work.phase != "write":
+                inputs = Inputs(case, partial(build, work, layout, block_size, options.seed))
                 expected = reference(case) if expected is None else expected
         except Exception as error:  # out of memory, mostly: the next layout may still fit
             case, failure = None, failed(error)
@@ -160,27 +160,27 @@ def _attempt(entry: Entry, case: Case, expected: Tensor | None, block_size: int)
     return prepare
 
 
-def _to_cell(cell: Cell, entry: Entry, measured: Measurement, report: KernelReport) -> KernelCell:
+def _to_cell(work: Work, entry: Entry, measured: Measurement, report: KernelReport) -> KernelCell:
     """Rates from times: 1e9 bytes and 1e12 operations a second."""
     times: dict[str, float | None] = {}
     if measured.timing is not None:
         us = measured.timing.median_us
         times = {"median_us": us, "p20_us": measured.timing.p20_us, "p80_us": measured.timing.p80_us}
-        if cell.phase == "prefill":
-            times |= {"tflops": cell.flops / us * 1e-6, "fraction": cell.flops / us * 1e-6 / report.device.matrix_tflops}
+        if work.phase == "prefill":
+            times |= {"tflops": work.flops / us * 1e-6, "fraction": work.flops / us * 1e-6 / report.device.matrix_tflops}
         else:
-            gbps = (cell.kv_bytes if cell.phase == "decode" else cell.write_bytes) / us * 1e-3
+            gbps = (work.kv_bytes if work.phase == "decode" else work.write_bytes) / us * 1e-3
             times |= {"gbps": gbps, "fraction": gbps / report.device.copy_gbps}
     return KernelCell(
         backend=entry.name,
         owner=entry.owner,
-        phase=cell.phase,
-        case=cell.case,
-        geometry=str(cell.geometry),
+        phase=work.phase,
+        case=work.case,
+        geometry=str(work.geometry),
         layout=entry.layout.name,
         block_size=None if entry.dense else entry.block_size,
-        dtype=DTYPE_NAMES[cell.spec.dtype],
-        kv_dtype=KV_DTYPE_NAMES[cell.spec.cache_dtype],
+        dtype=DTYPE_NAMES[work.spec.dtype],
+        kv_dtype=KV_DTYPE_NAMES[work.spec.cache_dtype],
         status=measured.status,
         reason=measured.reason,
         kernel=measured.kernel,

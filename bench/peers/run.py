@@ -13,7 +13,7 @@ import torch
 
 from headway.bench.crossover.process import Worker
 from headway.bench.generate.report import Peer, PeersFile
-from headway.bench.generate.workloads import Workload
+from headway.bench.generate.workloads import RequestSet
 from headway.bench.peers.child import ENGINES
 from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
 from headway.core.contract.support import Reason
@@ -41,7 +41,7 @@ class PeerOptions:
 
 
 def run_peer(
-    options: PeerOptions, workloads: Sequence[Workload], device: torch.device, advance: Callable[[str], None] = lambda _: None
+    options: PeerOptions, workloads: Sequence[RequestSet], device: torch.device, advance: Callable[[str], None] = lambda _: None
 ) -> PeersFile:
     """Run the workloads through another engine.
 
@@ -93,7 +93,7 @@ def run_peer(
 
 
 def _request(
-    options: PeerOptions, workloads: Sequence[Workload], device: torch.device, folder: str, vocab_size: int
+    options: PeerOptions, workloads: Sequence[RequestSet], device: torch.device, folder: str, vocab_size: int
 ) -> dict[str, Any]:
     works = []
     for workload in workloads:

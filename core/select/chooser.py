@@ -1,4 +1,4 @@
-"""Which backend a step takes, by measured times: the fastest, unless the one in use is as fast within the noise."""
+"""Which backend a step takes, by measured times: the fastest, unless the one in use is equally fast within the noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.core.select.costs import Shape, StepCosts
 log = logging.getLogger("headway")
 
 _Choice = tuple[str, dict[str, float], float]
-"""(fastest, microseconds of each, up to how many microseconds one is as fast)."""
+"""(fastest, microseconds of each, microseconds up to which a backend still counts as equally fast)."""
 
 
 class Chooser:
@@ -31,7 +31,7 @@ class Chooser:
     def choose(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> str | None:
         """The backend for a part of a step, None where nothing was measured; it becomes the phase's current one.
 
-        query_len, kv_len: of each of the part's sequences; of unlike ones see `Shape.of`.
+        query_len, kv_len: of each of the part's sequences; where they differ see `Shape.of`.
         """
         key = (phase, batch, _rounded(query_len), _rounded(kv_len))
         try:

@@ -12,7 +12,7 @@ from headway.core.contract.metadata import Phase
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One part of a step: sequences alike, of one phase."""
+    """The part of a step that one backend serves: sequences of the same phase and similar lengths."""
 
     phase: Phase
     batch: int
@@ -23,7 +23,7 @@ class Shape:
 
     @classmethod
     def of(cls, phase: Phase, query_lens: Sequence[int], kv_lens: Sequence[int]) -> Shape:
-        """Sequences alike that cost about what these do, at least one.
+        """Sequences of equal lengths that cost about what these do, at least one.
 
         DECODE reads keys, so theirs are the means. Prompts pair queries with keys: their lengths are means over the tokens, not
         over the sequences, so that one long prompt among many short ones, whose work is nearly all there is, counts as that.
@@ -51,7 +51,7 @@ class Sample:
     layer_us: float | None
     """On the device. None: it failed here, or was not tried."""
     plan_us: float = 0.0
-    """Host time a step, shared by its layers."""
+    """Host time per step, shared by its layers."""
     host_us: float = 0.0
     """Host time of the call where it is launched each time: the longer of the two counts. 0: a graph, or not known."""
 
@@ -79,7 +79,7 @@ class CostTable:
     def __init__(
         self, samples: Iterable[Sample], noise: float, source: str = "", excluded: Mapping[str, str] | None = None
     ) -> None:
-        """noise: relative difference below which two times are alike. excluded: backend -> why it must not be chosen."""
+        """noise: relative difference below which two times count as equal. excluded: backend -> why it must not be chosen."""
         self.noise = noise
         self.source = source
         """Where the times come from, in words: for the log."""
@@ -99,7 +99,7 @@ class CostTable:
         self._surfaces = {key: _surface(key[0], self.shapes[key[0]], found) for key, found in times.items()}
 
     def at(self, shape: Shape, backend: str, layout: str, block_size: int) -> tuple[float, float]:
-        """(microseconds a layer, microseconds a step for the plan); infinite where the backend has no time."""
+        """(microseconds per layer, microseconds per step for the plan); infinite where the backend has no time."""
         surface = self._surfaces.get((shape.phase, backend, layout, block_size))
         surface = surface or self._surfaces.get((shape.phase, backend, None, None))
         if surface is None:

@@ -121,7 +121,7 @@ class Selector:
         """The instances, by spec, that serve a phase in this step.
 
         batch: sequences of that part of the step (of a graph: those it is captured for); None: the phase's usual backend.
-        query_len, kv_len: of each, new tokens and cached plus new ones; of unlike ones see `Shape.of`.
+        query_len, kv_len: of each sequence, new tokens and cached plus new ones; where they differ see `Shape.of`.
         """
         name = None
         if batch is not None and self._chooser is not None and phase in self.selection.others:

@@ -15,7 +15,7 @@ _CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests alike, `batch` of them at a time."""
+    """Equal requests, `batch` of them at a time."""
 
     batch: int
     input_len: int

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from headway.bench.generate.run import OfflineOptions
-    from headway.bench.generate.throughput import ThroughputReport, Workload
-    from headway.bench.generate.workloads import Workload as OfflineWorkload
+    from headway.bench.generate.throughput import TextWorkload, ThroughputReport
+    from headway.bench.generate.workloads import RequestSet
 
 MIN_SAME_TOKENS = 0.9
 """Below this the engines did not do the same work. Near-ties in float32 may flip a token and so the rest of a text."""
@@ -61,7 +61,7 @@ def throughput(
     Without --workload or --batch-size the prompts are texts.
     """
     from headway.bench.generate.run import OfflineOptions
-    from headway.bench.generate.throughput import Workload
+    from headway.bench.generate.throughput import TextWorkload
     from headway.bench.generate.workloads import parse_sizes
 
     model = engine.pop("model")
@@ -71,12 +71,12 @@ def throughput(
         _run_offline(model, engine, workloads, OfflineOptions(repeat, warmup, profile), output)
     else:
         (size,) = parse_sizes("--output-len", output_len or str(TEXT_OUTPUT_LEN))[:1]
-        _run_texts(model, engine, Workload(num_prompts, size, repeat), compare is not None, output)
+        _run_texts(model, engine, TextWorkload(num_prompts, size, repeat), compare is not None, output)
 
 
 def _workloads(
     workload: str | None, batch_size: str | None, input_len: str | None, output_len: str | None, temperature: float | None
-) -> list[OfflineWorkload]:
+) -> list[RequestSet]:
     """What the options ask for; nothing for texts."""
     from headway.bench.generate.workloads import Nano, parse_sizes, random_workloads
 
@@ -98,7 +98,7 @@ def _workloads(
 
 
 def _check(
-    compare: str | None, load_format: str, profile: Path | None, temperature: float | None, workloads: Sequence[OfflineWorkload]
+    compare: str | None, load_format: str, profile: Path | None, temperature: float | None, workloads: Sequence[RequestSet]
 ) -> None:
     if compare not in (None, "transformers"):
         raise ConfigError("--compare", "transformers", repr(compare))
@@ -113,7 +113,7 @@ def _check(
 
 
 def _run_offline(
-    model: str, engine: dict[str, Any], workloads: Sequence[OfflineWorkload], options: OfflineOptions, output: Path | None
+    model: str, engine: dict[str, Any], workloads: Sequence[RequestSet], options: OfflineOptions, output: Path | None
 ) -> None:
     from headway.bench.generate.run import run_offline
     from headway.bench.generate.table import print_offline
@@ -141,7 +141,7 @@ def _run_offline(
         err.print(f"trace written to {options.trace}", highlight=False)
 
 
-def _run_texts(model: str, engine: dict[str, Any], workload: Workload, compare: bool, output: Path | None) -> None:
+def _run_texts(model: str, engine: dict[str, Any], workload: TextWorkload, compare: bool, output: Path | None) -> None:
     from headway.bench.generate.throughput import num_passes, run_throughput
     from headway.llm import LLM
 

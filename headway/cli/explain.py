@@ -209,7 +209,7 @@ def _print(found: Explanation, console: Console) -> None:
     console.print(Text(f"{found.selection}", "dim"), soft_wrap=True)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("backend", no_wrap=True)
-    shown.add_column(f"us a step of {found.layers} layers", justify="right")
+    shown.add_column(f"us per step of {found.layers} layers", justify="right")
     shown.add_column("why not", overflow="fold")
     for candidate in found.candidates:
         us = "" if candidate.step_us is None else f"{candidate.step_us:,.0f}"
@@ -220,7 +220,7 @@ def _print(found: Explanation, console: Console) -> None:
     if found.nearest is not None:
         cell = found.nearest
         spread = f"(p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})"
-        time = "no time" if cell.median_us is None else f"{cell.median_us:.1f} us a layer {spread}"
+        time = "no time" if cell.median_us is None else f"{cell.median_us:.1f} us per layer {spread}"
         where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
         row = f"nearest row of the table: {cell.phase} {cell.case}, {cell.backend}, {where}: {time}, {cell.status}"
         console.print(Text(row), soft_wrap=True)

@@ -9,7 +9,7 @@ from headway.backends.sdpa import SDPA, SDPAMath
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
 from headway.testing.reference import reference, relative_error
-from headway.tuning.work import Geometry, build_case, make_cell, make_spec
+from headway.tuning.work import Geometry, build_case, make_spec, make_work
 
 GEOMETRY = Geometry(4, 2, 32)
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_cudnn_which_plans_for_every_shape_must_be_asked_for() -> None:
 
 @pytest.mark.parametrize(("phase", "case"), [("prefill", "2q20"), ("prefill", "2q8s40_1q5s5"), ("decode", "3q1s17_2q3s30")])
 def test_the_way_taken_on_a_gpu_gives_the_same_answers(phase: str, case: str) -> None:
-    step = build_case(make_cell(phase, case, GEOMETRY, make_spec(GEOMETRY, torch.float32, None, CPU)), NHD, 16, 0)
+    step = build_case(make_work(phase, case, GEOMETRY, make_spec(GEOMETRY, torch.float32, None, CPU)), NHD, 16, 0)
     backend = layer("cpu")
     backend._gpu = True
     out, plan = torch.full_like(step.q, torch.nan), backend.plan(step.metadata)

@@ -12,16 +12,16 @@ from headway.bench.kernel.run import KernelOptions, run_kernel_bench
 from headway.core.contract.backend import BackendInfo
 from headway.registry import Registry, create_registry, hookimpl
 from headway.tuning.timing import Timer
-from headway.tuning.work import Cell, Geometry, make_cell, make_spec
+from headway.tuning.work import Geometry, Work, make_spec, make_work
 
 QUICK = Timer(warmup_ms=0.0, rep_ms=0.0)
 CPU = torch.device("cpu")
 SMALL = Geometry(4, 2, 32)
 
 
-def cell_of(phase: str, case: str, geometry: Geometry = SMALL, **dtypes: torch.dtype) -> Cell:
+def cell_of(phase: str, case: str, geometry: Geometry = SMALL, **dtypes: torch.dtype) -> Work:
     spec = make_spec(geometry, dtypes.get("dtype", torch.float32), dtypes.get("kv_dtype"), CPU)
-    return make_cell(phase, case, geometry, spec)
+    return make_work(phase, case, geometry, spec)
 
 
 def run(registry: Registry, **changes: object) -> KernelReport:

@@ -13,7 +13,7 @@ from headway.tuning.points import Point
 from headway.tuning.replay import captures, graph_attempt
 from headway.tuning.run import run_kernel_level
 from headway.tuning.timing import Turns
-from headway.tuning.work import Geometry, build_case, make_cell, make_spec
+from headway.tuning.work import Geometry, build_case, make_spec, make_work
 from tables import quick
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ def test_the_table_of_a_gpu_has_graphs_and_host_times(registry: Registry) -> Non
 @pytest.mark.parametrize("text", ["4q1s100", "2q4s70", "1q1s3_1q1s500"])
 def test_a_replay_is_right_at_lengths_other_than_the_captured_one(registry: Registry, text: str) -> None:
     spec = make_spec(GEOMETRY, torch.bfloat16, None, torch.device("cuda"))
-    case = build_case(make_cell("decode", text, GEOMETRY, spec), NHD, 16, seed=0)
+    case = build_case(make_work("decode", text, GEOMETRY, spec), NHD, 16, seed=0)
     expected = reference(case)
     backend = registry.backend("triton")(spec, NHD, 16)
     assert captures(backend, case)
@@ -49,7 +49,7 @@ def test_a_replay_is_right_at_lengths_other_than_the_captured_one(registry: Regi
 
 def test_a_backend_is_captured_and_replayed_by_the_calls_that_the_engine_makes(registry: Registry) -> None:
     spec = make_spec(GEOMETRY, torch.bfloat16, None, torch.device("cuda"))
-    case = build_case(make_cell("decode", "4q1s100", GEOMETRY, spec), NHD, 16, seed=0)
+    case = build_case(make_work("decode", "4q1s100", GEOMETRY, spec), NHD, 16, seed=0)
     seen = []
 
     class Recording(registry.backend("triton")):

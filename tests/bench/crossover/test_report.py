@@ -53,7 +53,7 @@ def test_the_winner_and_its_speed_up_are_shown_per_batch_size() -> None:
 def test_the_terminal_shows_blocks_columns_and_why_a_cell_has_no_time() -> None:
     text = text_of(crossing())
     assert text.startswith("CROSSOVER ANALYSIS")
-    assert "decode, batch size 2 (us a layer)" in text
+    assert "decode, batch size 2 (us per layer)" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("4096"))
     assert row.split() == ["4096", "200.0", "100.0", "OOM", "300.0", "b", "2.00x"]
     assert "~60.0" in text

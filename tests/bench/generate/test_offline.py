@@ -13,7 +13,7 @@ from headway.bench.generate.profile import Window, covered
 from headway.bench.generate.report import OfflineReport, PeersFile, read_offline, read_peers
 from headway.bench.generate.run import OfflineOptions, run_offline
 from headway.bench.generate.table import markdown, print_offline
-from headway.bench.generate.workloads import Nano, RandomTokens, Workload
+from headway.bench.generate.workloads import Nano, RandomTokens, RequestSet
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.llm import LLM
 from headway.tuning.json_files import write_json
@@ -29,7 +29,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, kv_cache_memory="16MiB", num_threads=1)
 
 
-def run(llm: LLM, *workloads: Workload, told: list[str] | None = None, **options: object) -> OfflineReport:
+def run(llm: LLM, *workloads: RequestSet, told: list[str] | None = None, **options: object) -> OfflineReport:
     return run_offline(
         llm,
         workloads,

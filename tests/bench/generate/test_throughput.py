@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.bench.generate.prompts import PROMPTS, take_prompts
-from headway.bench.generate.throughput import ThroughputReport, Workload, num_passes, run_throughput, same_tokens
+from headway.bench.generate.throughput import TextWorkload, ThroughputReport, num_passes, run_throughput, same_tokens
 from headway.cli.bench_throughput import print_report
 from headway.llm import LLM
 from sandbox import save_tiny_model
@@ -25,7 +25,7 @@ def test_both_engines_write_the_same_tokens_and_every_pass_is_told(llm: LLM, mon
     monkeypatch.setattr(
         "headway.bench.generate.throughput.take_prompts", lambda count: ["a cache of", "the quick", "lazy dog", "k"][:count]
     )
-    workload = Workload(num_prompts=4, output_len=12, repeat=2)
+    workload = TextWorkload(num_prompts=4, output_len=12, repeat=2)
     told: list[str] = []
     report = run_throughput(llm, workload, compare=True, command="headway bench throughput", advance=told.append)
     assert told == ["headway"] * 3 + ["transformers"] * 3
@@ -45,7 +45,7 @@ def test_both_engines_write_the_same_tokens_and_every_pass_is_told(llm: LLM, mon
 def test_a_pass_does_not_live_off_the_one_before(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = "the quick brown fox jumps over the lazy dog" * 3
     monkeypatch.setattr("headway.bench.generate.throughput.take_prompts", lambda _: [prompt])
-    run_throughput(llm, Workload(num_prompts=1, output_len=4, repeat=1), compare=False, command="")
+    run_throughput(llm, TextWorkload(num_prompts=1, output_len=4, repeat=1), compare=False, command="")
     (output,) = llm.generate(prompt, use_tqdm=False)
     assert output.num_cached_tokens > 0, "the prompt is long enough to be cached"
     llm.engine.blocks.forget_prefixes()
