@@ -8,7 +8,9 @@ from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.transfer import upload
@@ -141,7 +143,7 @@ class AttentionMetadata:
         cls,
         query_lens: Sequence[int],
         context_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
+        block_tables: Sequence[Sequence[int] | NDArray[numpy.int32]],
         block_size: int,
         device: torch.device | str = "cpu",
         decode_query_len: int = 1,
@@ -171,9 +173,10 @@ class AttentionMetadata:
         starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
         torch.cumsum(query, 0, out=starts[1:])
         widest = max((len(row) for row in block_tables), default=0)
-        table = torch.zeros((num_seqs, max(widest, 1)), dtype=torch.int32)
+        numbers = numpy.zeros((num_seqs, max(widest, 1)), dtype=numpy.int32)  # torch takes ten times as long for many rows
         for row, blocks in enumerate(block_tables):
-            table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            numbers[row, : len(blocks)] = blocks
+        table = torch.from_numpy(numbers)
         num_tokens = int(starts[-1])
 
         rows = torch.repeat_interleave(torch.arange(num_seqs), query)  # [num_tokens]: the sequence of each token

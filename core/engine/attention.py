@@ -25,11 +25,14 @@ class PagedAttention:
     Layers with equal specs share one plan: planning is paid per spec and step, not per layer.
     """
 
-    def __init__(self, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache], writer: CacheWriter) -> None:
+    def __init__(
+        self, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache], writer: CacheWriter | Sequence[CacheWriter]
+    ) -> None:
+        """writer: of every layer's cache, or one for each, where their layouts differ."""
         assert len(specs) == len(caches)
         self.specs = list(specs)
         self.caches = list(caches)
-        self._write = writer
+        self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
         self._metadata: AttentionMetadata | None = None
         self._parts: list[tuple[Phase, slice, Backends, Plans]] = []
         self._decode_writes: frozenset[AttentionSpec] = frozenset()
@@ -90,7 +93,7 @@ class PagedAttention:
             self._look_for_nan(layer, "the model's operations before", q, k, v)
         decode_writes = spec in self._decode_writes
         if not decode_writes:
-            self._write(k, v, cache, self._metadata.slot_mapping)
+            self._writers[layer](k, v, cache, self._metadata.slot_mapping)
         mixed = len(self._parts) > 1
         for phase, tokens, backends, plans in self._parts:
             queries, result = (q[tokens], out[tokens]) if mixed else (q, out)

@@ -10,8 +10,8 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import CacheLayout
+from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine import pool
@@ -61,19 +61,24 @@ class LocalExecutor:
         if memory is None and device.type == "cuda":
             sizes = config.step_tokens, config.max_num_seqs
             memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
-        max_model_len = _max_model_len(config, model, specs, self.selection.layout, block_size, memory)
+        layouts = [selector.layout_of(spec) for spec in specs]
+        max_model_len = _max_model_len(config, model, specs, layouts, block_size, memory)
         config.check_budget(max_model_len)
-        size = pool.pool_size(specs, self.selection.layout, block_size, max_model_len, config.max_num_seqs, memory)
+        size = pool.pool_size(specs, layouts, block_size, max_model_len, config.max_num_seqs, memory)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len)
-        self.caches = pool.allocate(specs, self.selection.layout, size)
+        self.caches = pool.allocate(specs, layouts, size)
         """One a layer."""
-        writer = source.layout(self.selection.layout.name).load_writer(device)
-        self.attention = PagedAttention(specs, self.caches, writer)
+        _check_caches(selector, specs, self.caches)
+        writers = {layout.name: source.layout(layout.name).load_writer(device) for layout in layouts}
+        self.attention = PagedAttention(specs, self.caches, [writers[layout.name] for layout in layouts])
         """What the model calls; outside of steps only its shapes may be asked for."""
         self._runner = Runner(model, self.attention, selector, sampling, block_size, config.max_num_seqs, max_model_len)
         self._device = device
         self._config = config
         log.info("attention: %s", self.selection)
+        others = {layout.name for layout in layouts} - {self.selection.layout.name}
+        if others:
+            log.info("cache groups: some layers are in kv_layout=%s", ", ".join(sorted(others)))
         log.info("pool: %d blocks of %d tokens, %.2f GiB", size.num_blocks, block_size, size.num_bytes / pool.GIB)
 
     def capture(self, recorder: Recorder | None = None) -> None:
@@ -100,12 +105,31 @@ class LocalExecutor:
         return self._runner.launch(step)
 
 
+def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache]) -> None:
+    """Ask every backend that may be called whether it can read the caches that it will meet.
+
+    :raises UnsupportedError: one cannot.
+    """
+    for backends in selector.instances:
+        for spec, cache in zip(specs, caches, strict=True):
+            support = backends[spec].accepts(cache)
+            if not support:
+                raise UnsupportedError(
+                    f"attention backend {backends[spec].name} (kv_layout={cache.layout.name})", support.reasons
+                )
+
+
 def _max_model_len(
-    config: EngineConfig, model: Model, specs: Sequence[AttentionSpec], layout: CacheLayout, block_size: int, memory: int | None
+    config: EngineConfig,
+    model: Model,
+    specs: Sequence[AttentionSpec],
+    layouts: Sequence[CacheLayout],
+    block_size: int,
+    memory: int | None,
 ) -> int:
     made_for = model.max_position_embeddings
     if config.max_model_len is None:
-        fits = pool.longest_that_fits(specs, layout, block_size, memory, made_for)
+        fits = pool.longest_that_fits(specs, layouts, block_size, memory, made_for)
         if not config.enable_chunked_prefill:
             fits = min(fits, config.step_tokens)
         if 0 < fits < made_for:

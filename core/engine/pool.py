@@ -33,14 +33,14 @@ class PoolSize:
         return self.num_blocks * self.block_size
 
 
-def bytes_per_block(specs: Sequence[AttentionSpec], layout: CacheLayout, block_size: int) -> int:
+def bytes_per_block(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], block_size: int) -> int:
     """Bytes that one block takes over all layers, in the element type that each layer's spec asks for."""
-    return sum(layout.bytes_per_block(CacheGeometry.of(spec, 1, block_size)) for spec in specs)
+    return sum(layout.bytes_per_block(CacheGeometry.of(spec, 1, block_size)) for spec, layout in zip(specs, layouts, strict=True))
 
 
 def pool_size(
     specs: Sequence[AttentionSpec],
-    layout: CacheLayout,
+    layouts: Sequence[CacheLayout],
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
@@ -50,7 +50,7 @@ def pool_size(
 
     :raises ConfigError: not even one sequence of max_model_len fits.
     """
-    block_bytes = bytes_per_block(specs, layout, block_size)
+    block_bytes = bytes_per_block(specs, layouts, block_size)
     one = -(-max_model_len // block_size)
     budget = _default_memory(one * block_bytes) if memory is None else memory
     num_blocks = min(budget // block_bytes, one * max_num_seqs)
@@ -66,19 +66,20 @@ def pool_size(
 
 
 def longest_that_fits(
-    specs: Sequence[AttentionSpec], layout: CacheLayout, block_size: int, memory: int | None, at_most: int
+    specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], block_size: int, memory: int | None, at_most: int
 ) -> int:
     """Longest sequence, up to `at_most` tokens, for which the pool has room: the default of max_model_len."""
-    block_bytes = bytes_per_block(specs, layout, block_size)
+    block_bytes = bytes_per_block(specs, layouts, block_size)
     wanted = -(-at_most // block_size) * block_bytes
     budget = _default_memory(wanted) if memory is None else memory
     return min(at_most, budget // block_bytes * block_size)
 
 
-def allocate(specs: Sequence[AttentionSpec], layout: CacheLayout, size: PoolSize) -> list[LayerCache]:
-    """One cache a layer."""
+def allocate(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], size: PoolSize) -> list[LayerCache]:
+    """One cache a layer; all have the same blocks, so one block table serves them."""
     return [
-        layout.allocate(CacheGeometry.of(spec, size.num_blocks, size.block_size), spec.k_scale, spec.v_scale) for spec in specs
+        layout.allocate(CacheGeometry.of(spec, size.num_blocks, size.block_size), spec.k_scale, spec.v_scale)
+        for spec, layout in zip(specs, layouts, strict=True)
     ]
 
 

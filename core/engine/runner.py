@@ -163,7 +163,7 @@ class Runner:
         lens = step.query_lens.tolist(), step.context_lens.tolist()
         tables = self._rows.tables
         ends = ((step.context_lens + step.query_lens - 1) // self._block_size + 1).tolist()
-        blocks = [tables[row, :end].tolist() for row, end in zip(step.rows.tolist(), ends, strict=True)]
+        blocks = [tables[row, :end] for row, end in zip(step.rows.tolist(), ends, strict=True)]
         drafts = step.num_draft_tokens.tolist() if step.num_draft_tokens.any() else None
         metadata = AttentionMetadata.build(
             *lens, blocks, self._block_size, self._device, num_draft_tokens=drafts, num_blocks=self._num_blocks

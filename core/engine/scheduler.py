@@ -75,12 +75,6 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         prompts: list[ScheduledSequence] = []
         decodes: list[ScheduledSequence] = []  # within each part first come, first served
-
-        def take(seq: Sequence, count: int, drafts: int = 0) -> None:
-            samples = count == seq.num_to_compute
-            scheduled = ScheduledSequence(seq, count + drafts, seq.num_computed, samples, drafts)
-            (decodes if scheduled.phase is Phase.DECODE else prompts).append(scheduled)
-
         preempted = skipped = False
         position = 0
         while position < len(self.running) and budget > 0:
@@ -90,7 +84,7 @@ class Scheduler:
                 skipped = skipped or seq.num_to_compute > 0
                 position += 1
                 continue
-            drafts = self._num_drafts(seq, budget - count)
+            drafts = self._num_drafts(seq, budget - count) if seq.draft_token_ids else 0
             while not self.blocks.reserve(seq, self._room(seq, count + drafts)):
                 if drafts:
                     drafts = 0  # guesses are worth nobody's blocks
@@ -99,7 +93,8 @@ class Scheduler:
                 if self._preempt_last() is seq:
                     break
             else:
-                take(seq, count, drafts)
+                scheduled = ScheduledSequence(seq, count + drafts, seq.num_computed, count == seq.num_to_compute, drafts)
+                (decodes if scheduled.phase is Phase.DECODE else prompts).append(scheduled)
                 budget -= count + drafts
                 position += 1
         while self.waiting and not (preempted or skipped) and budget > 0 and len(self.running) < self.max_num_seqs:
@@ -109,7 +104,8 @@ class Scheduler:
             seq = self.waiting.popleft()
             self.running.append(seq)
             seq.status, seq.row = Status.RUNNING, self._free_rows.pop()
-            take(seq, count)
+            scheduled = ScheduledSequence(seq, count, seq.num_computed, count == seq.num_to_compute)
+            (decodes if scheduled.phase is Phase.DECODE else prompts).append(scheduled)
             budget -= count
         return prompts + decodes
 
@@ -131,7 +127,7 @@ class Scheduler:
 
     def _num_drafts(self, seq: Sequence, budget: int) -> int:
         """Guesses that are verified beside the newest token, which must be known to the host."""
-        if not seq.draft_token_ids or seq.num_pending or seq.num_to_compute != 1:
+        if seq.num_pending or seq.num_to_compute != 1:
             return 0
         return max(min(len(seq.draft_token_ids), MAX_DRAFT_TOKENS, budget, seq.max_len - seq.num_tokens - 1), 0)
 
@@ -156,6 +152,7 @@ class Scheduler:
 
     def launched(self, step: list[ScheduledSequence]) -> None:
         """Account for a step the device has been given: its tokens count as computed, and those it samples as pending."""
+        block_size = self.blocks.block_size
         for seq, count, context_len, samples, drafts in step:
             seq.num_computed += count
             seq.num_unverified = drafts
@@ -163,7 +160,8 @@ class Scheduler:
             if samples:
                 seq.num_pending += 1
                 seq.newest_at = context_len + count
-            self.blocks.publish(seq, partly=count > 1)
+            if count > 1 or len(seq.token_ids) // block_size > seq.num_published:
+                self.blocks.publish(seq, partly=count > 1)
 
     def not_launched(self, step: list[ScheduledSequence]) -> None:
         """Prepare the sequences of a step that did not run for another: what was to be copied for them is computed instead."""
@@ -182,10 +180,10 @@ class Scheduler:
             seq.num_computed -= scheduled.num_draft_tokens + 1 - len(tokens)
             seq.newest_at = seq.num_computed
             seq.num_unverified = 0
-        for count, token in enumerate(tokens):
+        for count, token in enumerate(tokens, start=1):
+            seq.append(token)
             if seq.finished:
                 return tokens[:count]
-            seq.append(token)
         return tokens
 
     def remove_finished(self) -> None:

@@ -151,7 +151,22 @@ class Selector:
     def _make(self, name: str) -> Backends:
         backend, chosen = self._source.backend(name), self.selection
         options = self._options.get(name)
-        return {spec: backend(spec, chosen.layout, chosen.block_size, options) for spec in self._specs}
+        return {spec: backend(spec, self.layout_of(spec), chosen.block_size, options) for spec in self._specs}
+
+    def layout_of(self, spec: AttentionSpec) -> CacheLayout:
+        """The layout of a layer's cache: the selection's, or that of the layer's group where it does not fit."""
+        return self._layout_for(spec, self.selection.layout)
+
+    def _layout_for(self, spec: AttentionSpec, layout: CacheLayout) -> CacheLayout:
+        """Beside `layout`, a layer of another kind takes the first registered layout of that kind.
+
+        There are two kinds: layers whose value lies in the key, and layers with a value of its own.
+        """
+        kinds = {each.value_in_key for each in self._specs}
+        if len(kinds) == 1 or spec.value_in_key is not layout.has_value:
+            return layout
+        others = (info.layout for info in self._source.layouts.values())
+        return next((other for other in others if other.has_value is not spec.value_in_key), layout)
 
     def _select(self, kv_layout: str, block_size: int | None) -> Selection:
         choices = self._choices(kv_layout, block_size)
@@ -208,7 +223,7 @@ class Selector:
     def _reasons(self, name: str, phase: Phase, layout: CacheLayout, block_size: int) -> tuple[Reason, ...]:
         support = Support()
         for spec in self._specs:
-            support &= self._source.supports(name, spec, layout, block_size, phase)
+            support &= self._source.supports(name, spec, self._layout_for(spec, layout), block_size, phase)
         return support.reasons
 
     def _refusal(self, choices: Sequence[tuple[CacheLayout, int]]) -> UnsupportedError:

@@ -42,17 +42,19 @@ def crossover(
     mixed: Annotated[
         str | None, typer.Option(help="Level engine: instead of the grid, requests such as 48q128s256_2q8ks8448 (in, in + out).")
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Level engine: timed passes at least; of short generations more.")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="Level engine: fewest timed passes; short generations get more.")] = 1,
     cell_limit: Annotated[str, typer.Option(help="Level engine: give a generation up after this long.")] = "120s",
     crossover_table: Annotated[Path | None, typer.Option(help="Level engine: the table that auto obeys.")] = None,
     workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",
     backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
     geometry: Annotated[str | None, typer.Option(help="num_heads/num_kv_heads/head_dim of the layer.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3, ...")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: all.")] = None,
     block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: 16 and 256.")] = None,
-    phases: Annotated[str | None, typer.Option(help="Of prefill,extend,decode,verify. Default: all.")] = None,
+    phases: Annotated[
+        str | None, typer.Option(help="Phases to measure, out of prefill,extend,decode,verify. Default: all.")
+    ] = None,
     batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated, instead of the device's usual ones.")] = None,
     input_lens: Annotated[str | None, typer.Option(help="Comma-separated lengths, instead of the device's usual ones.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
@@ -60,10 +62,10 @@ def crossover(
     graph_len: Annotated[
         int | None, typer.Option(min=1, help="Context for which decode graphs are captured. Default: 32,768.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted table.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted table.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     output: Annotated[
-        Path | None, typer.Option(help="The table's file. Default: the one that auto reads, if the grid is whole.")
+        Path | None, typer.Option(help="File of the table. Default: the one that auto reads, if the grid is whole.")
     ] = None,
     export_to: Annotated[
         list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png; repeatable.")

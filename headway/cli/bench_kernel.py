@@ -35,13 +35,13 @@ def kernel(
     geometry: Annotated[list[str] | None, typer.Option(help="num_heads/num_kv_heads/head_dim; repeatable.")] = None,
     cases: Annotated[str | None, typer.Option(help="Cases such as 8q1s2k,1q1s512. Default: the device's usual cells.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3, ...")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: the preferred one.")] = None,
     block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: those of 16 and 256 that fit.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
     rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds over which runs are repeated.")] = 60.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
     """Time attention kernels, each checked against float64 first, beside the bare libraries."""

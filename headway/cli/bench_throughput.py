@@ -32,7 +32,9 @@ MIN_SAME_TOKENS = 0.9
 TEXT_OUTPUT_LEN = 64
 
 
-@takes_engine_options(*(name for name in help_texts() if name not in ("workload", "seed", "skip_tokenizer_init")))
+@takes_engine_options(
+    *(name for name in help_texts() if name not in ("workload", "seed", "skip_tokenizer_init")),
+)
 def throughput(
     engine: dict[str, Any],
     compare: Annotated[str | None, typer.Option(help="Another engine in the same run, on texts: transformers.")] = None,
@@ -41,9 +43,14 @@ def throughput(
     batch_size: Annotated[str | None, typer.Option(help="Random prompts sent at once: N, or a list 1,16,64.")] = None,
     input_len: Annotated[str | None, typer.Option(help="Their tokens: N, or a list.")] = None,
     output_len: Annotated[
-        str | None, typer.Option(help="Tokens written for each: N, or a list that goes with --input-len's. [64, or as the input]")
+        str | None,
+        typer.Option(
+            help="Tokens written for each: N, or a list that goes with --input-len. Default: 64, or as many as the input has."
+        ),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="For random prompts; 0 is greedy. [0; nano: 0.6]")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="For random prompts; 0 is greedy. Default: 0, and 0.6 for nano.")
+    ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed passes after the warm-up; the median counts.")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="Passes of random prompts before the timed ones.")] = 1,
     profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of steps in the middle (random prompts).")] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +33,9 @@ def diff(
     prompts_file: Annotated[Path | None, typer.Option(help="A file with a text on each line.")] = None,
     max_tokens: Annotated[int, typer.Option(min=0, help="Tokens that B writes after each text: the decode steps.")] = 16,
     extend: Annotated[bool, typer.Option(help="Cut each text in two, so that EXTEND is compared too.")] = True,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Element type of A's cache: auto, or fp8_e4m3; B keeps the model's.")
+    ] = "auto",
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
     """Compare attention backend A with B, layer by layer and head by head, and show what the difference does to the next tokens.
@@ -42,7 +46,7 @@ def diff(
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import Wish, check_side, make_side
     from headway.bench.diff.table import print_report
-    from headway.core.contract.spec import DTYPE_NAMES
+    from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
     from headway.models.loader import load_model
     from headway.registry import create_registry
     from headway.testing.origin import Origin
@@ -50,7 +54,7 @@ def diff(
     from headway.tuning.device import identify_device, resolve_device
     from headway.tuning.json_files import write_json
 
-    args = EngineArgs.of(**engine)
+    args = EngineArgs.of(**engine, kv_cache_dtype=kv_cache_dtype)
     wish = Wish(args.kv_layout, args.block_size, args.attn_options)
     registry = create_registry()
     for name in (a, b):
@@ -64,14 +68,19 @@ def diff(
         loaded = load_model(args.model, args.dtype, place, args.load_format)
     decoder = loaded.decoder
     specs = decoder.attention_specs
-    side_a, side_b = (make_side(name, registry, specs, wish) for name in (a, b))
+    stored = specs if kv_cache_dtype == "auto" else [replace(spec, kv_dtype=KV_DTYPES[kv_cache_dtype]) for spec in specs]
+    side_a, side_b = make_side(a, registry, stored, wish), make_side(b, registry, specs, wish)
     prompts = _token_ids(loaded, texts)
     check_prompts(decoder, prompts, max_tokens)
     columns = TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task: Any = bar.add_task("", total=num_steps(prompts, max_tokens, extend))
         phases = compare(decoder, side_a, side_b, prompts, max_tokens, extend, lambda: bar.advance(task))
-    sides = [Side(name=side.name, kv_layout=side.layout.name, block_size=side.block_size) for side in (side_a, side_b)]
+    titles = (a if kv_cache_dtype == "auto" else f"{a} with a {kv_cache_dtype} cache"), b
+    sides = [
+        Side(name=title, kv_layout=side.layout.name, block_size=side.block_size)
+        for title, side in zip(titles, (side_a, side_b), strict=True)
+    ]
     report = DiffReport(
         origin=Origin.here(),
         command=shlex.join(["headway", *sys.argv[1:]]),

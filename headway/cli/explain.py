@@ -72,10 +72,10 @@ class Explanation:
 
 
 def explain(
-    phase: Annotated[PhaseChoice, typer.Option(help="Of the step, or of its part.")] = PhaseChoice.decode,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in it.")] = 1,
-    length: Annotated[int, typer.Option("--len", min=1, help="Tokens of a sequence, cached and new.")] = 1024,
-    query_len: Annotated[int | None, typer.Option(min=1, help="New tokens of a sequence. Default: as the phase has.")] = None,
+    phase: Annotated[PhaseChoice, typer.Option(help="Phase of the step.")] = PhaseChoice.decode,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in the step.")] = 1,
+    length: Annotated[int, typer.Option("--len", min=1, help="Tokens of each sequence, cached and new.")] = 1024,
+    query_len: Annotated[int | None, typer.Option(min=1, help="New tokens of each sequence. Default: as the phase has.")] = None,
     attn_backend: Annotated[str, typer.Option(help="auto, NAME, or prefill=NAME,decode=NAME.")] = "auto",
     kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, or a plugin's.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block. Default: auto.")] = None,

@@ -22,8 +22,8 @@ _FILE = typer.Argument(help="A table file. Default: the newest that auto keeps f
 @table.command()
 def show(
     file: Annotated[Path | None, _FILE] = None,
-    layout: Annotated[str | None, typer.Option("--kv-layout", help="Default: the fastest.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Default: the fastest.")] = None,
+    layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
     export_to: Annotated[list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
@@ -50,9 +50,9 @@ def show(
 @table.command()
 def plot(
     file: Annotated[Path, typer.Argument(help="A table file.")],
-    picture: Annotated[Path, typer.Argument(help="Where to: .png or .html.")],
-    layout: Annotated[str | None, typer.Option("--kv-layout", help="Default: the fastest.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Default: the fastest.")] = None,
+    picture: Annotated[Path, typer.Argument(help="File to write: .png or .html.")],
+    layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
 ) -> None:
     """Draw the winners and their speed-ups as a heat-map."""
     from headway.bench.crossover.export import check_suffix, export
@@ -122,7 +122,7 @@ def diff(
 @table.command()
 def merge(
     files: Annotated[list[Path], typer.Argument(help="Table files of one machine and one kind of layer.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
 ) -> None:
     """Put tables together; where two have the same cell, the later one's counts."""
     from headway.tuning import compare
@@ -143,7 +143,7 @@ def merge(
 def regret(
     file: Annotated[Path | None, _FILE] = None,
     points: Annotated[int, typer.Option(min=1, help="Held-out random points to measure.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Of the points and their inputs.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the points and their inputs.")] = 1,
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
     without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave each point of the table out.")] = False,
     anywhere: Annotated[bool, typer.Option("--anywhere", help="Also against every other layout and block size.")] = False,

@@ -225,7 +225,10 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     if sanitizer is None:
         pytest.skip("needs compute-sanitizer")
     script = Path(__file__).with_name("sanitized_vllm_paged.py")
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "5", sys.executable, "-P", str(script)]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"]
+    if tool == "memcheck":  # cuda.core asks the driver for functions that an older one does not have, no fault of a kernel
+        command += ["--report-api-errors", "no"]
+    command += [sys.executable, "-P", str(script)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if "Device not supported" in answer.stdout:
         pytest.skip("compute-sanitizer does not support this machine")

@@ -286,6 +286,26 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         ("rope_type", "needs default", "got dynamic"),
     ),
     "text for a number": (edit_config(num_attention_heads="four"), ("config.json cannot be used", "num_attention_heads", "four")),
+    "AWQ": (edit_config(quantization_config={"quant_method": "awq", "bits": 4}), ("quantised with AWQ, 4 bits", "unquantised")),
+    "adapter": (
+        write("adapter_config.json", '{"base_model_name_or_path": "org/base"}'),
+        ("an adapter (LoRA) for org/base", "merge"),
+    ),
+    "embedding model": (edit_config(architectures=["LlamaModel"]), ("got LlamaModel", "generates no text")),
+    "custom code": (
+        edit_config(model_type="own", architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Config"}),
+        ("needs one of LlamaForCausalLM", "got OwnForCausalLM"),
+    ),
+    "tokenizer with custom code": (
+        write("tokenizer_config.json", '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}'),
+        ("the tokenizer needs code of the model's own", "never runs"),
+    ),
+    "another vocabulary": (edit_config(vocab_size=301), ("embed_tokens.weight needs shape [301, 32]", "got [300, 32]")),
+    "heads that do not divide": (edit_config(num_key_value_heads=3), ("a multiple of num_key_value_heads=3", "got 4")),
+    "int8 weights": (
+        edit_tensors(lambda tensors: tensors.update({NORM: torch.ones(32, dtype=torch.int8)})),
+        (NORM, "got int8", "quantised"),
+    ),
     "no safetensors": (remove("model.safetensors"), ("no .safetensors file",)),
     "truncated safetensors": (truncate, ("model.safetensors cannot be read", "truncated", "fetch it again")),
     "missing shard": (

@@ -53,7 +53,6 @@ def ids(*rows: list[int]) -> list[ParsedPrompt]:
         ([], []),
         (iter(["fox"]), [ParsedPrompt("fox", None)]),
     ],
-    ids=str,
 )
 def test_a_prompt_may_have_each_of_these_forms(prompts: object, expected: list[ParsedPrompt]) -> None:
     parsed = parse_prompts(prompts)
@@ -81,7 +80,6 @@ def test_a_prompt_may_have_each_of_these_forms(prompts: object, expected: list[P
         ({"input_ids": [1], "pixel_values": [2]}, "prompt 0: needs .* 'pixel_values'"),
         ([np.array([[1], [2]])], "prompt 0: needs one prompt in each place of the list, got a batch of 2"),
     ],
-    ids=str,
 )
 def test_anything_else_is_refused_with_its_index_and_type(prompts: object, words: str) -> None:
     with pytest.raises(PromptError, match=words) as caught:

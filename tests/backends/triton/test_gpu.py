@@ -118,7 +118,7 @@ def test_decode_writes_the_new_token_itself(
     layer = layer_of(**WRITING[name])
     case = new_token_case(lengths, layer, layout, block_size)
     backend = TwoLayers(layer, layout, block_size)
-    backend.copy = replace(case.cache, key=case.cache.key.clone(), value=case.cache.value.clone())
+    backend.copy = replace(case.cache, tensors={name: tensor.clone() for name, tensor in case.cache.tensors.items()})
     tolerance = backend.tolerance[layer.dtype]
     assert error_after_writing(case, lambda: write_and_decode(backend, case)) < tolerance
     assert captures(backend, case)

@@ -111,3 +111,15 @@ def test_a_file_without_prompts_is_refused(diff: Headway, texts: Path) -> None:
     assert_refused(diff("sdpa"), "--prompts-file", "which has none")
     texts.write_bytes(b"\xff\xfe\xff")
     assert_refused(diff("sdpa"), "--prompts-file", "UTF-8")
+
+
+def test_an_fp8_cache_is_compared_with_the_models_own(diff: Headway) -> None:
+    result = diff("sdpa.math", "sdpa.math", "--kv-cache-dtype", "fp8_e4m3", "--no-extend")
+    assert result.code == 1, result
+    assert "A = sdpa.math with a fp8_e4m3 cache (" in result.out
+    assert "B = sdpa.math (" in result.out
+    assert "beyond tolerance: decode" in result.out
+
+
+def test_a_cache_type_that_is_none_is_refused(diff: Headway) -> None:
+    assert_refused(diff("sdpa", "--kv-cache-dtype", "int4"), "kv_cache_dtype", "auto or fp8_e4m3", "got 'int4'")
