@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from headway.backends.probe import HALF_DTYPES, at_least, find, has_gpu
-from headway.backends.varlen import VarlenStep
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.backends.varlen import VarlenAttention, VarlenStep
+from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.layout import NHD, CacheLayout, LayerCache
-from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
 
@@ -29,7 +29,7 @@ HINT = (
 )
 
 
-class FlashAttention2(AttentionBackend):
+class FlashAttention2(VarlenAttention):
     """Varlen prefill and extend, paged split-KV decode.
 
     It calls the compiled functions under `flash_attn_varlen_func` and `flash_attn_with_kvcache`: those two allocate their output
@@ -85,25 +85,11 @@ class FlashAttention2(AttentionBackend):
             return "flash_fwd_kernel (flash-attn 2, varlen_fwd)"
         return f"flash_fwd_splitkv_kernel (flash-attn 2, {'fwd_kvcache' if phase is Phase.DECODE else 'varlen_fwd'})"
 
-    def plan(self, metadata: AttentionMetadata) -> VarlenStep:
-        """No device work: the metadata has it all."""
-        return VarlenStep.of(metadata)
-
-    def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Over this step's k and v where there is no context, else over the cache."""
-        assert lse is None, "not declared"
-        if plan.paged:
-            self._varlen(q, cache.key, cache.value, plan, out)
-        else:
-            self._varlen(q, k, v, plan, out)
-
     def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
         """Split-KV where all sequences have the same number of new tokens; ragged verification goes through varlen."""
         assert lse is None, "not declared"
         if not plan.uniform:
-            self._varlen(q, cache.key, cache.value, plan, out)
+            self.attend(q, cache.key, cache.value, plan, out)
             return
         spec, causal = self.spec, True
         shape: tuple[int, ...] = (plan.num_seqs, plan.max_query_len, spec.num_heads, spec.head_dim)
@@ -136,7 +122,7 @@ class FlashAttention2(AttentionBackend):
             0,  # num_splits: the library's heuristic
         )
 
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
         """k, v: [num_tokens, num_kv_heads, head_dim], or the cache's [num_blocks, block_size, num_kv_heads, head_dim]."""
         paged = plan.paged
         written = self._library.varlen_fwd(

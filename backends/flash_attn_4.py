@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from headway.backends.probe import HALF_DTYPES, capability, find, has_gpu
-from headway.backends.varlen import VarlenStep
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.backends.varlen import VarlenAttention, VarlenStep
+from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
-from headway.core.contract.layout import NHD, CacheLayout, LayerCache
-from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.layout import NHD, CacheLayout
+from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
 
@@ -43,7 +43,7 @@ TILE = 128
 """Keys a tile holds for heads up to 128: a block of this size is loaded whole, by TMA."""
 
 
-class FlashAttention4(AttentionBackend):
+class FlashAttention4(VarlenAttention):
     """Varlen prefill on Hopper's and Blackwell's own tensor-core instructions; it reads a paged cache in extend and decode.
 
     It calls the forward function under `flash_attn_varlen_func`, which takes `out`; the public one allocates. The kernel is
@@ -107,17 +107,10 @@ class FlashAttention4(AttentionBackend):
         generation = "Sm100" if found is not None and found[0] == 10 else "Sm90"
         return f"FlashAttentionForward{generation} (flash-attn-4, {'varlen' if phase is Phase.PREFILL else 'paged'})"
 
-    def plan(self, metadata: AttentionMetadata) -> VarlenStep:
-        """No device work: the metadata has it all."""
-        return VarlenStep.of(metadata)
-
-    def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Over this step's k and v where there is no context, else over the cache."""
-        assert lse is None, "not declared"
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
+        """As `VarlenAttention.attend`."""
         if plan.paged:
-            self._paged(q, cache, plan, out)
+            self._paged(q, k, v, plan, out)
             return
         self._forward(
             q,
@@ -135,20 +128,16 @@ class FlashAttention4(AttentionBackend):
             out=out,
         )
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
-        """The same kernel; batched where all sequences have the same number of new tokens."""
-        assert lse is None, "not declared"
-        self._paged(q, cache, plan, out)
-
-    def _paged(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor) -> None:
+    def _paged(self, q: Tensor, key: Tensor, value: Tensor, plan: VarlenStep, out: Tensor) -> None:
+        """One kernel for extensions and decode; batched where all sequences have the same number of new tokens."""
         starts: Tensor | None = plan.starts
         if plan.uniform:  # [num_seqs, query_len, num_heads, head_dim] spares the kernel its search for each tile's sequence
             shape = (plan.num_seqs, plan.max_query_len, self.spec.num_heads, self.spec.head_dim)
             q, out, starts = q.view(shape), out.view(shape), None
         self._forward(
             q,
-            cache.key,
-            cache.value,
+            key,
+            value,
             cu_seqlens_q=starts,
             seqused_k=plan.kv_lens,
             max_seqlen_q=plan.max_query_len,

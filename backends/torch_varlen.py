@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from headway.backends.probe import HALF_DTYPES, at_least, find, has_gpu
-from headway.backends.varlen import VarlenStep
-from headway.core.contract.backend import AttentionBackend
+from headway.backends.varlen import VarlenAttention, VarlenStep
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
-from headway.core.contract.layout import NHD, CacheLayout, LayerCache
-from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.layout import NHD, CacheLayout
+from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 
@@ -21,7 +20,7 @@ PARAMETERS = frozenset({"block_table", "seqused_k", "scale", "window_size", "ena
 HINT = "pip install 'torch>=2.13': the first release whose varlen_attn takes a block_table"
 
 
-class TorchVarlen(AttentionBackend):
+class TorchVarlen(VarlenAttention):
     """FlashAttention 2 with nothing to install: varlen prefill and extend, paged split-KV decode.
 
     `graph_level` stays NONE: whether its custom operator captures has not been tried on a GPU.
@@ -67,26 +66,7 @@ class TorchVarlen(AttentionBackend):
         kernel = "flash_fwd_kernel" if phase is Phase.PREFILL else "flash_fwd_splitkv_kernel"
         return f"{kernel} (torch {torch.__version__}, varlen_attn)"
 
-    def plan(self, metadata: AttentionMetadata) -> VarlenStep:
-        """No device work: the metadata has it all."""
-        return VarlenStep.of(metadata)
-
-    def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None
-    ) -> None:
-        """Over this step's k and v where there is no context, else over the cache."""
-        assert lse is None, "not declared"
-        if plan.paged:
-            self._run(q, cache.key, cache.value, plan, out)
-        else:
-            self._run(q, k, v, plan, out)
-
-    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
-        """The same call with the queries of each sequence, one or several, ragged or not."""
-        assert lse is None, "not declared"
-        self._run(q, cache.key, cache.value, plan, out)
-
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
         """k, v: [num_tokens, num_kv_heads, head_dim], or the cache's [num_blocks, block_size, num_kv_heads, head_dim]."""
         # cu_seq_k of a paged call: only its shape is looked at, seqused_k rules.
         arguments = (q, k, v, plan.starts, plan.starts, plan.max_query_len, plan.max_kv_len)

@@ -1,11 +1,14 @@
-"""The arguments that libraries of varlen attention take for one step."""
+"""What backends over libraries of varlen attention share: a step's arguments, and where its keys come from."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 
 
@@ -40,3 +43,31 @@ class VarlenStep:
             paged=metadata.phase is not Phase.PREFILL,
             uniform=metadata.num_tokens == metadata.num_seqs * metadata.max_query_len,
         )
+
+
+class VarlenAttention(AttentionBackend):
+    """A backend whose library has one call for packed sequences, over their own k and v or over a paged cache."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
+        """k, v: where `plan.paged`, the cache's [num_blocks, block_size, num_kv_heads, head_dim]; else packed as q is,
+        [num_tokens, num_kv_heads, head_dim]. q, out: [num_tokens, num_heads, head_dim]."""
+
+    def plan(self, metadata: AttentionMetadata) -> VarlenStep:
+        """No device work: the metadata has it all."""
+        return VarlenStep.of(metadata)
+
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Over this step's k and v where there is no context, else over the cache."""
+        assert lse is None, "not declared"
+        if plan.paged:
+            self.attend(q, cache.key, cache.value, plan, out)
+        else:
+            self.attend(q, k, v, plan, out)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: VarlenStep, out: Tensor, lse: Tensor | None = None) -> None:
+        """The same call with the queries of each sequence, one or several, ragged or not."""
+        assert lse is None, "not declared"
+        self.attend(q, cache.key, cache.value, plan, out)

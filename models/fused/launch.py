@@ -1,16 +1,17 @@
-"""Launching a compiled kernel again without Triton's argument analysis, which costs more than the kernel at small sizes."""
+"""Launching the fused kernels: each with the compile-time constants of one layer kind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run under Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
+from headway.backends.triton.launch import Launcher as CompiledLauncher
+from headway.backends.triton.launch import launches_early
+from headway.backends.triton.layer import INTERPRETED
+
+__all__ = ["INTERPRETED", "Launcher"]
 
 
 class Launcher:
@@ -21,20 +22,11 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, num_warps: int, device: torch.device, **constants: Any) -> None:
-        self._kernel, self._num_warps, self._device = kernel, num_warps, device
-        pdl = not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        self._constants: Mapping[str, Any] = {**constants, "PDL": pdl}
-        self._options: Mapping[str, Any] = {"launch_pdl": True} if pdl else {}
-        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self.kernel = kernel
+        self._launch = CompiledLauncher(kernel)
+        self._num_warps, self._constants = num_warps, {**constants, "PDL": launches_early(device)}
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Tensor | float) -> None:
         """Run the kernel; arguments in its order."""
         key = tuple([(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None for a in arguments])
-        known = self._compiled.get(key)
-        if known is not None:
-            known[0][grid](*arguments, *known[1])
-            return
-        compiled = self._kernel[grid](*arguments, **self._constants, num_warps=self._num_warps, **self._options)
-        if not INTERPRETED:
-            names = self._kernel.arg_names[len(arguments) :]
-            self._compiled[key] = (compiled, tuple(self._constants[name] for name in names))
+        self._launch(key, grid, arguments, self._constants, num_warps=self._num_warps)

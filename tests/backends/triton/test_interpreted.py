@@ -219,6 +219,7 @@ def test_refusals() -> None:
         TritonAttention(spec(), NHD, 16, {"num_splits": "0"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [NHD, VLLM_5D], ids=lambda layout: layout.name)
 def test_a_sequences_bits_are_its_own_where_that_is_asked_for(layout: CacheLayout) -> None:
     case = invariance_case(LAYERS["gqa 2"], layout, 16, layouts.write_rows)

@@ -68,7 +68,7 @@ def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatc
     launch = Launcher.__call__
 
     def seen(self: Launcher, grid: tuple[int, int, int], *arguments: object) -> None:
-        if self._kernel.__name__ == "tiled_product":
+        if self.kernel.__name__ == "tiled_product":
             grids.append(grid)
         launch(self, grid, *arguments)
 
