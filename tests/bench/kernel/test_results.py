@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 from pathlib import Path
@@ -88,7 +87,8 @@ def test_the_table_shows_times_errors_and_reasons(registry: Registry) -> None:
 def test_quantiles_are_ordered() -> None:
     timing = QUICK.time(lambda: None, CPU)
     assert timing.p20_us <= timing.median_us <= timing.p80_us
-    assert all(math.isfinite(value) for value in dataclasses.astuple(timing))
+    assert math.isfinite(timing.p80_us)
+    assert timing.drift is None, "one round has nothing to disagree with"
 
 
 def test_the_command_prints_a_table_and_writes_the_file(tmp_path: Path) -> None:
