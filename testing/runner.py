@@ -92,7 +92,7 @@ class Child:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
-        command = [sys.executable, "-m", "headway.testing.child", self.target, self.device, str(self.threads)]
+        command = [sys.executable, "-P", "-m", "headway.testing.child", self.target, self.device, str(self.threads)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
