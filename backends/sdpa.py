@@ -58,6 +58,7 @@ class SDPA(AttentionBackend):
         value_in_key=True,
         features=FEATURES,
         dense_prefill=True,
+        exact_host_lengths=True,  # it gathers and masks by the host's lengths
         lse=True,
         batch_invariant=True,
     )

@@ -2,8 +2,8 @@
 # Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
-# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers; about 10, 6, 40, 4 and
-# 10 minutes on an H200 (of crossover, sdpa and sdpa.math in the grid take most); parts may run side by side, each on a GPU of its own
+# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance; about 10, 6,
+# 40, 4, 10 and 6 minutes on an H200 (of crossover, sdpa and sdpa.math take most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
 # A part that fails is reported and does not stop the others.
@@ -68,6 +68,19 @@ kernels() {
     run write $bench --phase write --layouts nhd,hnd,vllm_5d --output "$out/write.json"
 }
 
+conformance() {  # every backend at once: most of the time goes into compiling kernels
+    for name in triton flash_attn flash_attn_4 torch_varlen xformers vllm_paged sdpa sdpa.math; do
+        $HEADWAY check $name --device cuda --jobs 2 --json "$out/check-$name.json" >"$out/check-$name.log" 2>&1 &
+        pids="${pids:-} $!:$name"
+    done
+    for each in $pids; do
+        wait "${each%%:*}"
+        code=$?
+        cat "$out/check-${each#*:}.log"; rm -f "$out/check-${each#*:}.log"
+        [ $code -ne 1 ] || failed="$failed check-${each#*:}"  # 2: not available on this machine, which its file says
+    done
+}
+
 tests() {
     $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/headway tests/models tests/core tests/bench tests/backends ||
         failed="$failed tests"
@@ -87,8 +100,8 @@ peers() {  # whichever is installed; one that is not says so
 
 for part in "$@"; do
     case $part in
-        tests | engine | crossover | kernels | peers) $part ;;
-        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels or peers, got $part" >&2; exit 2 ;;
+        tests | engine | crossover | kernels | peers | conformance) $part ;;
+        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers or conformance, got $part" >&2; exit 2 ;;
     esac
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

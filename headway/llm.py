@@ -16,7 +16,7 @@ from headway.core.engine.engine import Engine
 from headway.core.engine.specs import cache_specs
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING
-from headway.core.select.selector import check_names
+from headway.core.select.selector import check_names, parse_wish
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.models.device_operations import fastest_sampling
 from headway.models.loader import load_model
@@ -27,6 +27,7 @@ from headway.registry import create_registry
 from headway.threads import set_threads
 from headway.tuning.autotune import TableWish, costs_for
 from headway.tuning.device import resolve_device
+from headway.tuning.named import check_named
 from headway.turns import Turns
 
 
@@ -50,6 +51,7 @@ class LLM:
         self.num_threads = set_threads(args.num_threads) if self.device.type == "cpu" else None
         self.model = load_model(args.model, args.dtype, self.device, args.load_format, args.skip_tokenizer_init, deterministic)
         specs, costs = cache_specs(self.model.decoder.attention_specs, config.kv_cache_dtype), None
+        check_named(self.registry, parse_wish(config.attn_backend).values(), specs)
         if not deterministic:  # which pins one backend, whatever is fastest
             wish = TableWish(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
             costs = costs_for(specs, self.registry, config.attn_backend, wish)

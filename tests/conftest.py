@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from gridlog import GridLog
 from headway.registry import Registry, create_registry
 
 os.environ.setdefault("HEADWAY_AUTOTUNE_BUDGET", "0")  # nothing is measured at a start unless a test asks for it
@@ -26,11 +24,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def registry() -> Registry:
     """The built-ins alone, whatever else is installed."""
     return create_registry(load_entry_points=False)
-
-
-@pytest.fixture(scope="session")
-def grid_log() -> Iterator[GridLog]:
-    """What the grid's cells came to; written to $HEADWAY_GRID_OUT where it is set."""
-    log = GridLog.from_environment()
-    yield log
-    log.write()

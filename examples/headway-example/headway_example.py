@@ -9,7 +9,8 @@ from headway.contract import ALL_PHASES, AttentionBackend, BackendInfo, Capabili
 
 class Example(AttentionBackend):
     name = "example"
-    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"))
+    # exact_host_lengths: plan() slices by the lengths on the host.
+    capabilities = Capabilities(phases=ALL_PHASES, devices=("cpu", "cuda"), exact_host_lengths=True)
 
     def plan(self, metadata):
         """Once a step: the slots of every sequence's keys, and who sees whom."""

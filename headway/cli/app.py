@@ -13,6 +13,7 @@ from headway.cli.bench_crossover import crossover
 from headway.cli.bench_kernel import kernel
 from headway.cli.bench_throughput import throughput
 from headway.cli.build import build
+from headway.cli.check import check
 from headway.cli.diff import diff
 from headway.cli.doctor import doctor
 from headway.cli.explain import explain
@@ -57,6 +58,7 @@ app.command(cls=Command)(generate)
 app.command(cls=Command)(diff)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(build)
+app.command(cls=Command)(check)
 bench.command(cls=Command)(throughput)
 bench.command(cls=Command)(kernel)
 bench.command(cls=Command)(crossover)

@@ -1,21 +1,13 @@
-"""The grid on a CPU, and what it rests on: the readable reference, the comparison itself, the writers' edges."""
+"""The kit's quick cells on a CPU, and what they rest on: the readable reference, the comparison itself, the writers' edges."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
 
-from conformance import (  # noqa: F401 - pytest finds the grid's tests here
-    pytest_generate_tests,
-    test_a_value_that_is_not_claimed_is_refused,
-    test_an_accepted_option_changes_the_output,
-    test_answer,
-    test_availability_is_yes_or_has_reasons,
-    test_two_backends_take_turns_on_one_cache,
-    test_written_rows_read_back_exactly,
-)
 from grid import CASES, LAYOUTS, SPECS, VERIFY, spec
 from headway.backends.layouts import write_rows
 from headway.backends.online_softmax import paged_attention
@@ -23,11 +15,35 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.registry import Registry
+from headway.registry import Registry, create_registry
 from headway.testing.cases import Case, make_case, parse_case
+from headway.testing.cells import PHASES
+from headway.testing.kit import Kit
 from headway.testing.reference import reference, relative_error, run_backend
+from headway.testing.subject import load_subject
 
-DEVICE = "cpu"
+CPU_BACKENDS = ("sdpa", "sdpa.math")
+
+
+@cache
+def kit(name: str) -> Kit:
+    return Kit(load_subject(name, torch.device("cpu"), create_registry(load_entry_points=False)))
+
+
+@pytest.mark.parametrize("check", ["claims", "refuse", "options", "tolerance", "lse", "turns", "steps", "repeat", "engine"])
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
+    results = [kit(name).run(cell) for cell in kit(name).cells(quick=True) if cell.check == check]
+    assert results
+    assert not [result for result in results if result.status == "failed"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_the_quick_answers_of_a_phase_are_right(name: str, phase: str) -> None:
+    cells = [cell for cell in kit(name).cells(quick=True) if (cell.check, cell.phase) == ("answer", phase)]
+    assert len(cells) > 5
+    assert not [result for result in map(kit(name).run, cells) if result.status == "failed"]
 
 
 def case_of(name: str, layer: AttentionSpec, layout: CacheLayout, block_size: int = 8, **options: object) -> Case:

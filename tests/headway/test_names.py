@@ -23,7 +23,7 @@ def listed(module: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
-@pytest.mark.parametrize("module", ["headway", "headway.contract"])
+@pytest.mark.parametrize("module", STABLE)
 def test_the_page_lists_each_stable_name_and_each_exists(module: str) -> None:
     loaded = importlib.import_module(module)
     assert listed(module) == set(loaded.__all__)

@@ -100,12 +100,17 @@ def test_one_entry_point_name_in_two_distributions_costs_only_the_second(plugins
     assert "<module" not in str(failure)
 
 
-def test_every_failure_is_shown_while_generation_goes_on(plugins: Path, tmp_path: Path) -> None:
-    """The whole of it from outside: one good plugin and all broken ones installed together."""
+@pytest.fixture
+def all_together(plugins: Path) -> Path:
+    """One good plugin and all broken ones."""
     install(plugins, "headway_toy", TOY)
     for name, source in BROKEN.items():
         install(plugins, f"broken_{name}", source)
+    return plugins
 
+
+def test_every_failure_is_listed_from_outside(all_together: Path, tmp_path: Path) -> None:
+    plugins = all_together
     listed = run_headway("backends", plugins=plugins, cwd=tmp_path, columns=200)
     assert listed.code == 0, listed
     for name in BROKEN:
@@ -121,6 +126,10 @@ def test_every_failure_is_shown_while_generation_goes_on(plugins: Path, tmp_path
     assert {failure["plugin"] for failure in parsed["failures"]} == {f"broken_{name}" for name in BROKEN}
     assert {row["kind"] for row in parsed["backends"] if row["name"].startswith("toy")} == {"headway_toy 1.0"}
 
+
+@pytest.mark.slow
+def test_generation_goes_on_beside_broken_plugins(all_together: Path, tmp_path: Path) -> None:
+    plugins = all_together
     unknown = run_headway("generate", "--attn-backend", "nope", "fox", plugins=plugins, cwd=tmp_path)
     assert unknown.code == 2
     assert unknown.err.count("plugin that failed to load: ") == len(BROKEN)

@@ -16,8 +16,8 @@ from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheGeometr
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cases import Case, make_case, parse_case
+from headway.testing.invariance import dependent, invariance_case
 from headway.testing.reference import reference, reference_with_lse, relative_error, run_backend
-from invariance import dependent, invariance_case
 from latent import IN_KEY, UNEQUAL, errors_of, strided
 from latent import case_of as latent_case
 from new_token import LENGTHS, error_after_writing, new_token_case, write_and_decode

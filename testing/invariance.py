@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheLayout, CacheWriter
-from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cases import Case, make_case
 from headway.testing.reference import run_backend
@@ -35,9 +35,11 @@ BATCHES = {
 """Rows of LENS that one step holds, those that decode last."""
 
 
-def invariance_case(spec: AttentionSpec, layout: CacheLayout, block_size: int, writer: CacheWriter) -> Case:
+def invariance_case(
+    spec: AttentionSpec, layout: CacheLayout, block_size: int, writer: CacheWriter, poison: float = float("nan")
+) -> Case:
     """All sequences of LENS over one filled cache, of a layer that asks to be batch invariant."""
-    return make_case(LENS, dataclasses.replace(spec, batch_invariant=True), layout, block_size, writer, poison=float("nan"))
+    return make_case(LENS, dataclasses.replace(spec, batch_invariant=True), layout, block_size, writer, poison=poison)
 
 
 def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tensor]:
@@ -50,16 +52,22 @@ def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tens
     )
     q, k, v = (torch.cat([t[starts[row] : starts[row + 1]] for row in rows]) for t in (case.q, case.k, case.v))
     out = run_backend(backend, dataclasses.replace(case, metadata=metadata, q=q, k=k, v=v))
-    return list(out.split([q for q, _ in lens]))
+    return list(out.split([q for q, _ in lens]))  # type: ignore[no-untyped-call]
 
 
 def dependent(backend: AttentionBackend, case: Case) -> list[str]:
-    """Sequences whose bits hang on their neighbours, each with the batch that shows it."""
-    alone = [outputs(backend, case, [row])[0] for row in range(len(LENS))]
-    assert all(bool(out.isfinite().all()) for out in alone)
+    """Sequences whose bits depend on their neighbours, each with the batch that shows it; of the phases the backend claims."""
+    served = {row for row, (query_len, kv_len) in enumerate(LENS) if Phase.of(query_len, kv_len - query_len) in _phases(backend)}
+    alone = {row: outputs(backend, case, [row])[0] for row in sorted(served)}
+    assert all(bool(out.isfinite().all()) for out in alone.values())
     found = []
-    for name, rows in BATCHES.items():
-        for row, out in zip(rows, outputs(backend, case, rows), strict=True):
+    for name, batch in BATCHES.items():
+        rows = [row for row in batch if row in served]
+        for row, out in zip(rows, outputs(backend, case, rows) if rows else [], strict=True):
             if not torch.equal(out, alone[row]):
                 found.append(f"{name}: {LENS[row]}")
     return found
+
+
+def _phases(backend: AttentionBackend) -> frozenset[Phase]:
+    return backend.capabilities.phases

@@ -1,1 +1,0 @@
-"""The result file of the conformance grid, and the support matrix made from it."""

@@ -1,0 +1,67 @@
+"""`headway check`: hold a backend or a cache layout to the whole contract, along the calls the engine makes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def check(
+    target: Annotated[str, typer.Argument(help="A backend's name, FILE.py:CLASS, or broken:NAME.", show_default=False)] = "",
+    device: Annotated[str, typer.Option(help="Where the backend runs: cpu or cuda.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Try each value once in place of each pair of values.")] = False,
+    layout: Annotated[str, typer.Option(help="Check a cache layout: its writer, its check() and gather().")] = "",
+    only: Annotated[str, typer.Option(help="Run one check, by its name in the scorecard.")] = "",
+    cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
+    jobs: Annotated[int, typer.Option(help="Processes that run cells side by side; 0: one for each core, up to 4.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that one cell may take; 0: 60 on a CPU, 240 on a GPU.")] = 0.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result as JSON.")] = None,
+    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the outcome as an SVG badge.")] = None,
+) -> None:
+    """Test TARGET against the contract; exit with 1 if anything fails.
+
+    The backend runs in child processes, so that one that crashes, hangs or exits is a finding like any other.
+    """
+    from rich.console import Console
+
+    from headway.core.contract.errors import ConfigError
+    from headway.testing.checking import Wanted
+    from headway.testing.checking import check as run
+    from headway.testing.kit import CHECKS
+    from headway.testing.report import CellResult
+    from headway.testing.scorecard import badge, scorecard
+
+    if not target and not layout:
+        raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError("--device", "cpu or cuda", repr(device))
+    if jobs < 0:
+        raise ConfigError("--jobs", "0 or more processes", jobs)
+    console, failed = Console(), 0
+    wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, os.cpu_count() or 1), timeout)
+    with console.status(f"{target or layout}: loading") as status:
+        done, whole = 0, 0
+
+        def start(count: int) -> None:
+            nonlocal whole
+            whole = count
+
+        def tell(result: CellResult) -> None:
+            nonlocal done, failed
+            done, failed = done + 1, failed + (result.status == "failed")
+            status.update(f"{target or layout}: {done} of {whole} cells, {failed} failed")
+
+        report = run(wanted, start, tell)
+    for line in scorecard(report, {name: about for name, (_, about) in CHECKS.items()}, min(console.width, 100)):
+        console.print(line, soft_wrap=True, highlight=False)
+    if json_file is not None:
+        report.write(json_file)
+    if badge_file is not None:
+        badge_file.write_text(badge(report), encoding="utf-8")
+    if report.unavailable:
+        raise typer.Exit(2)
+    if report.failed:
+        raise typer.Exit(1)

@@ -1,0 +1,95 @@
+"""Checks one subject from outside: lists its cells in a child process, deals them out, and gathers a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from headway.core.contract.errors import ConfigError
+from headway.testing.report import CellResult, CheckReport, Machine, machine_of, now, origin
+from headway.testing.runner import TIMEOUT, Child, Run
+from headway.testing.subject import BASELINE
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asks of the kit."""
+
+    target: str = ""
+    """A backend's name, broken:NAME, or FILE.py:CLASS."""
+    device: str = "cpu"
+    quick: bool = False
+    layout: str = ""
+    """A layout whose writer, check and gather are tried in place of a backend."""
+    only: str = ""
+    """One check."""
+    cell: str = ""
+    """One cell, by its name."""
+    jobs: int = 1
+    timeout: float = 0.0
+    """Seconds a cell may take; 0: TIMEOUT's."""
+
+
+def check(
+    wanted: Wanted,
+    start: Callable[[int], None] = lambda count: None,
+    tell: Callable[[CellResult], None] = lambda result: None,
+) -> CheckReport:
+    """Run what is wanted. start: told the number of cells; tell: told each result as it comes.
+
+    :raises HeadwayError: there is no such subject, check, layout or cell.
+    """
+    if wanted.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device", "a CUDA GPU", "none that torch can use", "--device cpu")
+    target = wanted.target or BASELINE
+    timeout = wanted.timeout or TIMEOUT[wanted.device]
+    children = [Child(target, wanted.device, 1, timeout) for _ in range(max(1, wanted.jobs))]
+    started = time.monotonic()
+    try:
+        listed = children[0].list(quick=wanted.quick, layout=wanted.layout)
+        cells = _picked(listed.cells, wanted) if not listed.unavailable else []
+        start(len(cells))
+        results = Run(children[: max(1, len(cells))], tell).all(cells)
+    finally:
+        for child in children:
+            child.stop()
+    return CheckReport(
+        target=wanted.target or f"layout {wanted.layout}",
+        subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
+        headway=origin(),
+        version=_version(listed.owner),
+        date=now(),
+        quick=wanted.quick,
+        machine=machine(wanted.device),
+        unavailable=listed.unavailable,
+        seconds=round(time.monotonic() - started, 1),
+        cells=results,
+    )
+
+
+def machine(device: str) -> Machine:
+    """The machine cells run on."""
+    return machine_of(torch.device(device))
+
+
+def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
+    if wanted.cell:
+        return [wanted.cell]
+    if not wanted.only:
+        return list(cells)
+    picked = [cell for cell in cells if cell.partition(":")[0] == wanted.only]
+    if not picked:
+        known = ", ".join(dict.fromkeys(cell.partition(":")[0] for cell in cells))
+        raise ConfigError("--only", f"a check of this subject: {known}", repr(wanted.only))
+    return picked
+
+
+def _version(owner: str) -> str:
+    """Of the distribution that brings a backend; an entry point's owner is its name and version."""
+    if owner == "built-in":
+        return metadata.version("headway")
+    return owner

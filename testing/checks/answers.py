@@ -1,0 +1,133 @@
+"""Answers held to float64: one instance over two steps, layers that share a plan, shared prefixes, padding, poison everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.spec import AttentionSpec
+from headway.testing.cells import Cell
+from headway.testing.findings import Finding
+from headway.testing.lengths import Lens, first_step, padding_rows, second_step
+from headway.testing.oracle import attend, distance
+from headway.testing.stage import Stage, close_all, open_all, sequences, without_stray_reads
+from headway.testing.steps import Before
+
+_DATA = {torch.float32: 64.0, torch.bfloat16: 12.0, torch.float16: 12.0}
+"""How many times the error that plain arithmetic of a dtype reaches a declared tolerance may be."""
+
+
+def answer(stage: Stage, cell: Cell) -> str:
+    """Two steps of one phase."""
+
+    def run(poison: float) -> None:
+        first = first_step(cell.phase, cell.block_size)
+        second = second_step(first)
+        session = stage.session(cell, [first, second], poison=poison)
+        for lens in (first, second):
+            work = open_all(session, lens)
+            session.step(work, padding_rows(cell.phase))
+            close_all(session, sequences(work))
+
+    without_stray_reads(run, stage.poison)
+    return ""
+
+
+def bounds(stage: Stage, cell: Cell) -> str:
+    """Decode where the host knows upper bounds of the lengths alone."""
+    without_stray_reads(lambda poison: _bounds(stage, cell, poison), stage.poison)
+    return ""
+
+
+def _bounds(stage: Stage, cell: Cell, poison: float) -> None:
+    lens: Lens = [(1, length, 0) for length in (3, 17, cell.block_size, 2 * cell.block_size + 1, 40, 1)]
+    session = stage.session(cell, [lens], poison=poison, extra_tokens=len(lens) * (cell.block_size + 8))
+    work = open_all(session, lens)
+    slack = min(8, cell.block_size - 1)
+    for turn in work:  # an engine gives room for what may come, so the table is as long as the bound says
+        session.reserve(turn.seq, turn.seq.length + 1 + slack)
+    step = session.lay_out(work)
+    exact = step.metadata
+    step.metadata = replace(
+        exact, seq_lens_cpu=exact.seq_lens_cpu + slack, max_seq_len=exact.max_seq_len + slack, upper_bound_lens=True
+    )
+    before = Before(step)
+    with torch.inference_mode():
+        session.attention.begin(step.metadata, *session.backends)
+        session.run(step)
+    session.previous = exact.seq_lens_cpu.add(slack).tolist()
+    session.finish(step, work, before)
+
+
+def tolerance(stage: Stage, cell: Cell) -> str:
+    """The declared tolerance, against what plain arithmetic of the dtype reaches."""
+    spec = stage.claimed.spec(cell)
+    declared = float(stage.subject.backend.tolerance[spec.dtype])
+    reached = _plain_error(spec)
+    most = _DATA[spec.dtype] * reached
+    if not 0 < declared <= most:
+        raise Finding(
+            f"tolerance for {cell.dtype} must be at most {most:.2g}: plain arithmetic of that type reaches {reached:.2g}; "
+            f"declared is {declared:.2g}",
+            guess="a tolerance that would let wrong answers pass",
+        )
+    return f"declared {declared:.2g}, plain arithmetic reaches {reached:.2g}"
+
+
+def _plain_error(spec: AttentionSpec) -> float:
+    """Relative error of a softmax in float32 whose weights and output are rounded to the layer's dtype."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(48, heads, spec.head_dim, generator=generator).to(spec.dtype)
+        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    )
+    right = attend(spec, q, k.double(), v.double(), 0)[0].cpu()
+    heads = torch.arange(spec.num_heads) // spec.group_size
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()[:, heads]) * spec.scale
+    scores = scores.masked_fill(torch.ones(48, 48).triu(1).bool(), -torch.inf)
+    weights = scores.softmax(-1).to(spec.dtype).float()
+    out = torch.einsum("hqk,khd->qhd", weights, v.float()[:, heads]).to(spec.dtype)
+    return distance(out, right)
+
+
+def lse(stage: Stage, cell: Cell) -> str:
+    """The log-sum-exp of every query, where a backend declares it."""
+    lens = first_step(cell.phase, cell.block_size)
+    session = stage.session(cell, [lens])
+    work = open_all(session, lens)
+    step = session.lay_out(work)
+    for layer, given in enumerate(step.inputs):
+        session.layers.write(layer, given.k, given.v, step.metadata.slot_mapping, given=True)
+    sums = torch.full((session.spec.num_heads, step.metadata.num_tokens), torch.nan, device=session.spec.device)
+    given, cache, n = step.inputs[0], session.layers.given[0].cache, step.metadata.num_prefill_tokens
+    prefill, decode = step.metadata.prefill, step.metadata.decode
+    with torch.inference_mode():
+        if prefill is not None:
+            first: AttentionBackend = session.backends[0][session.spec]
+            first.prefill(given.q[:n], given.k[:n], given.v[:n], cache, first.plan(prefill), given.out[:n], lse=sums[:, :n])
+        if decode is not None:
+            second: AttentionBackend = session.backends[1][session.spec]
+            second.decode(given.q[n:], cache, second.plan(decode), given.out[n:], lse=sums[:, n:])
+    allowed = 1e-4 if session.spec.dtype == torch.float32 else 5e-3
+    for number, (row, tokens) in enumerate(zip(step.rows[0], step.tokens, strict=True)):
+        out, right = attend(row.spec, row.q, *row.kv(), row.context)
+        apart = float((sums[:, tokens].double() - right).abs().nan_to_num(torch.inf).max())
+        if apart > allowed:
+            raise Finding(
+                f"lse of sequence {number} (query_len {row.query_len}, kv_len {row.kv_len}): expected {float(right[0, 0]):.5g}, "
+                f"got {float(sums[0, tokens][0]):.5g}; apart by up to {apart:.2g}, allowed {allowed:.2g}",
+                guess=_looks_of_lse(sums[:, tokens].double(), right),
+            )
+        limit = 8 * float(session.backends[0][session.spec].tolerance[session.spec.dtype])
+        if not distance(given.out[tokens], out) <= limit:
+            raise Finding(f"with lse the output of sequence {number} is another than without")
+    return ""
+
+
+def _looks_of_lse(got: torch.Tensor, right: torch.Tensor) -> str:
+    ratio = float(got.norm() / right.norm())
+    if abs(ratio - 1.442695) < 1e-2:
+        return "a logarithm to base 2 where the natural one is asked for"
+    return "" if bool(got.isfinite().all()) else "lse is not written for every query"

@@ -1,0 +1,161 @@
+"""Decode as the engine captures it: planned once at the longest lengths, then replayed at others.
+
+On a CPU the same calls are made one by one in place of a graph's replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import GraphLevel, Plan
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
+from headway.testing.cells import Cell
+from headway.testing.findings import Finding, Skipped
+from headway.testing.lengths import Lens
+from headway.testing.session import Session
+from headway.testing.stage import Stage, close_all, open_all, without_stray_reads
+from headway.testing.steps import Before, Inputs
+
+ROWS = 8
+LONGEST = {"cpu": 700, "cuda": 2048}
+_ALIGN = 4
+
+
+def graph(stage: Stage, cell: Cell) -> str:
+    """Captured at the longest, replayed at that, at ragged lengths with padding rows, at short ones and at the longest again."""
+    backend = stage.subject.backend
+    need = GraphLevel.UNIFORM if cell.phase == "verify" else GraphLevel.DECODE
+    if backend.graph_level < need:
+        raise Skipped(f"graph_level: {need.name} is not declared, so no engine captures it")
+    if backend.capabilities.exact_host_lengths:
+        raise Skipped("exact_host_lengths: it is never captured")
+    without_stray_reads(lambda poison: _replays(stage, cell, poison), stage.poison)
+    return ""
+
+
+def _replays(stage: Stage, cell: Cell, poison: float) -> None:
+    tokens = 4 if cell.phase == "verify" else 1
+    longest = LONGEST[stage.subject.device.type]
+    turns = _turns(longest, cell.block_size, tokens)
+    session = stage.session(cell, [turns[0]] * 2, poison=poison)
+    captured = _Captured(session, longest, tokens)
+    session.planned = longest
+    for number, lens in enumerate(turns):
+        work = open_all(session, lens)
+        padding = 0 if tokens > 1 else ROWS - len(lens)
+        step = session.lay_out(work, padding)
+        step.metadata = captured.load(step.metadata)
+        before = Before(step)
+        captured.replay()
+        try:
+            session.finish(step, work, before)
+        except Finding as finding:
+            finding.args = (f"replay {number + 1} of a decode that was planned at length {longest}: {finding}",)
+            raise
+        close_all(session, [turn.seq for turn in work])
+
+
+def _turns(longest: int, block_size: int, tokens: int) -> list[Lens]:
+    drafts = tokens - 1
+
+    def lens(contexts: list[int]) -> Lens:
+        return [(tokens, max(1, min(context, longest - tokens)), drafts) for context in contexts]
+
+    b = block_size
+    ragged = [1, 16, b, b - 1, 2 * b + 1, longest // 2, 63, 5]
+    return [
+        lens([longest] * ROWS),
+        lens(ragged if tokens > 1 else ragged[:5]),
+        lens([2, 3, 5, 7, 11, 13, 17, 19]),
+        lens([longest, *ragged[1:]]),
+    ]
+
+
+class _Captured:
+    """The static tensors of a decode, what was planned over them, and on a GPU the graph."""
+
+    def __init__(self, session: Session, longest: int, tokens: int) -> None:
+        self._session = session
+        device = session.spec.device
+        blocks = -(-longest // session.block_size)
+        width = -(-blocks // _ALIGN) * _ALIGN
+        starts = torch.arange(ROWS + 1, dtype=torch.int32) * tokens
+        count = ROWS * tokens
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.static = AttentionMetadata(
+            num_prefills=0,
+            num_decodes=ROWS,
+            num_prefill_tokens=0,
+            num_decode_tokens=count,
+            query_start_loc=starts.to(device),
+            seq_lens=zeros(ROWS),
+            context_lens=zeros(ROWS),
+            block_table=zeros(ROWS, width),
+            slot_mapping=zeros(count, dtype=torch.int64) - 1,
+            block_size=session.block_size,
+            max_query_len=tokens,
+            max_seq_len=longest,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=torch.full((ROWS,), longest, dtype=torch.int32),
+            block_table_cpu=torch.zeros((ROWS, width), dtype=torch.int32),
+            num_blocks=session.num_blocks,
+            upper_bound_lens=True,
+        )
+        self._inputs: list[Inputs] = [buffers.first(count) for buffers in session.buffers]
+        decode = session.backends[1]
+        with torch.inference_mode():
+            self._plans: dict[AttentionSpec, Plan] = session.attention.begin_graph(self.static, decode)
+            self._run()
+            self._graph = self._capture() if device.type == "cuda" else None
+
+    def load(self, now: AttentionMetadata) -> AttentionMetadata:
+        """Bring the static tensors and the plans up to date; returns what the plans were told."""
+        static = self.static
+        rows, width = now.block_table.shape
+        static.block_table.zero_()
+        static.block_table[:rows, :width].copy_(now.block_table)
+        table = torch.zeros_like(static.block_table_cpu)
+        table[:rows, :width] = now.block_table_cpu
+        for name in ("seq_lens", "context_lens", "slot_mapping"):
+            getattr(static, name).copy_(getattr(now, name))
+        told = replace(static, seq_lens_cpu=now.seq_lens_cpu, block_table_cpu=table, upper_bound_lens=False)
+        with torch.inference_mode():
+            for spec, plan in self._plans.items():
+                self._session.backends[1][spec].plan_for_replay(plan, told)
+        return told
+
+    def replay(self) -> None:
+        """Run the decode over the static tensors."""
+        if self._graph is not None:
+            self._graph.replay()
+            torch.cuda.synchronize()
+            return
+        with torch.inference_mode():
+            self._run()
+
+    def _run(self) -> None:
+        for layer, given in enumerate(self._inputs):
+            self._session.attention.run(layer, given.q, given.k, given.v, given.out)
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            graph.capture_begin()
+            try:
+                self._run()
+            except Exception as error:
+                raise Finding(
+                    f"graph_level says that decode can be captured: {' '.join(str(error).split())[:200]}",
+                    guess="allocates or waits for the device inside a capture",
+                ) from None
+            finally:
+                graph.capture_end()
+        return graph

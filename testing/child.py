@@ -1,0 +1,63 @@
+"""`python -m headway.testing.child TARGET DEVICE THREADS`: a process that loads a subject and runs the cells it is told.
+
+Each answer is one line of JSON. What the subject prints goes to the error stream; what it breaks is this process alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+import torch
+
+from headway.core.contract.errors import HeadwayError
+from headway.testing.cells import Cell
+from headway.testing.kit import Kit
+from headway.testing.subject import load_subject
+
+
+def main(target: str, device: str, threads: int) -> None:
+    """Answer requests until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    faulthandler.enable()
+    torch.set_num_threads(threads)
+    kit: Kit | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if kit is None:
+                kit = Kit(load_subject(target, torch.device(device)))
+            _say(answers, _answer(kit, request))
+        except HeadwayError as error:
+            _say(answers, {"error": str(error)})
+        except Exception as error:
+            _say(answers, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
+
+
+def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
+    if "cell" in request:
+        return {"result": kit.run(Cell.parse(request["cell"])).model_dump()}
+    subject = kit.stage.subject
+    here = subject.registry.availability(subject.name)
+    unavailable = str(here).removeprefix("no: ") if not here else ""
+    devices = subject.claims.devices
+    if not unavailable and subject.device.type not in devices:
+        unavailable = f"device: needs {' or '.join(devices)}, got {subject.device.type}"
+    cells: list[Cell] = []
+    if not unavailable:
+        layout = request.get("layout")
+        cells = kit.layout_cells(layout) if layout else kit.cells(request.get("quick", False))
+    owner = subject.registry.backends[subject.name].owner
+    return {"subject": subject.name, "owner": owner, "unavailable": unavailable, "cells": [str(cell) for cell in cells]}
+
+
+def _say(answers: TextIO, message: dict[str, Any]) -> None:
+    print(json.dumps(message), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

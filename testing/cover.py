@@ -1,0 +1,172 @@
+"""Which layers a backend is tried on: what it claims, thinned out to a covering set.
+
+The full product of a backend that serves everything has some 40,000 combinations. Faults of kernels sit in one value or in a
+pair (a block size with a head_dim, a window with a phase), so every pair of values that the backend claims is tried in every
+phase, with few distinct layers, since a kernel is compiled for each: greedy covering by (phase, pair).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, product
+
+import numpy
+
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Support
+from headway.testing.cells import AXES, FEATURES, MEMORIES, PHASES, Cell, make_spec
+from headway.testing.subject import Subject
+
+Value = str | int
+BLOCK_SIZES = (16, 8, 64, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MOST_OWN_DIMS = 4
+"""Of head sizes that a backend lists beside HEAD_DIMS; of more, the smallest and the largest are tried."""
+GROUPS = (4, 1, 7, 8)
+DTYPES = ("float32", "bfloat16", "float16")
+UNCLAIMED: dict[str, Value] = {"dtype": "float64"}
+"""Claimed by nobody: must be refused by all."""
+PROBES: dict[str, tuple[Value, ...]] = {"block_size": (24,), "head_dim": (72, 512), "group": (16,)}
+"""Odd values, tried once with everything else plain: either refused or right."""
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """Everything of the product of the axes that a subject accepts."""
+
+    subject: Subject
+
+    @cached_property
+    def values(self) -> dict[str, tuple[Value, ...]]:
+        """What each axis may be, claimed or not, the plainest first."""
+        claims = self.subject.claims
+        blocks = sorted({*BLOCK_SIZES, *([claims.block_multiple] if claims.block_multiple > 1 else [])})
+        own = sorted({*(claims.head_dims or ()), *(pair[0] for pair in claims.v_head_dims or ())} - {*HEAD_DIMS})
+        dims = {*HEAD_DIMS, *(own if len(own) <= MOST_OWN_DIMS else (own[0], own[-1]))}
+        features = [each for each in FEATURES if each != "together" or len(claims.features) > 1]
+        return {
+            "layout": tuple(self.subject.layouts),
+            "memory": MEMORIES,
+            "block_size": tuple(sorted(blocks, key=lambda size: (size != 16, size))),
+            "head_dim": tuple(sorted(dims, key=lambda dim: (dim != 64, dim))),
+            "group": GROUPS,
+            "dtype": DTYPES,
+            "feature": tuple(features),
+        }
+
+    def spec(self, cell: Cell) -> AttentionSpec:
+        """The layer of a cell."""
+        claims = self.subject.claims
+        pair = next((pair for pair in claims.v_head_dims or () if pair[0] == cell.head_dim), (0, 0))
+        v_head_dim = pair[1] if cell.feature in ("v_head_dim", "latent") else 0
+        return make_spec(cell.head_dim, cell.group, cell.dtype, cell.feature, self.subject.device, claims.features, v_head_dim)
+
+    def support(self, cell: Cell, phase: str) -> Support:
+        """Whether the subject claims a cell in a phase (a name of PHASES)."""
+        support = Support()
+        for each in PHASES[phase]:
+            support &= self.subject.supports(self.spec(cell), cell.layout, cell.block_size, each)
+        return support
+
+    @cached_property
+    def rows(self) -> list[tuple[Cell, frozenset[str]]]:
+        """Every accepted layer with the phases it is accepted in; those of own memory, which the others follow."""
+        found = []
+        axes = [self.values[axis] if axis != "memory" else ("own",) for axis in AXES]
+        for picked in product(*axes):
+            cell = Cell("answer", **dict(zip(AXES, picked, strict=True)))  # type: ignore[arg-type]
+            served = {phase: bool(self.subject.supports(self.spec(cell), cell.layout, cell.block_size, phase)) for phase in Phase}
+            phases = frozenset(name for name, needed in PHASES.items() if all(served[each] for each in needed))
+            if phases:
+                found.append((cell, phases))
+        return found
+
+    def cover(self, strength: int) -> list[tuple[Cell, frozenset[str]]]:
+        """Few layers that hold, in every phase, each combination of `strength` values that is accepted in it."""
+        if not self.rows:
+            return []
+        numbers = {axis: {value: n for n, value in enumerate(self.values[axis])} for axis in AXES}
+        table = numpy.array([[numbers[axis][getattr(cell, axis)] for axis in AXES] for cell, _ in self.rows])
+        served = numpy.array([[phase in phases for phase in PHASES] for _, phases in self.rows])
+        memories = range(len(MEMORIES)) if strength > 1 else (0,)
+        order = numpy.random.default_rng(0).permutation(len(table))
+        table, served = table[order], served[order]
+        column = AXES.index("memory")
+        table = numpy.concatenate([_with(table, column, memory) for memory in memories])
+        served, order = numpy.tile(served, (len(memories), 1)), numpy.tile(order, len(memories))
+        chosen = _greedy(table, served, list(combinations(range(len(AXES)), strength)))
+        cells = []
+        for number in chosen:
+            cell, phases = self.rows[order[number]]
+            cells.append((cell.plain("answer", memory=MEMORIES[table[number, column]]), phases))
+        return sorted(cells, key=lambda each: str(each[0]))
+
+    def plainest(self, phase: str, **wanted: Value) -> Cell | None:
+        """The plainest accepted layer of a phase with these values; None where there is none."""
+        for cell, phases in self.rows:
+            if phase in phases and all(getattr(cell, axis) == value for axis, value in wanted.items()):
+                return cell
+        return None
+
+    def refusals(self) -> list[Cell]:
+        """One cell for every value of an axis that is accepted in no phase or layer, everything else being accepted; its `about`
+        is the axis. Odd values that are refused are among them."""
+        if not self.rows:
+            return []
+        plain, cells = self.rows[0][0], []
+        for axis in AXES:
+            taken = {getattr(cell, axis) for cell, _ in self.rows}
+            odd = (*PROBES.get(axis, ()), *([UNCLAIMED[axis]] if axis in UNCLAIMED else []))
+            for value in (*self.values[axis], *odd) if axis != "memory" else ():
+                cell = replace(plain, check="refuse", about=axis, phase=self._phase(plain), **{axis: value})  # type: ignore[arg-type]
+                if (value not in taken and not self.support(cell, cell.phase)) or value in UNCLAIMED.values():
+                    cells.append(cell)
+        phases = {phase for _, served in self.rows for phase in served}
+        return cells + [plain.plain("refuse", "phase", phase=phase) for phase in PHASES if phase not in phases]
+
+    def probes(self) -> list[Cell]:
+        """Cells of odd values that the subject accepts."""
+        cells = []
+        for axis, odd in PROBES.items():
+            for value in odd:
+                for phase in ("extend", "decode"):
+                    plain = self.plainest(phase)
+                    odd_one = None if plain is None else replace(plain, phase=phase, **{axis: value})  # type: ignore[arg-type]
+                    if odd_one is not None and self.support(odd_one, phase):
+                        cells.append(odd_one)
+        return cells
+
+    def _phase(self, cell: Cell) -> str:
+        return next(iter(sorted(next(phases for each, phases in self.rows if each == cell))))
+
+
+def _with(table: numpy.ndarray, column: int, value: int) -> numpy.ndarray:
+    changed = table.copy()
+    changed[:, column] = value
+    return changed
+
+
+def _greedy(table: numpy.ndarray, served: numpy.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
+    """Numbers of few rows that hold every combination of each set's columns, in every phase that has it."""
+    sizes = table.max(axis=0) + 1
+    codes, missing = [], []
+    for columns in sets:
+        code = numpy.zeros(len(table), dtype=numpy.int64)
+        for column in columns:
+            code = code * int(sizes[column]) + table[:, column]
+        left = numpy.zeros((int(code.max()) + 1, served.shape[1]), dtype=numpy.int32)
+        for phase in range(served.shape[1]):
+            left[code[served[:, phase]], phase] = 1
+        codes.append(code)
+        missing.append(left)
+    chosen: list[int] = []
+    weights = served.astype(numpy.int32)
+    while any(left.any() for left in missing):
+        gains = sum(numpy.einsum("np,np->n", left[code], weights) for left, code in zip(missing, codes, strict=True))
+        best = int(numpy.argmax(gains))
+        chosen.append(best)
+        for left, code in zip(missing, codes, strict=True):
+            left[code[best]][served[best]] = 0
+    return chosen

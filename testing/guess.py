@@ -1,0 +1,239 @@
+"""A guess at why an answer is wrong: the float64 answer computed with one mistake after another, until one matches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.testing.oracle import Row, attend, distance, expected
+
+Mistake = Callable[[Row], Tensor | None]
+"""The answer with one mistake; None where the mistake makes no sense for a row."""
+_CLEARLY = 0.25
+"""A mistake explains an answer if it lies nearer than this share of its distance from the right one."""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One sequence that came out wrong."""
+
+    number: int
+    row: Row
+    out: Tensor
+    dense: tuple[Tensor, Tensor] | None = None
+    """This step's k and v as they were handed to `prefill`; None in decode."""
+    others: Sequence[Row] = ()
+    """The other sequences of the step, and this one in other layers."""
+    earlier: Sequence[int] = ()
+    """kv_len of the same row in the step before, and at capture."""
+    layouts: Sequence[CacheLayout] = ()
+
+
+def mistakes(wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
+    """(what it looks like, the answer that mistake gives), the likeliest first; those that change nothing are left out."""
+    row, right = wrong.row, expected(wrong.row)[0]
+    for name, answer in _answers(wrong):
+        if answer is not None and answer.shape == right.shape and bool(answer.any()) and not distance(answer, right) < 1e-9:
+            yield name.format(row=row), answer
+
+
+def guess(wrong: list[Wrong], tolerance: float) -> str:
+    """What the wrong sequences of a step have in common; empty if no mistake of the list explains them all."""
+    if not wrong:
+        return ""
+    first = max(wrong, key=lambda each: each.row.kv_len if each.row.kv_len < 600 else -each.row.kv_len)
+    found = []
+    for name, answer in mistakes(first):
+        error, missed = distance(first.out, answer), distance(first.out, expected(first.row)[0])
+        if error <= max(4 * tolerance, 0.0) or (math.isfinite(missed) and error < _CLEARLY * missed and error < 0.05):
+            found.append((error, name))
+    for _, name in sorted(found, key=lambda each: each[0] > 2 * min(found)[0] + 1e-12):
+        if all(_explains(name, other, tolerance) for other in wrong[:2] + wrong[-1:] if other is not first):
+            return name
+    return ""
+
+
+def _explains(name: str, wrong: Wrong, tolerance: float) -> bool:
+    """Whether a mistake gives this sequence's answer too."""
+    missed = distance(wrong.out, expected(wrong.row)[0])
+    return any(
+        name == other and distance(wrong.out, answer) <= max(4 * tolerance, _CLEARLY * missed)
+        for other, answer in mistakes(wrong)
+    )
+
+
+def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
+    row, spec = wrong.row, wrong.row.spec
+    keys, values = row.kv()
+    n, last, size = row.query_len, row.kv_len, row.cache.block_size
+
+    def with_spec(**changes: object) -> Tensor:
+        return attend(replace(spec, **changes), row.q, keys, values, row.context)[0]  # type: ignore[arg-type]
+
+    def cut(first: int, end: int, at: int) -> Tensor | None:
+        return attend(spec, row.q, keys[first:end], values[first:end], at)[0] if first < end else None
+
+    if spec.softcap is not None:
+        yield "matches the answer without the soft-cap", with_spec(softcap=None)
+        yield (
+            "matches a soft-cap applied before the scale",
+            attend(replace(spec, softcap=spec.softcap / spec.scale), row.q, keys, values, row.context)[0],
+        )
+    if spec.sinks is not None:
+        yield "matches the answer without the sinks", with_spec(sinks=None)
+        yield "matches sinks of the wrong sign", with_spec(sinks=tuple(-sink for sink in spec.sinks))
+        yield "matches sinks that are scaled", with_spec(sinks=tuple(sink * spec.scale for sink in spec.sinks))
+        yield "matches the sinks of other heads", with_spec(sinks=spec.sinks[::-1])
+    if spec.alibi_slopes is not None:
+        yield "matches the answer without ALiBi", with_spec(alibi_slopes=None)
+        yield "matches ALiBi of the wrong sign", with_spec(alibi_slopes=tuple(-slope for slope in spec.alibi_slopes))
+    if spec.sliding_window is not None:
+        yield "looks like a window off by one (one key too many)", with_spec(sliding_window=spec.sliding_window + 1)
+        if spec.sliding_window > 1:
+            yield "looks like a window off by one (one key too few)", with_spec(sliding_window=spec.sliding_window - 1)
+        yield "matches the answer without the sliding window", with_spec(sliding_window=None)
+    if spec.cache_dtype != spec.dtype:
+        yield "matches a cache read without k_scale", attend(spec, row.q, keys / spec.k_scale, values, row.context)[0]
+        yield "matches a cache read without v_scale", attend(spec, row.q, keys, values / spec.v_scale, row.context)[0]
+        yield (
+            "matches a cache read without k_scale and v_scale",
+            attend(spec, row.q, keys / spec.k_scale, values / spec.v_scale, row.context)[0],
+        )
+    usual = spec.head_dim**-0.5
+    yield "matches scale 1/sqrt(head_dim) instead of the spec's", with_spec(scale=usual)
+    yield "matches a scale that is applied twice", with_spec(scale=spec.scale**2)
+    yield "matches scores without a scale", with_spec(scale=1.0)
+    if spec.v_head_dim != spec.head_dim:
+        yield "matches scale 1/sqrt(v_head_dim)", with_spec(scale=spec.v_head_dim**-0.5)
+    if row.context:
+        yield "ignores the context: matches this step's tokens alone", cut(row.context, last, 0)
+        yield (
+            "matches queries that sit at positions 0, 1, ... in place of after the context",
+            attend(spec, row.q, keys, values, 0)[0],
+        )
+    if n > 1:
+        yield "looks like a causal mask off by one (a query sees the next token)", _seeing(row, keys, values, 1)
+        yield "looks like a causal mask off by one (a query does not see itself)", _seeing(row, keys, values, -1)
+        yield "looks like no causal mask", _seeing(row, keys, values, n)
+    else:
+        yield "misses the newest token", cut(0, last - 1, row.context)
+    if last > 1:
+        yield "misses the first token", cut(1, last, row.context - 1)
+    if 1 < spec.num_kv_heads < spec.num_heads:
+        yield (
+            "matches GQA map h % kv_heads (query head h reads kv head h // group_size)",
+            attend(spec, row.q, keys, values, row.context, modulo=True)[0],
+        )
+    if spec.num_kv_heads > 1:
+        yield (
+            "matches kv head 0 read by every query head",
+            attend(spec, row.q, keys[:, :1].expand_as(keys), values[:, :1].expand_as(values), row.context)[0],
+        )
+    for earlier in wrong.earlier:
+        if earlier != last:
+            yield "matches stale lengths: those of an earlier step, of the capture or of the host", _at_length(row, earlier)
+    yield from _other_places(wrong, keys, values, size)
+    for other in wrong.others:
+        if other.query_len == n and other.q.shape == row.q.shape:
+            yield "matches the answer of another sequence or layer", expected(other)[0]
+            k, v = other.kv()
+            yield "matches this query over the cache of another sequence or layer", attend(spec, row.q, k, v, other.context)[0]
+    yield "matches values that are not weighted: an average over the keys", with_spec(scale=1e-9)
+
+
+def _other_places(wrong: Wrong, keys: Tensor, values: Tensor, size: int) -> Iterator[tuple[str, Tensor | None]]:
+    """Mistakes of where the rows lie: blocks, layout, strides."""
+    row, spec = wrong.row, wrong.row.spec
+    count = row.cache.geometry.num_blocks
+    if len(row.blocks) > 1:
+        following = (row.blocks[0] + torch.arange(len(row.blocks))) % count
+        yield "assumes contiguous blocks: matches the blocks after the first", _over(row, following)
+        yield "matches the first block read again and again", _over(row, torch.full((len(row.blocks),), row.blocks[0]))
+    yield "ignores the block table: matches blocks 0, 1, ...", _over(row, torch.arange(len(row.blocks)) % count)
+    whole = -(-row.kv_len // size) * size
+    if whole != row.kv_len and row.query_len == 1:
+        yield "reads the rest of the last block", _at_length(row, whole)
+    if row.query_len == 1:
+        yield "reads one slot past the end", _at_length(row, row.kv_len + 1)
+    for layout in wrong.layouts:
+        cache = _read_as(row.cache, layout)
+        if cache is not None:
+            yield f"matches a {row.cache.layout.name} cache read as {layout.name}", expected(replace(row, cache=cache))[0]
+    if wrong.dense is not None and row.context == 0:
+        for name, packed in (("k", (True, False)), ("v", (False, True)), ("k and v", (True, True))):
+            k, v = (_unstrided(t) if wanted else t for t, wanted in zip(wrong.dense, packed, strict=True))
+            k, v = k[-row.query_len :], v[-row.query_len :]
+            if k.shape == keys.shape and v.shape == values.shape:
+                yield f"ignores the strides of {name}", attend(spec, row.q, k.double(), v.double(), 0)[0]
+
+
+def _seeing(row: Row, keys: Tensor, values: Tensor, future: int) -> Tensor:
+    return attend(row.spec, row.q, keys, values, row.context, future=future)[0]
+
+
+def _over(row: Row, blocks: Tensor) -> Tensor:
+    return attend(row.spec, row.q, *row.kv(row.slots(blocks, row.kv_len)), row.context)[0]
+
+
+def _at_length(row: Row, kv_len: int) -> Tensor | None:
+    """The answer over the first kv_len slots of the sequence's blocks, and of block 0, which pads a table."""
+    if kv_len < row.query_len:
+        return None
+    needed = -(-kv_len // row.cache.block_size)
+    blocks = torch.tensor([*row.blocks, *[0] * (needed - len(row.blocks))])
+    return attend(row.spec, row.q, *row.kv(row.slots(blocks, kv_len)), kv_len - row.query_len)[0]
+
+
+def _read_as(cache: LayerCache, layout: CacheLayout) -> LayerCache | None:
+    """The same memory under another layout; None where its sizes differ."""
+    if layout == cache.layout or set(layout.tensors) != set(cache.layout.tensors):
+        return None
+    empty = layout.allocate(cache.geometry, cache.k_scale, cache.v_scale)
+    tensors = {}
+    for name, tensor in cache.tensors.items():
+        if empty.tensors[name].numel() != tensor.numel() or not tensor.is_contiguous():
+            return None
+        tensors[name] = tensor.view(empty.tensors[name].shape)
+    return LayerCache(tensors, layout, cache.geometry, cache.k_scale, cache.v_scale)
+
+
+def _unstrided(tensor: Tensor) -> Tensor:
+    """What a kernel reads that takes a view for a tensor of its own."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(tensor.shape):
+        strides.insert(0, step)
+        step *= length
+    return tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
+
+
+TRAITS: dict[str, Callable[[Row, int, int], bool]] = {
+    "the last sequence of the step": lambda row, number, count: number == count - 1,
+    "the first sequence of the step": lambda row, number, count: number == 0,
+    "those with a context": lambda row, number, count: row.context > 0,
+    "those without a context": lambda row, number, count: row.context == 0,
+    "those whose context ends with a block": lambda row, number, count: (
+        row.context > 0 and row.context % row.cache.block_size == 0
+    ),
+    "those that end with a block": lambda row, number, count: row.kv_len % row.cache.block_size == 0,
+    "those of several blocks": lambda row, number, count: row.kv_len > row.cache.block_size,
+    "those of more than 1,024 tokens": lambda row, number, count: row.kv_len > 1024,
+    "those of one new token": lambda row, number, count: row.query_len == 1,
+    "those of several new tokens": lambda row, number, count: row.query_len > 1,
+    "those with an odd length": lambda row, number, count: row.kv_len % 2 == 1,
+}
+
+
+def trait(rows: Sequence[Row], wrong: Sequence[int]) -> str:
+    """What exactly the wrong sequences of a step share; empty if all are wrong, or nothing says it."""
+    if len(wrong) == len(rows):
+        return ""
+    for name, holds in TRAITS.items():
+        if [number for number, row in enumerate(rows) if holds(row, number, len(rows))] == list(wrong):
+            return name
+    return ""

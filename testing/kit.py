@@ -1,0 +1,162 @@
+"""The conformance kit: which cells a backend or a layout is tried in, and one cell's result."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable
+
+import torch
+
+from headway.core.contract.backend import GraphLevel
+from headway.core.contract.errors import HeadwayError
+from headway.testing.cells import PHASES, Cell
+from headway.testing.checks import answers, claims, engine, graphs, invariant, layouts, steps
+from headway.testing.findings import Finding, Skipped
+from headway.testing.report import CellResult
+from headway.testing.stage import Stage
+from headway.testing.subject import Subject
+
+Check = Callable[[Stage, Cell], str]
+CHECKS: dict[str, tuple[Check, str]] = {
+    "claims": (claims.claims, "the class keeps what it says of itself"),
+    "cold": (steps.cold, "time of the first call, compilation included"),
+    "refuse": (claims.refuse, "what is not claimed is refused, with reasons"),
+    "options": (claims.options, "--attn-opt: declared ones read, others refused"),
+    "tolerance": (answers.tolerance, "the declared tolerance is honest"),
+    "answer": (answers.answer, "answers against float64, every bit watched"),
+    "long": (answers.answer, "more than 1,024 tokens"),
+    "graph": (graphs.graph, "planned once at the longest, replayed at others"),
+    "bounds": (answers.bounds, "upper bounds as host lengths in decode"),
+    "lse": (answers.lse, "the log-sum-exp of every query"),
+    "turns": (steps.turns, "turns on one cache with sdpa.math"),
+    "steps": (steps.steps, "fifty steps of one instance"),
+    "repeat": (steps.repeat, "the same bits each time"),
+    "invariant": (invariant.invariant, "the same bits in any batch"),
+    "memory": (steps.memory, "memory does not grow"),
+    "sync": (steps.sync, "no waiting for the device"),
+    "engine": (engine.engine, "greedy tokens through the engine"),
+    "layout": (layouts.layout, "a layout's writer, check and gather"),
+}
+"""Name -> the check and what it holds a backend to, in the order of the scorecard."""
+_TRACEBACK = 3
+_NOTE = 400
+
+
+class Kit:
+    """Everything that is tried of one subject."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.stage = Stage(subject)
+
+    def cells(self, quick: bool = False) -> list[Cell]:
+        """The cells of a backend; quick: each value once in place of each pair."""
+        claimed = self.stage.claimed
+        cells = [Cell("claims")]
+        plain = [claimed.plainest(phase) for phase in PHASES]
+        some = next((cell for cell in plain if cell is not None), None)
+        if some is None:
+            return cells
+        cells += [cell.plain("cold", phase=phase) for phase, cell in zip(PHASES, plain, strict=True) if cell is not None]
+        cells += claimed.refusals()
+        cells.append(some.plain("options"))
+        cells += [
+            cell.plain("tolerance") for cell in _distinct(claimed.plainest(p, dtype=d) for d in _dtypes(claimed) for p in PHASES)
+        ]
+        single = claimed.cover(1)
+        for cell, phases in single if quick else claimed.cover(2):
+            cells += [cell.plain("answer", phase=phase) for phase in PHASES if phase in phases]
+        cells += claimed.probes()
+        cells += self._deep(single[:1] if quick else single[:4])
+        return list(dict.fromkeys(cells))
+
+    def layout_cells(self, name: str) -> list[Cell]:
+        """The cells of a layout: block sizes, odd head sizes and every element type."""
+        sizes, dims = (1, 8, 16, 24, 256), (64, 128, *layouts.ODD_HEAD_DIMS)
+        cells = [Cell("layout", layout=name, block_size=size) for size in sizes]
+        cells += [Cell("layout", layout=name, head_dim=dim, dtype=dtype) for dim in dims for dtype in ("float32", "bfloat16")]
+        cells += [Cell("layout", layout=name, dtype="float16")]
+        cells += [Cell("layout", layout=name, head_dim=dim, dtype="bfloat16", feature="fp8") for dim in dims]
+        return list(dict.fromkeys(cells))
+
+    def run(self, cell: Cell) -> CellResult:
+        """One cell's result; whatever the backend raises is in it."""
+        check, _ = CHECKS[cell.check]
+        started = time.perf_counter()
+        torch.manual_seed(0)
+        try:
+            note, status, found = check(self.stage, cell), "passed", None
+        except Skipped as reason:
+            note, status, found = str(reason), "skipped", None
+        except Finding as finding:
+            note, status, found = str(finding), "failed", finding
+        except Exception as error:
+            note, status, found = _raised(error), "failed", Finding("", guess=_guess_of(error))
+        return CellResult(
+            cell=str(cell),
+            check=cell.check,
+            status=status,  # type: ignore[arg-type]
+            reason=note[: 2 * _NOTE],
+            guess=found.guess if found is not None else "",
+            relative_error=found.error if found is not None and found.error is not None and found.error < 1e30 else None,
+            tolerance=found.tolerance if found is not None else None,
+            seconds=round(time.perf_counter() - started, 4),
+            **cell.axes,  # type: ignore[arg-type]
+        )
+
+    def _deep(self, rows: list[tuple[Cell, frozenset[str]]]) -> list[Cell]:
+        """Checks that take many steps, for layers in which every value occurs and, first of all, for the plainest."""
+        claimed, said, backend = self.stage.claimed, self.stage.subject.claims, self.stage.subject.backend
+        cells: list[Cell] = []
+        plain = {phase: claimed.plainest(phase) for phase in PHASES}
+        whole = plain["mixed"] or plain["decode"] or plain["extend"] or plain["prefill"]
+        assert whole is not None
+        for phase, cell in plain.items():
+            if cell is not None:
+                cells += [cell.plain("repeat", phase=phase), cell.plain("sync", phase=phase)]
+                cells += [cell.plain("lse", phase=phase)] if said.lse else []
+        graph_phases = ("decode", "verify") if backend.graph_level >= GraphLevel.UNIFORM else ("decode",)
+        for cell, phases in [(whole, frozenset(p for p in PHASES if plain[p])), *rows]:
+            cells += [cell.plain("graph", phase=phase) for phase in graph_phases if phase in phases]
+            if cell.memory != "own":
+                continue
+            cells += [cell.plain("bounds", phase="decode")] if "decode" in phases and not said.exact_host_lengths else []
+            if phases & {"decode", "extend"}:
+                mixed = cell.plain("steps")
+                cells += [mixed, mixed.plain("turns"), mixed.plain("long", phase="long")]
+            cells += [cell.plain("engine")] if cell.feature not in ("fp8", "latent") and phases & {"decode", "extend"} else []
+            cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature == "none" else []
+        return [*cells, whole.plain("memory")]
+
+
+def _dtypes(claimed: object) -> tuple[str, ...]:
+    from headway.testing.cover import DTYPES
+
+    return DTYPES
+
+
+def _distinct(cells: Iterable[Cell | None]) -> list[Cell]:
+    """One cell a dtype."""
+    return list({cell.dtype: cell for cell in cells if cell is not None}.values())
+
+
+def _raised(error: Exception) -> str:
+    """What a backend raised and where, in one line."""
+    if isinstance(error, HeadwayError) and error.__cause__ is not None:  # the engine's word around what the backend raised
+        frames = traceback.extract_tb(error.__cause__.__traceback__)[-1:]
+        where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""
+        return f"{' '.join(str(error).split())[:_NOTE]}{where}"
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    where = (
+        f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames and not isinstance(error, HeadwayError) else ""
+    )
+    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:_NOTE]}{where}"
+
+
+def _guess_of(error: BaseException) -> str:
+    error, text = error.__cause__ or error, str(error)
+    if isinstance(error, IndexError) or "out of range" in text or "out of bounds" in text:
+        return "reads or writes outside the cache"
+    if "view size is not compatible" in text or "contiguous" in text:
+        return "needs tensors in one piece: .view() of a slice"
+    return f"raises {type(error).__name__}"

@@ -1,0 +1,120 @@
+"""Attention of one sequence in float64, sharing no code with any backend: what every answer is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.layout import LayerCache
+from headway.core.contract.spec import AttentionSpec
+
+_SCORES = 2**24
+"""Scores held at a time (128 MiB)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of a step, in one layer."""
+
+    spec: AttentionSpec
+    q: Tensor
+    """[query_len, num_heads, head_dim]"""
+    context: int
+    """Cached tokens before this step's."""
+    blocks: tuple[int, ...]
+    """Physical block of each logical block."""
+    cache: LayerCache
+    """What the cache must hold: filled by the layout's writer alone."""
+
+    @property
+    def query_len(self) -> int:
+        """New tokens."""
+        return len(self.q)
+
+    @property
+    def kv_len(self) -> int:
+        """Cached and new tokens."""
+        return self.context + self.query_len
+
+    def slots(self, blocks: Tensor, count: int) -> Tensor:
+        """int64 [count]: slots of the first `count` positions, were these the sequence's blocks."""
+        size = self.cache.block_size
+        at = torch.arange(count, device=self.q.device)
+        return blocks.to(self.q.device)[at // size] * size + at % size
+
+    def kv(self, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """float64 keys [kv_len, num_kv_heads, head_dim] and values [kv_len, num_kv_heads, v_head_dim] of the sequence."""
+        slots = self.slots(torch.tensor(self.blocks, dtype=torch.int64), self.kv_len) if slots is None else slots
+        k, v = self.cache.gather(slots)
+        return k.double() * self.spec.k_scale, v.double() * self.spec.v_scale
+
+
+def attend(
+    spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: int, *, future: int = 0, modulo: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Queries at positions first, first + 1, ... over keys at 0, 1, ...
+
+    q: [n, num_heads, head_dim]; keys, values: float64 [m, num_kv_heads, *]. future: later positions that a query sees (-1: not
+    even its own); modulo: head h reads kv head h % num_kv_heads. Returns float64 out [n, num_heads, v_head_dim] and the natural
+    log-sum-exp [num_heads, n], sinks included.
+    """
+    groups, kv_heads = spec.group_size, spec.num_kv_heads
+    # Query heads in the order in which they read kv heads: [kv head, place in its group].
+    order = torch.arange(spec.num_heads, device=q.device).view(groups, kv_heads).T if modulo else None
+    keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)  # [kv_heads, head_dim, m], [kv_heads, m, v_head_dim]
+    per_head = _per_head(spec, q.device, order)
+    ago_of = torch.arange(keys.shape[2], device=q.device)
+    outs, lses = [], []
+    rows = max(1, _SCORES // (spec.num_heads * max(1, keys.shape[2])))
+    for start in range(0, len(q), rows):
+        part = q[start : start + rows].double().transpose(0, 1)
+        n = part.shape[1]
+        part = part.reshape(kv_heads, groups * n, -1) if order is None else part[order].flatten(1, 2)
+        scores = (part @ keys).mul_(spec.scale).view(kv_heads, groups, n, -1)
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        ago = torch.arange(first + start, first + start + n, device=q.device)[:, None] - ago_of
+        if per_head["alibi_slopes"] is not None:
+            scores = scores - per_head["alibi_slopes"] * ago
+        hidden = ago < -future
+        if spec.sliding_window is not None:
+            hidden = hidden | (ago >= spec.sliding_window)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        lse = scores.logsumexp(-1)
+        if per_head["sinks"] is not None:
+            lse = torch.logaddexp(lse, per_head["sinks"].squeeze(-1))
+        weights = scores.sub_(lse[..., None]).exp_().nan_to_num_(0.0)
+        out = (weights.flatten(1, 2) @ values).view(spec.num_heads, n, -1)
+        lse = lse.reshape(spec.num_heads, n)
+        if order is not None:
+            back = order.flatten().argsort()
+            out, lse = out[back], lse[back]
+        outs.append(out.transpose(0, 1))
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _per_head(spec: AttentionSpec, device: torch.device, order: Tensor | None) -> dict[str, Tensor | None]:
+    """What a spec says of each query head, float64 [num_kv_heads, group_size, 1, 1]."""
+    found: dict[str, Tensor | None] = {}
+    for name in ("alibi_slopes", "sinks"):
+        values = getattr(spec, name)
+        tensor = None if values is None else torch.tensor(values, dtype=torch.float64, device=device)
+        if tensor is not None:
+            tensor = tensor.view(spec.num_kv_heads, spec.group_size) if order is None else tensor[order]
+            tensor = tensor[..., None, None]
+        found[name] = tensor
+    return found
+
+
+def expected(row: Row) -> tuple[Tensor, Tensor]:
+    """The right answer: float64 out [query_len, num_heads, v_head_dim] and log-sum-exp [num_heads, query_len]."""
+    return attend(row.spec, row.q, *row.kv(), row.context)
+
+
+def distance(out: Tensor, right: Tensor) -> float:
+    """||out - right|| / ||right||; NaN if any element of `out` is."""
+    size = float(right.norm())
+    return float((out.double() - right).norm()) / size if size else float(out.double().norm())

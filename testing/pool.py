@@ -1,0 +1,111 @@
+"""A layer's cache as an engine or a foreign allocator makes it, its blocks handed out in no order, and what they must hold."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.layout import CacheGeometry, CacheLayout, CacheWriter, LayerCache
+from headway.core.contract.spec import AttentionSpec
+from headway.testing.findings import Skipped
+
+FINITE_POISON = 3e4
+"""Finite in every 16-bit type, and far from anything a case holds."""
+_PAD = 16
+"""Elements of somebody else after each piece of an interleaved tensor that stands alone."""
+
+
+class Foreign:
+    """One layer's tensors, and the memory they are views of."""
+
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, num_blocks: int, block_size: int, memory: str) -> None:
+        """memory: out of MEMORIES.
+
+        :raises Skipped: the layout's blocks are not its outermost axis, so that nobody packs them.
+        """
+        geometry = CacheGeometry.of(spec, num_blocks, block_size)
+        cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
+        if memory == "own":
+            self.cache, self.bases = cache, list(cache.tensors.values())
+            return
+        if any(axes[0] != "block" for axes in layout.tensors.values()):
+            raise Skipped(f"layout {layout.name}: its outermost axis is not the block, so K and V are not packed by block")
+        kept = 1 if memory == "packed" else 2
+        shapes = {name: tensor.shape for name, tensor in cache.tensors.items()}
+        together = len({shape[:kept] for shape in shapes.values()}) == 1
+        groups = [list(shapes)] if together else [[name] for name in shapes]
+        self.bases, tensors = [], {}
+        for names in groups:
+            sizes = [math.prod(shapes[name][kept:]) for name in names]
+            width = sum(sizes) + (_PAD if len(names) == 1 else 0)
+            base = torch.zeros((*shapes[names[0]][:kept], width), dtype=geometry.dtype, device=geometry.device)
+            self.bases.append(base)
+            first = 0
+            for name, size in zip(names, sizes, strict=True):
+                tensors[name] = base[..., first : first + size].unflatten(-1, shapes[name][kept:])  # type: ignore[no-untyped-call]
+                first += size
+        self.cache = LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
+
+    def fill(self, value: float) -> None:
+        """Put a value everywhere, somebody else's memory included."""
+        for base in self.bases:
+            base.fill_(value)
+
+    def fill_block(self, block: int, value: float) -> None:
+        """Put a value into every slot of a block."""
+        for name, tensor in self.cache.tensors.items():
+            tensor.select(self.cache.layout.tensors[name].index("block"), block).fill_(value)
+
+    def differs(self, other: Foreign) -> bool:
+        """Whether any bit differs."""
+        return not all(torch.equal(bits(a), bits(b)) for a, b in zip(self.bases, other.bases, strict=True))
+
+    def differing_slots(self, other: Foreign) -> set[int]:
+        """Slots whose key or value differ in any bit."""
+        found: set[int] = set()
+        for name in self.cache.tensors:
+            ours, theirs = (bits(getattr(side.cache, f"logical_{name}")) for side in (self, other))
+            found |= set((ours != theirs).flatten(2).any(-1).flatten().nonzero().flatten().tolist())
+        return found
+
+
+class Layers:
+    """The caches of layers with one block table: those a backend is given, and beside them what they must hold."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        layout: CacheLayout,
+        num_blocks: int,
+        block_size: int,
+        writer: CacheWriter,
+        *,
+        memory: str = "own",
+        layers: int = 2,
+        poison: float = math.nan,
+    ) -> None:
+        """poison: in every slot that holds no token."""
+        self.poison = min(poison, torch.finfo(spec.cache_dtype).max) if math.isfinite(poison) else poison
+        self.given = [Foreign(spec, layout, num_blocks, block_size, memory) for _ in range(layers)]
+        self.right = [Foreign(spec, layout, num_blocks, block_size, memory) for _ in range(layers)]
+        self._writer = writer
+        for foreign in (*self.given, *self.right):
+            foreign.fill(self.poison)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, *, given: bool) -> None:
+        """Write rows as the layout's writer does. given: into the backend's cache as well."""
+        self._writer(k, v, self.right[layer].cache, slots)
+        if given:
+            self._writer(k, v, self.given[layer].cache, slots)
+
+    def forget(self, block: int) -> None:
+        """A block that belongs to nobody any more."""
+        for foreign in (*self.given, *self.right):
+            foreign.fill_block(block, self.poison)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as whole numbers, so that NaN equals itself."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])

@@ -1,0 +1,170 @@
+"""A backend in the hands of the engine's own attention: sequences that come, grow and go over a paged pool, every step held to
+float64 and every bit that is not the backend's to change watched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layout import CacheLayout, CacheWriter
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
+from headway.core.engine.attention import PagedAttention
+from headway.testing.oracle import Row
+from headway.testing.pool import Layers
+from headway.testing.steps import Before, Inputs, Step, Tokens, Turn, Work
+from headway.testing.verdict import judge
+
+
+class Session:
+    """One instance of a backend for each of the two parts of a step, and the caches of a few layers that share every plan.
+
+    q, k, v and out lie at the same addresses in every step, as those of an engine do. Blocks are handed out in no order, block 0
+    to nobody: a table is padded with zeros, and a kernel that reads past a sequence's end meets the poison.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        layout: CacheLayout,
+        block_size: int,
+        writer: CacheWriter,
+        prefill: AttentionBackend | None,
+        decode: AttentionBackend | None,
+        *,
+        num_blocks: int,
+        max_tokens: int,
+        layouts: Sequence[CacheLayout] = (),
+        memory: str = "own",
+        layers: int = 2,
+        poison: float = math.nan,
+        seed: int = 0,
+    ) -> None:
+        """prefill, decode: who serves which part; layouts: others that a backend may confuse this one with."""
+        self.spec, self.block_size, self.layouts = spec, block_size, layouts
+        self.prefill, self.decode = prefill, decode
+        spare = 4
+        self.num_blocks = num_blocks + 1 + spare
+        self.layers = Layers(spec, layout, self.num_blocks, block_size, writer, memory=memory, layers=layers, poison=poison)
+        self.generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(num_blocks, generator=self.generator) + 1
+        self._free: list[int] = order.tolist()
+        self.attention = PagedAttention([spec] * layers, [foreign.cache for foreign in self.layers.given], writer)
+        self.buffers = [Inputs.allocate(spec, max_tokens, merged=layer % 2 == 1) for layer in range(layers)]
+        self.previous: list[int] = []
+        """kv_len of each row of the step before."""
+        self.planned = 0
+        """The longest kv_len that a captured decode was planned for; 0: none was."""
+
+    @property
+    def backends(self) -> tuple[Mapping[AttentionSpec, AttentionBackend], Mapping[AttentionSpec, AttentionBackend]]:
+        """Who serves the first part and the second, as the engine hands them to a step."""
+        return {self.spec: self.prefill or self.decode}, {self.spec: self.decode or self.prefill}  # type: ignore[dict-item]
+
+    def open(self, context: int, share: Tokens | None = None) -> Tokens:
+        """A sequence with `context` cached tokens. share: one whose full blocks it begins with, as after a prefix hit."""
+        seq = Tokens()
+        if share is not None:
+            shared = min(share.length, context) // self.block_size
+            seq.blocks = share.blocks[:shared]
+            seq.length = shared * self.block_size
+        missing = context - seq.length
+        if missing > 0:
+            past = self._metadata([Turn(seq, missing)], 0)
+            for layer in range(len(self.buffers)):
+                k, v = self._rows(missing)
+                self.layers.write(layer, k, v, past.slot_mapping, given=True)
+            seq.length = context
+        return seq
+
+    def reserve(self, seq: Tokens, length: int) -> None:
+        """Give a sequence the blocks for so many tokens."""
+        while len(seq.blocks) * self.block_size < length:
+            seq.blocks.append(self._free.pop(0))
+
+    def close(self, seq: Tokens) -> None:
+        """Give a sequence's blocks back."""
+        for block in seq.blocks:
+            self.layers.forget(block)
+            self._free.append(block)
+
+    def lay_out(self, work: Work, padding_rows: int = 0) -> Step:
+        """A step's metadata, its random inputs, and the sequences as they are after it; the caches are not written yet."""
+        metadata = self._metadata(work, padding_rows)
+        count = metadata.num_tokens
+        inputs = [self._inputs(buffers, count) for buffers in self.buffers]
+        step = Step(metadata, inputs, [], [], slice(count - padding_rows, count))
+        start = 0
+        for turn in work:
+            step.tokens.append(slice(start, start + turn.query_len))
+            start += turn.query_len
+        for layer, given in enumerate(inputs):
+            cache = self.layers.right[layer].cache
+            step.rows.append(
+                [
+                    Row(self.spec, given.q[tokens].clone(), turn.seq.length, tuple(turn.seq.blocks), cache)
+                    for turn, tokens in zip(work, step.tokens, strict=True)
+                ]
+            )
+        return step
+
+    def step(self, work: Work, padding_rows: int = 0, *, checked: bool = True) -> Step:
+        """Run one step as the engine does and judge it.
+
+        :raises Finding: anything about it is wrong.
+        """
+        step = self.lay_out(work, padding_rows)
+        before = Before(step)
+        with torch.inference_mode():
+            self.attention.begin(step.metadata, *self.backends)
+            self.run(step)
+        self.finish(step, work, before, checked=checked)
+        return step
+
+    def run(self, step: Step) -> None:
+        """Every layer of a step that has been begun."""
+        for layer, given in enumerate(step.inputs):
+            self.attention.run(layer, given.q, given.k, given.v, given.out)
+
+    def finish(self, step: Step, work: Work, before: Before, *, checked: bool = True) -> None:
+        """Judge a step that has run, and let its sequences grow."""
+        for layer, given in enumerate(step.inputs):
+            self.layers.write(layer, given.k, given.v, step.metadata.slot_mapping, given=False)
+        if checked:
+            before.compare(step)
+            judge(self, step)
+        for turn in work:
+            turn.seq.length += turn.query_len
+        self.previous = [turn.seq.length for turn in work]
+
+    def _metadata(self, work: Work, padding_rows: int) -> AttentionMetadata:
+        for turn in work:
+            self.reserve(turn.seq, turn.seq.length + turn.query_len)
+        return AttentionMetadata.build(
+            [turn.query_len for turn in work] + [1] * padding_rows,
+            [turn.seq.length for turn in work] + [-1] * padding_rows,
+            [turn.seq.blocks for turn in work] + [[]] * padding_rows,
+            self.block_size,
+            self.spec.device,
+            num_draft_tokens=[turn.num_draft_tokens for turn in work] + [0] * padding_rows,
+        )
+
+    def _rows(self, count: int) -> tuple[Tensor, Tensor]:
+        k = torch.randn(count, self.spec.num_kv_heads, self.spec.head_dim, generator=self.generator)
+        v = torch.randn(count, self.spec.num_kv_heads, self.spec.v_head_dim, generator=self.generator)
+        k, v = (rows.to(self.spec.device, self.spec.dtype) for rows in (k, v))
+        return k, k[..., : self.spec.v_head_dim] if self.spec.value_in_key else v
+
+    def _inputs(self, buffers: Inputs, count: int) -> Inputs:
+        """Fresh numbers at the old addresses."""
+        given = buffers.first(count)
+        given.q.copy_(torch.randn(given.q.shape, generator=self.generator))
+        k, v = self._rows(count)
+        given.k.copy_(k)
+        if not self.spec.value_in_key:
+            given.v.copy_(v)
+        return given

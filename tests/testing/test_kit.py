@@ -1,0 +1,189 @@
+"""The kit around its cells: hostile backends, children that die, reports, the command line, the pytest plugin."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.testing.cells import PHASES, Cell
+from headway.testing.checking import Wanted, check
+from headway.testing.kit import CHECKS, Kit
+from headway.testing.report import CheckReport, machine_of, read_check
+from headway.testing.runner import Child, Run
+from headway.testing.scorecard import badge, command, scorecard
+from headway.testing.subject import load_subject
+
+HERE = Path(__file__).parent
+HOSTILE = HERE / "hostile.py"
+EXAMPLE = HERE.parent.parent / "examples" / "headway-example" / "headway_example.py"
+PLAIN = Cell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
+
+
+@cache
+def kit(name: str) -> Kit:
+    return Kit(load_subject(f"{HOSTILE}:{name}", torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "words"),
+    [
+        ("Raises", PLAIN, "ValueError: no kernel for this (hostile.py:"),
+        ("Leaks", PLAIN.plain("memory"), "keeps memory of every step"),
+        ("AnyOption", PLAIN.plain("options"), "unknown options are silently ignored"),
+        ("LooseTolerance", PLAIN.plain("tolerance"), "a tolerance that would let wrong answers pass"),
+        ("WrongBeyond", PLAIN.plain("long", phase="long"), "those of more than 1,024 tokens"),
+        ("MutatesMetadata", PLAIN, "slot_mapping"),
+        ("CachesByAddress", PLAIN, "wrong"),
+        ("DenseAsOne", PLAIN.plain("answer", phase="prefill"), "ignores the strides of v"),
+        ("LeaksBetweenLayers", PLAIN, "another sequence or layer"),
+    ],
+)
+def test_a_hostile_backend_is_caught(name: str, cell: Cell, words: str) -> None:
+    result = kit(name).run(cell)
+    assert result.status == "failed"
+    assert words in f"{result.reason} {result.guess}", result
+
+
+@pytest.mark.parametrize("name", ["DecodeOnly", "OwnLayout"])
+def test_a_part_of_the_contract_is_enough(name: str) -> None:
+    own = kit(name)
+    layout = "slots_first" if name == "OwnLayout" else "nhd"
+    cell = Cell("engine", layout=layout, block_size=8, head_dim=32, group=2)
+    checks = ["claims", "engine", "steps", "turns"]
+    results = [own.run(cell.plain(check)) for check in checks]
+    results.append(own.run(cell.plain("answer", phase="decode")))
+    assert [result.status for result in results] == ["passed"] * 5, results
+    cells = own.cells(quick=True)
+    if name == "DecodeOnly":
+        assert {each.phase for each in cells if each.check == "answer"} == {"decode", "verify", "ragged"}
+        assert {each.phase for each in cells if each.check == "refuse" and each.about == "phase"} == {
+            "prefill",
+            "extend",
+            "mixed",
+        }
+    else:
+        assert {each.layout for each in cells if each.check == "answer"} == {"slots_first"}
+
+
+def test_a_process_that_dies_is_a_finding_and_the_next_cell_runs() -> None:
+    cells = [str(PLAIN.plain("answer", phase=phase)) for phase in ("decode", "prefill")]
+    for name, words in (("Crashes", "SIGSEGV"), ("Exits", "exited with code 3")):
+        run = Run([Child(f"{HOSTILE}:{name}", "cpu", 1, 60.0)])
+        results = run.all([*cells, str(PLAIN.plain("options"))])
+        assert words in results[0].reason
+        assert "takes the process with it" in results[0].guess
+        assert results[-1].status == "skipped"  # no options; and it ran
+        assert "no options" in results[-1].reason
+
+
+def test_a_hang_is_a_finding() -> None:
+    (result,) = Run([Child(f"{HOSTILE}:Hangs", "cpu", 1, 1.0)]).all([str(PLAIN)])
+    assert result.guess == "hangs"
+
+
+def test_every_cell_has_a_name_that_finds_it_again() -> None:
+    cells = kit("OwnLayout").cells()
+    assert len({str(cell) for cell in cells}) == len(cells)
+    assert [Cell.parse(str(cell)) for cell in cells] == cells
+    assert {cell.check for cell in cells} <= set(CHECKS)
+    with pytest.raises(ConfigError, match="a cell's name"):
+        Cell.parse("answer:decode")
+
+
+def test_every_pair_of_claimed_values_is_in_a_cell() -> None:
+    claimed = kit("OwnLayout").stage.claimed
+    covered = claimed.cover(2)
+    for phase in PHASES:
+        mine = [cell for cell, phases in covered if phase in phases]
+        for block in claimed.values["block_size"]:
+            for dim in claimed.values["head_dim"]:
+                assert any((cell.block_size, cell.head_dim) == (block, dim) for cell in mine)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "vllm_5d", "latent"])
+def test_the_built_in_layouts_keep_their_rows(layout: str) -> None:
+    own = Kit(load_subject("sdpa.math", torch.device("cpu")))
+    results = [own.run(cell) for cell in own.layout_cells(layout)]
+    assert not [result for result in results if result.status == "failed"]
+    assert sum(result.status == "passed" for result in results) > 10
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nobody", "nobody registered"),
+        ("broken:nobody", "one of wrong-scale"),
+        ("no_file.py:X", "there is no such file"),
+        (f"{HOSTILE}:Nobody", "one of Crashes"),
+        (str(HOSTILE), "with a class out of Crashes"),
+    ],
+)
+def test_a_mistaken_target_is_one_line(target: str, words: str) -> None:
+    with pytest.raises(HeadwayError, match=words):
+        load_subject(target, torch.device("cpu"))
+
+
+def test_a_report_comes_back_and_shows_one_line_a_check(tmp_path: Path) -> None:
+    cells = [PLAIN, PLAIN.plain("repeat"), PLAIN.plain("sync")]
+    results = [kit("LeaksBetweenLayers").run(cell) for cell in cells]
+    report = CheckReport(
+        target=f"{HOSTILE}:LeaksBetweenLayers",
+        subject="leaks-between-layers",
+        headway="abc",
+        date="2026-11-22T00:00:00+00:00",
+        quick=True,
+        machine=machine_of(torch.device("cpu")),
+        cells=results,
+    )
+    path = tmp_path / "deep" / "report.json"
+    report.write(path)
+    assert read_check(path) == report
+    assert json.loads(path.read_text())["schema"] == "headway.check/1"
+    lines = [line.plain for line in scorecard(report, {name: about for name, (_, about) in CHECKS.items()}, 80)]
+    assert all(len(line) <= 80 for line in lines if "--cell" not in line)
+    assert sum(line.startswith((" ✓", " ✗", " –")) for line in lines) == 3
+    assert f"  {command(report, results[0])}" in lines
+    assert str(PLAIN) in command(report, results[0])
+    assert "1 of 3 failed" in badge(report)
+
+
+def test_the_command_line_and_its_exit_codes(tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "headway", "check", *arguments], capture_output=True, text=True)
+
+    path = tmp_path / "out.json"
+    wrong = run("broken:changes-q", "--cell", str(PLAIN), "--json", str(path), "--badge", str(tmp_path / "b.svg"))
+    assert wrong.returncode == 1, wrong.stderr
+    assert "looks like: changes q" in wrong.stdout
+    assert read_check(path).failed[0].cell == str(PLAIN)
+    assert "<svg" in (tmp_path / "b.svg").read_text()
+    mistaken = run("nobody")
+    assert mistaken.returncode == 2
+    assert "nobody registered" in mistaken.stderr
+    assert "Traceback" not in mistaken.stderr
+
+
+def test_the_example_keeps_the_contract() -> None:
+    wanted = Wanted(target=f"{EXAMPLE}:Example", quick=True, only="claims")
+    assert [cell.status for cell in check(wanted).cells] == ["passed"]
+    own = Kit(load_subject(f"{EXAMPLE}:Example", torch.device("cpu")))
+    plain = Cell("answer", layout="vllm_5d", block_size=8, head_dim=32, group=2)
+    results = [own.run(plain.plain("answer", phase=phase)) for phase in PHASES]
+    results += [own.run(plain.plain(name)) for name in ("engine", "steps", "turns", "options", "tolerance")]
+    assert not [result for result in results if result.status == "failed"]
+
+
+def test_the_pytest_plugin_makes_a_test_of_each_cell(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "no:headway", "-p", "headway.testing.pytest_plugin"]  # whether its entry point is installed or not
+    command += ["--attn-plugin", f"{HOSTILE}:AnyOption", "-k", "options or tolerance", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "1 failed, 3 passed" in run.stdout, run.stdout + run.stderr
+    assert "unknown options are silently ignored" in run.stdout

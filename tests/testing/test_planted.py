@@ -1,0 +1,69 @@
+"""Every planted backend is caught, and the kit names its mistake; the backend they are made from is not blamed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from headway.testing.broken.planted import PLANTED
+from headway.testing.cells import Cell
+from headway.testing.kit import Kit
+from headway.testing.report import CellResult
+from headway.testing.subject import load_subject
+
+NAMED = {
+    "wrong-scale": ("answer", "none", "scale 1/sqrt(head_dim)"),
+    "ignores-the-context": ("answer", "none", "ignores the context"),
+    "causal-off-by-one": ("answer", "none", "causal mask off by one (a query sees the next token)"),
+    "window-off-by-one": ("answer", "window", "window off by one (one key too many)"),
+    "wrong-gqa-map": ("answer", "none", "GQA map h % kv_heads"),
+    "drops-softcap": ("answer", "softcap", "without the soft-cap"),
+    "drops-sinks": ("answer", "sinks", "without the sinks"),
+    "reads-past-the-end": ("answer", "none", "reads the rest of the last block"),
+    "writes-padding-rows": ("answer", "none", "writes padding rows"),
+    "assumes-contiguous-blocks": ("answer", "none", "assumes contiguous blocks"),
+    "changes-q": ("answer", "none", "changes q"),
+    "stale-plan-on-replay": ("graph", "none", "stale lengths"),
+    "non-deterministic": ("repeat", "none", "non-deterministic"),
+    "nan-for-one-sequence": ("answer", "none", "NaN for one sequence"),
+    "claims-a-layout-it-cannot-read": ("answer", "none", "hnd cache read as nhd"),
+}
+"""Name -> the check that finds it, the feature of the layer it is found on, and words of the guess."""
+
+
+@cache
+def kit(target: str) -> Kit:
+    return Kit(load_subject(target, torch.device("cpu")))
+
+
+def cells_for(name: str) -> list[Cell]:
+    check, feature, _ = NAMED[name]
+    layout = "hnd" if name == "claims-a-layout-it-cannot-read" else "nhd"
+    plain = Cell(check, layout=layout, block_size=8, head_dim=32, group=2, feature=feature)
+    phases = ("decode",) if check == "graph" else ("extend", "decode", "ragged")
+    return [plain.plain(check, phase=phase) for phase in phases]
+
+
+def test_there_are_fifteen_of_them() -> None:
+    assert set(NAMED) == set(PLANTED)
+    assert len(NAMED) == 15
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_planted_mistake_is_caught_and_named(name: str) -> None:
+    results = [kit(f"broken:{name}").run(cell) for cell in cells_for(name)]
+    guesses = [result.guess for result in results if result.status == "failed"]
+    assert any(NAMED[name][2] in guess for guess in guesses), results
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_nothing_is_found_where_nothing_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.testing.broken import planted
+    from headway.testing.broken.plain import Plain
+
+    monkeypatch.setitem(planted.PLANTED, "nothing", Plain)
+    right = Kit(load_subject("broken:nothing", torch.device("cpu")))
+    results: list[CellResult] = [right.run(cell) for cell in cells_for(name)]
+    assert [result.status for result in results] == ["passed"] * len(results), results
