@@ -21,9 +21,9 @@ COLUMNS = (
     "GPU idle",
     "graphs",
 )
-"""One row for each workload. "spread": half of the fastest pass less the slowest. "of floor": the least possible time over
-the time it took, the roofline's share. Times: to the first token, per later token, and the host's own work per step. "graphs": the steps
-that were replays."""
+"""One row for each workload. "spread": half of fastest less slowest. "of floor": the least time over the time it took, the
+roofline's share. Times: to the first token, per later token, the host's own work per step.
+"graphs": steps that were replays."""
 _ROOMY = 90
 """Characters from which the columns need not stand close."""
 

@@ -56,7 +56,7 @@ def entrants(
     """
     if phase == "write":
         contenders = [Contender(name=name, owner="writer", available=True) for name in registry.layouts]
-        return contenders, lambda work, layouts, blocks: _writer_entries(registry, device, layouts, blocks)
+        return contenders, lambda work, layouts, blocks: _writer_entries(registry, work, layouts, blocks)
     names = list(registry.backends) if backends is None else list(dict.fromkeys(backends))
     contenders, present = [], []
     for name in names:
@@ -132,13 +132,14 @@ def _peer_entry(peer: Peer, work: Work, rows: Sequence[Entry]) -> Entry:
     return Entry(peer.name, "peer", layout, block_size, support, peer=peer, dense=True)
 
 
-def _writer_entries(
-    registry: Registry, device: torch.device, layouts: Sequence[str] | None, blocks: Sequence[int] | None
-) -> list[Entry]:
+def _writer_entries(registry: Registry, work: Work, layouts: Sequence[str] | None, blocks: Sequence[int] | None) -> list[Entry]:
+    """One row for each layout and block size; of all layouts, those that hold such a layer."""
     rows = []
     for name in layouts or list(registry.layouts):
         info = registry.layout(name)
-        writer = info.load_writer(device)
+        writer = info.load_writer(work.spec.device)
         for size in blocks or DEFAULT_BLOCK_SIZES:
-            rows.append(Entry(writer_name(writer), "writer", info.layout, size, writer=writer))
+            support = info.layout.check(work.spec, size)
+            if support or layouts:
+                rows.append(Entry(writer_name(writer), "writer", info.layout, size, support, writer=writer))
     return rows
