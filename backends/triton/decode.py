@@ -234,7 +234,9 @@ class Decode:
         return max(plan.config.num_warps, min(rows * max(1, self._layer.block_dv // 128), 8))
 
     def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing, new: bool, lse: bool) -> dict[str, Any]:
-        pairs = cache.key.element_size() == 1 and addressing.pairs and self._spec.head_dim == self._spec.v_head_dim
+        equal = self._spec.head_dim == self._spec.v_head_dim
+        # Pairs are multiplied in float16, which would cost a float32 layer its digits.
+        pairs = cache.key.element_size() == 1 and addressing.pairs and equal and self._spec.dtype != torch.float32
         return {
             **self._layer.constants,
             "ONE_TOKEN": plan.max_query_len == 1,

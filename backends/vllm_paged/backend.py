@@ -38,6 +38,7 @@ class VllmPagedAttention(AttentionBackend):
         block_multiple=8,
         head_dims=(64, 80, 96, 112, 128, 192, 256),
         features=FEATURES,
+        contiguous_blocks=True,
         reads_whole_blocks=True,
     )
     graph_level = GraphLevel.UNIFORM
@@ -57,6 +58,15 @@ class VllmPagedAttention(AttentionBackend):
     def available(cls) -> Support:
         """A GPU, and something to compile with."""
         return has_gpu() & find_compiler()[1]
+
+    @classmethod
+    def accepts(cls, cache: LayerCache) -> Support:
+        """Blocks must follow each other as the layout allocates them: the kernels compute addresses and take no strides."""
+        support = super().accepts(cache)
+        for name, tensor in cache.tensors.items():
+            if not tensor.is_contiguous():
+                support &= Support.no(f"cache, {name}", "one piece of memory", f"strides {tensor.stride()}", "name triton")
+        return support
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
