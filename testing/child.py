@@ -39,6 +39,8 @@ def main(target: str, device: str, threads: int) -> None:
 
 
 def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
+    if "load" in request:
+        return {"loaded": kit.stage.subject.name}
     if "cell" in request:
         return {"result": kit.run(Cell.parse(request["cell"])).model_dump()}
     subject = kit.stage.subject

@@ -74,7 +74,11 @@ class Child:
 
         :raises Died: the subject took the process with it.
         """
-        answer = self._ask({"cell": cell}, self.timeout + (START_TIMEOUT if self._process is None else 0))
+        answer: dict[str, Any] = {}
+        if self._process is None:  # importing a library may take longer than any cell should
+            answer = self._ask({"load": True}, START_TIMEOUT)
+        if "error" not in answer:
+            answer = self._ask({"cell": cell}, self.timeout)
         if "error" in answer:
             return _failed(cell, answer["error"], "the subject does not load in this process")
         return CellResult.model_validate(answer["result"])

@@ -100,11 +100,6 @@ def test_fp8_rows_come_back_as_stored(layout: CacheLayout) -> None:
     assert v.float().flatten()[:2].tolist() == [1.5, 448.0]
 
 
-def test_sdpa_refuses_an_fp8_cache(registry: Registry) -> None:
-    support = registry.supports("sdpa", spec(kv_dtype=torch.float8_e4m3fn, k_scale=0.5), NHD, 16, Phase.DECODE)
-    assert str(support) == "no: kv_cache_dtype: needs the layer's dtype, got fp8_e4m3"
-
-
 def test_refusals_carry_what_need_got(registry: Registry) -> None:
     support = registry.supports("sdpa", spec(dtype=torch.float64), NHD, 8, Phase.DECODE)
     assert not support

@@ -233,8 +233,14 @@ def test_a_layout_or_block_size_that_the_backend_cannot_read_is_refused(
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_backend_that_raises_in_a_step_is_named(headway: Headway, tiny_model_folder: Path) -> None:
-    refused = headway(*generate(tiny_model_folder, "--attn-backend", "prefill=failing,decode=sdpa"))
+def test_a_backend_that_raises_is_refused_by_its_self_test_and_named_in_a_step(
+    headway: Headway, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = generate(tiny_model_folder, "--attn-backend", "prefill=failing,decode=sdpa")
+    refused = headway(*command)
+    assert_refused(refused, "attention backend failing", "self-test", "the kernel fell over", "HEADWAY_SKIP_SELF_TEST=1")
+    monkeypatch.setenv("HEADWAY_SKIP_SELF_TEST", "1")
+    refused = headway(*command)
     assert_refused(refused, "backend failing failed in prefill", "layer 0", "RuntimeError: the kernel fell over")
 
 

@@ -44,7 +44,7 @@ SETTINGS = [
     (*reader, *setting) for number, reader in enumerate(itertools.product(BACKENDS, LAYOUTS)) for setting in OPPOSITE[number % 4]
 ]
 """Each backend on each layout meets both values of every setting, and each setting meets several of them."""
-EVERYDAY = [SETTINGS[number] for number in (0, 5, 6)]
+EVERYDAY = [SETTINGS[number] for number in (0, 5)]
 FEW = 4
 """Prompts of the everyday cases: most of the time goes into what transformers writes, one prompt at a time."""
 BASE = EngineConfig(max_model_len=256, max_num_seqs=16, kv_cache_memory=512 * 1024**2)

@@ -65,6 +65,7 @@ def options(model: Path, **changes: object) -> EngineOptions:
     return replace(EngineOptions(CPU, llm, cases([1, 2], [4]), ["sdpa"]), **changes)
 
 
+@pytest.mark.slow
 def test_generations_are_timed_through_each_backend(model: Path, registry: Registry, tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     table = run_engine_level(options(model, backends=["sdpa", "sdpa.math", "auto"], output=path), registry)
