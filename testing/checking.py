@@ -10,7 +10,8 @@ from importlib import metadata
 import torch
 
 from headway.core.contract.errors import ConfigError
-from headway.testing.report import CellResult, CheckReport, Machine, machine_of, now, origin
+from headway.testing.origin import Origin
+from headway.testing.report import CellResult, CheckReport, Machine, machine_of, now
 from headway.testing.runner import TIMEOUT, Child, Run
 from headway.testing.subject import BASELINE
 
@@ -60,7 +61,7 @@ def check(
     return CheckReport(
         target=wanted.target or f"layout {wanted.layout}",
         subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
-        headway=origin(),
+        origin=Origin.here(),
         version=_version(listed.owner),
         date=now(),
         quick=wanted.quick,

@@ -91,8 +91,8 @@ def _origin(reports: Sequence[CheckReport]) -> str:
     machine = reports[0].machine
     libraries = {name: version for report in reports for name, version in report.machine.libraries.items()}
     facts = [f"torch {machine.torch}", f"Python {machine.python}", *(f"{name} {v}" for name, v in sorted(libraries.items()))]
-    commits = ", ".join(dict.fromkeys(report.headway for report in reports))
-    return f"{', '.join(facts)}; {max(report.date for report in reports)[:10]}, made from {commits}."
+    commits = ", ".join(dict.fromkeys(str(report.origin) for report in reports))
+    return f"{', '.join(facts)}; {max(report.date for report in reports)[:10]}, made by {commits}."
 
 
 def _mark(cells: Sequence[CellResult]) -> str:

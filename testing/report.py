@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headway.core.contract.errors import ConfigError
+from headway.testing.origin import Origin
 
 SCHEMA: Final = "headway.check/1"
 Status = Literal["passed", "failed", "skipped"]
@@ -70,8 +69,8 @@ class CheckReport(BaseModel):
     """What was asked for: a backend's name, FILE.py:CLASS, or the layout."""
     subject: str
     """The name it is registered by."""
-    headway: str
-    """The commit it was made from, with + where files were changed; the version outside a checkout."""
+    origin: Origin
+    """The code that made it."""
     version: str = ""
     """Of the distribution that brings the subject."""
     date: str
@@ -125,25 +124,6 @@ def machine_of(device: torch.device) -> Machine:
             continue
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return Machine(device=device.type, name=name, python=platform.python_version(), torch=torch.__version__, libraries=found)
-
-
-def origin() -> str:
-    """The commit of the checkout Headway runs from, with + where files differ from it; outside one the version."""
-    if os.environ.get("HEADWAY_COMMIT"):  # a copy of the sources without .git
-        return os.environ["HEADWAY_COMMIT"]
-    folder = Path(__file__).resolve().parent
-    try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return metadata.version("headway")
-    return run.stdout.strip() or metadata.version("headway")
 
 
 def now() -> str:

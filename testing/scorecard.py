@@ -112,7 +112,7 @@ def badge(report: CheckReport) -> str:
     left, right = 7 * len(label) + 10, 7 * len(text) + 10
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" aria-label="{label}: {text}">'
-        f"<title>{label}: {text}, {report.machine.name}, {report.headway}, {report.date[:10]}</title>"
+        f"<title>{label}: {text}, {report.machine.name}, {report.origin}, {report.date[:10]}</title>"
         f'<rect width="{left}" height="20" fill="#555"/><rect x="{left}" width="{right}" height="20" fill="{colour}"/>'
         '<g fill="#fff" text-anchor="middle" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">'
         f'<text x="{left / 2}" y="14">{label}</text><text x="{left + right / 2}" y="14">{text}</text></g></svg>\n'

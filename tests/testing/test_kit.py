@@ -15,6 +15,7 @@ from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.testing.cells import PHASES, Cell
 from headway.testing.checking import Wanted, check
 from headway.testing.kit import CHECKS, Kit
+from headway.testing.origin import Origin
 from headway.testing.report import CheckReport, machine_of, read_check
 from headway.testing.runner import Child, Run
 from headway.testing.scorecard import badge, command, scorecard
@@ -136,7 +137,7 @@ def test_a_report_comes_back_and_shows_one_line_a_check(tmp_path: Path) -> None:
     report = CheckReport(
         target=f"{HOSTILE}:LeaksBetweenLayers",
         subject="leaks-between-layers",
-        headway="abc",
+        origin=Origin(version="1", commit="abc"),
         date="2026-11-22T00:00:00+00:00",
         quick=True,
         machine=machine_of(torch.device("cpu")),

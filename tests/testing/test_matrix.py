@@ -9,6 +9,7 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.testing.matrix import BEGIN, END, render, replace_in
+from headway.testing.origin import Origin
 from headway.testing.report import CellResult, CheckReport, machine_of, read_check
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,10 +25,12 @@ def test_a_value_is_right_wrong_or_refused() -> None:
     cells = [cell("passed", phase="decode"), cell("passed", phase="decode"), cell("failed", phase="extend")]
     cells += [cell("passed", "refuse", "phase", phase="prefill")]
     machine = machine_of(torch.device("cpu"))
-    report = CheckReport(target="x", subject="x", headway="abc", date="2026", quick=False, machine=machine, cells=cells)
+    report = CheckReport(
+        target="x", subject="x", origin=Origin(version="1", commit="abc"), date="2026", quick=False, machine=machine, cells=cells
+    )
     text = render([report])
     assert "| `x` | ✗ | ⚠ 1/1 | ✓ 2 | – | – | – |" in text
-    assert "made from abc" in text
+    assert "made by headway 1, commit abc" in text
 
 
 def test_a_document_without_markers_is_refused() -> None:
