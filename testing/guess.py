@@ -93,9 +93,9 @@ def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
         yield "matches the answer without ALiBi", with_spec(alibi_slopes=None)
         yield "matches ALiBi of the wrong sign", with_spec(alibi_slopes=tuple(-slope for slope in spec.alibi_slopes))
     if spec.sliding_window is not None:
-        yield "looks like a window off by one (one key too many)", with_spec(sliding_window=spec.sliding_window + 1)
+        yield "a window off by one (one key too many)", with_spec(sliding_window=spec.sliding_window + 1)
         if spec.sliding_window > 1:
-            yield "looks like a window off by one (one key too few)", with_spec(sliding_window=spec.sliding_window - 1)
+            yield "a window off by one (one key too few)", with_spec(sliding_window=spec.sliding_window - 1)
         yield "matches the answer without the sliding window", with_spec(sliding_window=None)
     if spec.cache_dtype != spec.dtype:
         yield "matches a cache read without k_scale", attend(spec, row.q, keys / spec.k_scale, values, row.context)[0]
@@ -117,9 +117,9 @@ def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
             attend(spec, row.q, keys, values, 0)[0],
         )
     if n > 1:
-        yield "looks like a causal mask off by one (a query sees the next token)", _seeing(row, keys, values, 1)
-        yield "looks like a causal mask off by one (a query does not see itself)", _seeing(row, keys, values, -1)
-        yield "looks like no causal mask", _seeing(row, keys, values, n)
+        yield "a causal mask off by one (a query sees the next token)", _seeing(row, keys, values, 1)
+        yield "a causal mask off by one (a query does not see itself)", _seeing(row, keys, values, -1)
+        yield "no causal mask", _seeing(row, keys, values, n)
     else:
         yield "misses the newest token", cut(0, last - 1, row.context)
     if last > 1:
