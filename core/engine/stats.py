@@ -42,6 +42,10 @@ class EngineStats:
         self.compilations.update(launched.compiled)
         if launched.no_graph:
             self.steps_without_graph[launched.no_graph] += 1
+        if step.goes_on:  # the commonest step, counted without masks: the host's time counts where a step is short
+            self.num_decode_tokens += step.num_seqs
+            self.kv_tokens_read += int(step.context_lens.sum(dtype=int)) + step.num_seqs
+            return
         decodes = (step.context_lens > 0) & (step.query_lens == step.num_draft_tokens + 1)
         num_decodes = int(decodes.sum())
         self.num_decode_tokens += num_decodes
