@@ -16,7 +16,8 @@ from headway.core.engine.engine import Engine
 from headway.core.engine.specs import cache_specs
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING
-from headway.core.select.selector import check_names, parse_wish
+from headway.core.select.request import parse_backend_request
+from headway.core.select.selector import check_names
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.models.device_operations import fastest_sampling
 from headway.models.loader import load_model
@@ -25,7 +26,7 @@ from headway.processor import OutputProcessor, Progress, RequestState
 from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_prompts
 from headway.registry import create_registry
 from headway.threads import set_threads
-from headway.tuning.autotune import TableWish, costs_for
+from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.device import resolve_device
 from headway.tuning.named import check_named
 from headway.turns import Turns
@@ -51,10 +52,10 @@ class LLM:
         self.num_threads = set_threads(args.num_threads) if self.device.type == "cpu" else None
         self.model = load_model(args.model, args.dtype, self.device, args.load_format, args.skip_tokenizer_init, deterministic)
         specs, costs = cache_specs(self.model.decoder.attention_specs, config.kv_cache_dtype), None
-        check_named(self.registry, parse_wish(config.attn_backend).values(), specs)
+        check_named(self.registry, parse_backend_request(config.attn_backend).values(), specs)
         if not deterministic:  # which pins one backend, whatever is fastest
-            wish = TableWish(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
-            costs = costs_for(specs, self.registry, config.attn_backend, wish)
+            table = TableRequest(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
+            costs = costs_for(specs, self.registry, config.attn_backend, table)
         # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
         self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, sampling, costs)
@@ -134,21 +135,28 @@ class LLM:
         return chat_prompt(self.tokenizer, self.model.name, messages)
 
     def _add(
-        self, prompts: Prompt | Sequence[Prompt], wishes: SamplingParams | Sequence[SamplingParams] | None, streamed: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        streamed: bool = False,
     ) -> tuple[list[RequestState], Progress]:
         items = parse_prompts(prompts)
-        params = [wishes or SamplingParams()] * len(items) if not isinstance(wishes, Sequence) else list(wishes)
+        params = (
+            [sampling_params or SamplingParams()] * len(items)
+            if not isinstance(sampling_params, Sequence)
+            else list(sampling_params)
+        )
         if len(params) != len(items):
             raise ConfigError("sampling_params", f"one, or one for each of the {len(items)} prompts", len(params))
         encoded = [self._encode(item, number) for number, item in enumerate(items)]
-        if self.tokenizer is None and any(wish.stop for wish in params):
+        if self.tokenizer is None and any(each.stop for each in params):
             raise ConfigError("stop", "a model with a tokenizer, to see texts", self.model.name, "stop_token_ids need none")
         requests, progress = [], Progress()
         with self._turns:
-            for item, ids, wish in zip(items, encoded, params, strict=True):
+            for item, ids, own in zip(items, encoded, params, strict=True):
                 request_id = str(next(self._request_ids))
-                self.engine.add_request(request_id, ids, wish)
-                requests.append(self._processor.add(request_id, item.text, ids, wish, progress, streamed))
+                self.engine.add_request(request_id, ids, own)
+                requests.append(self._processor.add(request_id, item.text, ids, own, progress, streamed))
         return requests, progress
 
     def _encode(self, prompt: ParsedPrompt, number: int) -> list[int]:

@@ -23,12 +23,12 @@ def free_cores() -> int:
     return max(1, sum(loads[core] < _BUSY_PERCENT for core in allowed if core < len(loads)))
 
 
-def set_threads(wish: int | None = None) -> int:
-    """Set torch's threads to `wish`; without one to $OMP_NUM_THREADS, else to the free cores. Returns the number."""
-    if wish is None and os.environ.get("OMP_NUM_THREADS"):
+def set_threads(num_threads: int | None = None) -> int:
+    """Set torch's threads to `num_threads`; without one to $OMP_NUM_THREADS, else to the free cores. Returns the number."""
+    if num_threads is None and os.environ.get("OMP_NUM_THREADS"):
         return int(torch.get_num_threads())
-    if wish is not None and wish < 1:
-        raise ConfigError("num_threads", "a whole number of at least 1", wish)
-    count = wish if wish is not None else min(free_cores(), int(torch.get_num_threads()))
+    if num_threads is not None and num_threads < 1:
+        raise ConfigError("num_threads", "a whole number of at least 1", num_threads)
+    count = num_threads if num_threads is not None else min(free_cores(), int(torch.get_num_threads()))
     torch.set_num_threads(count)
     return count

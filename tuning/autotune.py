@@ -14,7 +14,7 @@ import torch
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import CostTable
-from headway.core.select.selector import parse_wish
+from headway.core.select.request import parse_backend_request
 from headway.registry import Registry
 from headway.tuning import store
 from headway.tuning.compare import differences, remarks
@@ -38,7 +38,7 @@ _NEEDED_LEVEL = 1
 
 
 @dataclass(frozen=True)
-class TableWish:
+class TableRequest:
     """What a user said about the times behind `auto`."""
 
     path: Path | None = None
@@ -61,7 +61,7 @@ class TableWish:
 
 
 def costs_for(
-    specs: Iterable[AttentionSpec], registry: Registry, attn_backend: str, wish: TableWish
+    specs: Iterable[AttentionSpec], registry: Registry, attn_backend: str, request: TableRequest
 ) -> dict[AttentionSpec, CostTable] | None:
     """Measured times of each distinct layer; None where `auto` has to take the rank order, and the log says why.
 
@@ -69,20 +69,20 @@ def costs_for(
 
     :raises ConfigError: a budget that is no number, or a file that was named and is not there.
     """
-    if wish.path is not None and not wish.path.exists():
+    if request.path is not None and not request.path.exists():
         raise ConfigError(
-            "crossover_table", "a table file", f"{wish.path}, which does not exist", "headway bench crossover makes one"
+            "crossover_table", "a table file", f"{request.path}, which does not exist", "headway bench crossover makes one"
         )
-    if "auto" not in parse_wish(attn_backend).values():
+    if "auto" not in parse_backend_request(attn_backend).values():
         return None
     kinds = list(dict.fromkeys(specs))
     available = [name for name in registry.backends if registry.availability(name)]
-    if wish.path is None and len(available) < 2:
+    if request.path is None and len(available) < 2:
         return None  # nothing to choose from
     device = identify_device(kinds[0].device)
     found: dict[AttentionSpec, CostTable] = {}
     for spec in kinds:
-        costs = _costs(spec, registry, available, device, wish)
+        costs = _costs(spec, registry, available, device, request)
         if costs is None:
             return None
         found[spec] = costs
@@ -90,13 +90,13 @@ def costs_for(
 
 
 def _costs(
-    spec: AttentionSpec, registry: Registry, available: Sequence[str], device: DeviceIdentity, wish: TableWish
+    spec: AttentionSpec, registry: Registry, available: Sequence[str], device: DeviceIdentity, request: TableRequest
 ) -> CostTable | None:
     record = SpecRecord.of(spec)
-    path = wish.path or store.table_path(device, record)
-    table = _fitting(path, device, record, registry, available, explicit=wish.path is not None)
-    if wish.path is None and (table is None or not _suffices(table)):
-        budget = wish.seconds(spec.device)
+    path = request.path or store.table_path(device, record)
+    table = _fitting(path, device, record, registry, available, explicit=request.path is not None)
+    if request.path is None and (table is None or not _suffices(table)):
+        budget = request.seconds(spec.device)
         table = _measure(spec, registry, available, path, budget, old=table) if budget > 0 else table
     return None if table is None else to_costs(table)
 

@@ -36,7 +36,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SideOptions:
     """How the caches are to be laid out, and the backends' options."""
 
     kv_layout: str = "auto"
@@ -82,32 +82,32 @@ class Side(Protocol):
         """Allocate caches for sequences that grow up to these lengths."""
 
 
-def make_side(name: str, source: BackendSource, specs: Sequence[AttentionSpec], wish: Wish) -> Side:
+def make_side(name: str, source: BackendSource, specs: Sequence[AttentionSpec], options: SideOptions) -> Side:
     """A side by what the user wrote: "reference", or anything --attn-backend takes.
 
     :raises HeadwayError: an unknown name, or a backend that cannot serve the model so, with its reasons.
     """
     make = _BESIDE_BACKENDS.get(name, BackendSide)
-    return make(name, source, specs, wish)
+    return make(name, source, specs, options)
 
 
-def check_side(name: str, source: BackendSource, wish: Wish) -> None:
+def check_side(name: str, source: BackendSource, options: SideOptions) -> None:
     """Check the names before a model is loaded.
 
     :raises HeadwayError: a backend, layout or option's owner that nobody registered.
     """
-    check_names(source, "auto" if name in _BESIDE_BACKENDS else name, wish.kv_layout, wish.options or {})
+    check_names(source, "auto" if name in _BESIDE_BACKENDS else name, options.kv_layout, options.options or {})
 
 
 class BackendSide:
     """A backend, or one for each phase, over the layout and block size that the selector finds for it."""
 
-    def __init__(self, name: str, source: BackendSource, specs: Sequence[AttentionSpec], wish: Wish) -> None:
+    def __init__(self, name: str, source: BackendSource, specs: Sequence[AttentionSpec], options: SideOptions) -> None:
         self.name = name
         self._source = source
         self._specs = specs
         try:
-            self._selector = Selector(source, specs, name, wish.kv_layout, wish.block_size, wish.options)
+            self._selector = Selector(source, specs, name, options.kv_layout, options.block_size, options.options)
         except UnsupportedError as error:  # its fix is to take another backend: that would be another comparison
             raise UnsupportedError(error.asked, error.reasons) from None
         self.layout = self._selector.selection.layout
@@ -139,7 +139,7 @@ class ReferenceSide:
     layout = NHD
     block_size = _REFERENCE_BLOCK_SIZE
 
-    def __init__(self, name: str, source: BackendSource, specs: Sequence[AttentionSpec], wish: Wish) -> None:
+    def __init__(self, name: str, source: BackendSource, specs: Sequence[AttentionSpec], options: SideOptions) -> None:
         self.name = name
         self._specs = specs
 
@@ -161,7 +161,9 @@ class ReferenceSide:
         return _ReferenceRun(self._specs, blocks.allocate(self._specs, self.layout), blocks)
 
 
-_BESIDE_BACKENDS: Mapping[str, Callable[[str, BackendSource, Sequence[AttentionSpec], Wish], Side]] = {REFERENCE: ReferenceSide}
+_BESIDE_BACKENDS: Mapping[str, Callable[[str, BackendSource, Sequence[AttentionSpec], SideOptions], Side]] = {
+    REFERENCE: ReferenceSide
+}
 
 
 class _Blocks:

@@ -16,7 +16,8 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence
-from headway.core.select.selector import BackendSource, Selector, parse_wish
+from headway.core.select.request import parse_backend_request
+from headway.core.select.selector import BackendSource, Selector
 
 log = logging.getLogger("headway")
 
@@ -38,13 +39,13 @@ def pin(source: BackendSource, specs: Items[AttentionSpec], config: EngineConfig
     """--attn-backend with each auto replaced by one backend, the first by rank in decode that declares to be batch invariant.
 
     One for PREFILL and EXTEND in any case: whether a step of prompts counts as the one or the other hangs on its neighbours.
-    Where no backend will do, the wish as it is: the selector's refusal has the reasons.
+    Where no backend will do, the request as it is: the selector's refusal has the reasons.
     """
-    wish = parse_wish(config.attn_backend)
-    if "auto" not in wish.values():
+    request = parse_backend_request(config.attn_backend)
+    if "auto" not in request.values():
         return config.attn_backend
     for name in source.rank(specs[0], Phase.DECODE, list(source.backends)):
-        prefill, decode = (name if wish[phase] == "auto" else wish[phase] for phase in (Phase.PREFILL, Phase.DECODE))
+        prefill, decode = (name if request[phase] == "auto" else request[phase] for phase in (Phase.PREFILL, Phase.DECODE))
         text = name if prefill == decode else f"prefill={prefill},decode={decode}"
         try:
             Selector(source, specs, text, config.kv_layout, config.block_size, config.attn_options)

@@ -199,8 +199,8 @@ class Runner:
             self.observe(rows, logits)
         params, seeds = self._rows.params, self._rows.seeds
         listed: list[int] = rows.tolist()
-        wishes = [params[row] for row in listed]
-        return sample(logits, best, wishes, [seeds[row] for row in listed], positions.tolist(), self._sampling.draw)
+        listed_params = [params[row] for row in listed]
+        return sample(logits, best, listed_params, [seeds[row] for row in listed], positions.tolist(), self._sampling.draw)
 
 
 def _positions(step: StepInput) -> NDArray[numpy.int64]:

@@ -59,21 +59,21 @@ def sample(
     of the token in its sequence. A row's token depends on its own logits, parameters, seed and position only: neither batching,
     nor preemption, nor a token that is sampled in advance and dropped changes another.
     """
-    rows = [row for row, wish in enumerate(params) if not wish.greedy]
+    rows = [row for row, each in enumerate(params) if not each.greedy]
     if not rows:
         return best
-    wishes = [params[row] for row in rows]
+    sampled = [params[row] for row in rows]
     # One copy for all that the device needs of the host: a copy costs more than what it carries.
     packed = numpy.empty((3, len(rows)), dtype=numpy.int64)
     packed[0] = rows
     packed[1] = _keys([seeds[row] for row in rows], [positions[row] for row in rows]).view(numpy.int64)
-    packed[2] = numpy.array([_scale(wish.temperature) for wish in wishes]).view(numpy.int64)
+    packed[2] = numpy.array([_scale(each.temperature) for each in sampled]).view(numpy.int64)
     at, keys, bits = upload(torch.from_numpy(packed), logits.device)
     scales = bits.view(torch.float64).float()
     some = len(rows) < len(params)
     chosen = logits.index_select(0, at) if some else logits
-    if any(wish.top_k > 0 or wish.top_p < 1 or wish.min_p > 0 for wish in wishes):
-        chosen, scales = _keep_likely(chosen.float() * scales[:, None], wishes), torch.ones_like(scales)
+    if any(each.top_k > 0 or each.top_p < 1 or each.min_p > 0 for each in sampled):
+        chosen, scales = _keep_likely(chosen.float() * scales[:, None], sampled), torch.ones_like(scales)
     drawn = draw(chosen, scales, keys)
     drawn = torch.where((best.index_select(0, at) if some else best) == NOT_A_TOKEN, NOT_A_TOKEN, drawn)
     return best.index_copy(0, at, drawn) if some else drawn
@@ -90,10 +90,10 @@ def _keep_likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     def column(values: list[float]) -> Tensor:
         return upload(torch.tensor(values, dtype=logits.dtype), logits.device)[:, None]
 
-    if any(wish.top_k > 0 or wish.top_p < 1 for wish in params):
-        logits = _keep_top(logits, params, column([wish.top_p for wish in params]))
-    if any(wish.min_p > 0 for wish in params):
-        floor = logits.amax(-1, keepdim=True) + column([wish.min_p for wish in params]).log()
+    if any(each.top_k > 0 or each.top_p < 1 for each in params):
+        logits = _keep_top(logits, params, column([each.top_p for each in params]))
+    if any(each.min_p > 0 for each in params):
+        floor = logits.amax(-1, keepdim=True) + column([each.min_p for each in params]).log()
         logits = logits.masked_fill(logits < floor, -torch.inf)
     return logits
 
@@ -102,7 +102,7 @@ def _keep_top(logits: Tensor, params: Sequence[SamplingParams], top_p: Tensor) -
     """Set what top_k and top_p leave out to -inf; top_k first, then top_p over what it kept. The most likely token stays."""
     vocab = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True)
-    kept = torch.tensor([wish.top_k if wish.top_k > 0 else vocab for wish in params])
+    kept = torch.tensor([each.top_k if each.top_k > 0 else vocab for each in params])
     dropped = torch.arange(vocab, device=logits.device) >= upload(kept, logits.device)[:, None]
     likely = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
     # The sum before a token already suffices. It may round up to 1, which must cut no row that is here for its neighbours only.

@@ -6,21 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from headway.core.contract.backend import AttentionBackend, Backends
-from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason, Support
 from headway.core.select.chooser import Chooser
 from headway.core.select.costs import CostTable, StepCosts
+from headway.core.select.request import BackendRequest, parse_backend_request
 from headway.core.select.selection import Measured, Selection
 from headway.core.select.workload import PRESETS, Workload
 
 DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
 """Tried in this order where the user names none: small blocks waste least memory."""
-
-Wish = Mapping[Phase, str]
-"""What a user asked for each phase: a backend's name or "auto"."""
 
 
 class BackendSource(Protocol):
@@ -47,30 +45,12 @@ class BackendSource(Protocol):
         """Candidates, best guess first."""
 
 
-def parse_wish(text: str) -> Wish:
-    """Read --attn-backend; "prefill" covers EXTEND as well.
-
-    :raises ConfigError: text is not auto, NAME, or prefill=NAME,decode=NAME.
-    """
-    text = text.strip()
-    if "=" not in text and "," not in text and text:
-        return dict.fromkeys(Phase, text)
-    wish = {}
-    for part in text.split(","):
-        key, _, name = (piece.strip() for piece in part.partition("="))
-        if key not in ("prefill", "decode") or not name or key in wish:
-            raise ConfigError("attn_backend", "auto, NAME, or prefill=NAME,decode=NAME", repr(text))
-        wish[key] = name
-    prefill, decode = wish.get("prefill", "auto"), wish.get("decode", "auto")
-    return {Phase.PREFILL: prefill, Phase.EXTEND: prefill, Phase.DECODE: decode}
-
-
-def check_names(source: BackendSource, wish: str, kv_layout: str, options: Mapping[str, object]) -> None:
+def check_names(source: BackendSource, request: str, kv_layout: str, options: Mapping[str, object]) -> None:
     """Check every name a user gave, before anything slow is done for it.
 
-    :raises HeadwayError: a wish of another form, an unknown backend or layout.
+    :raises HeadwayError: a request of another form, an unknown backend or layout.
     """
-    for name in (*parse_wish(wish).values(), *options):
+    for name in (*parse_backend_request(request).values(), *options):
         if name != "auto" and name not in source.backends:
             source.backend(name)  # raises; one that exists is loaded later, where a refusal carries its hint and a fix
     if kv_layout != "auto":
@@ -88,7 +68,7 @@ class Selector:
         self,
         source: BackendSource,
         specs: Sequence[AttentionSpec],
-        wish: str = "auto",
+        request: str = "auto",
         kv_layout: str = "auto",
         block_size: int | None = None,
         options: Mapping[str, Mapping[str, str]] | None = None,
@@ -97,19 +77,19 @@ class Selector:
     ) -> None:
         """costs: measured times of each distinct layer; None: there are none.
 
-        :raises HeadwayError: an unknown name, or an explicit wish that cannot be served, with every reason.
+        :raises HeadwayError: an unknown name, or an explicit request that cannot be served, with every reason.
         """
         self._source = source
         self._specs = list(dict.fromkeys(specs))
         self._times: Measured | None = None
         self._chooser: Chooser | None = None
         self._options = options or {}
-        self._wish_text = wish
-        self._wish = parse_wish(wish)
-        check_names(source, wish, kv_layout, self._options)
+        self._request_text = request
+        self._request = parse_backend_request(request)
+        check_names(source, request, kv_layout, self._options)
         for name, chosen in self._options.items():
             source.backend(name).check_options(chosen)
-        free = [phase for phase, name in self._wish.items() if name == "auto"]
+        free = [phase for phase, name in self._request.items() if name == "auto"]
         if costs and free:
             parts = [(costs[spec], list(specs).count(spec)) for spec in self._specs]
             self._times = Measured(parts, workload, free)
@@ -170,7 +150,7 @@ class Selector:
 
     def _select(self, kv_layout: str, block_size: int | None) -> Selection:
         choices = self._choices(kv_layout, block_size)
-        found = self._measured(choices) or self._search(self._wish, choices)
+        found = self._measured(choices) or self._search(self._request, choices)
         if found is None:
             raise self._refusal(choices)
         return found
@@ -187,7 +167,7 @@ class Selector:
 
     def _able(self, phase: Phase, layout: CacheLayout, block_size: int) -> list[str]:
         """Backends that can serve a phase of every layer, in rank order."""
-        names = self._candidates(self._wish, phase)
+        names = self._candidates(self._request, phase)
         return [name for name in names if not self._reasons(name, phase, layout, block_size)]
 
     def _choices(self, kv_layout: str = "auto", block_size: int | None = None) -> list[tuple[CacheLayout, int]]:
@@ -195,13 +175,13 @@ class Selector:
         sizes = DEFAULT_BLOCK_SIZES if block_size is None else (block_size,)
         return [(info.layout, size) for size in sizes for info in infos]
 
-    def _search(self, wish: Wish, choices: Sequence[tuple[CacheLayout, int]]) -> Selection | None:
-        """The first layout and block size over which the wish covers every phase."""
+    def _search(self, request: BackendRequest, choices: Sequence[tuple[CacheLayout, int]]) -> Selection | None:
+        """The first layout and block size over which the request covers every phase."""
         for layout, size in choices:
-            names = {phase: self._first(wish, phase, layout, size) for phase in Phase}
+            names = {phase: self._first(request, phase, layout, size) for phase in Phase}
             served = {phase: name for phase, name in names.items() if name is not None}
             if len(served) == len(Phase):
-                return Selection(layout, size, served, self._why() if "auto" in wish.values() else "asked for")
+                return Selection(layout, size, served, self._why() if "auto" in request.values() else "asked for")
         return None
 
     def _why(self) -> str:
@@ -209,14 +189,14 @@ class Selector:
             return "auto: no crossover table, rank order"
         return f"auto: {self._times.parts[0][0].source} has no times for this layout and block size, rank order"
 
-    def _first(self, wish: Wish, phase: Phase, layout: CacheLayout, block_size: int) -> str | None:
+    def _first(self, request: BackendRequest, phase: Phase, layout: CacheLayout, block_size: int) -> str | None:
         """The best candidate of a phase that supports every layer, or None."""
-        candidates = self._candidates(wish, phase)
+        candidates = self._candidates(request, phase)
         return next((name for name in candidates if not self._reasons(name, phase, layout, block_size)), None)
 
-    def _candidates(self, wish: Wish, phase: Phase) -> Sequence[str]:
-        if wish[phase] != "auto":
-            return (wish[phase],)
+    def _candidates(self, request: BackendRequest, phase: Phase) -> Sequence[str]:
+        if request[phase] != "auto":
+            return (request[phase],)
         failed = self._times.excluded if self._times is not None else ()
         return self._source.rank(self._specs[0], phase, [name for name in self._source.backends if name not in failed])
 
@@ -230,28 +210,28 @@ class Selector:
         """Explain the layout and block size that came nearest, and name what would work."""
 
         def unserved(choice: tuple[CacheLayout, int]) -> list[Phase]:
-            return [phase for phase in Phase if self._first(self._wish, phase, *choice) is None]
+            return [phase for phase in Phase if self._first(self._request, phase, *choice) is None]
 
         layout, size = nearest = min(choices, key=lambda choice: len(unserved(choice)))
         reasons: list[Reason] = []
         for phase in unserved(nearest):
-            for name in self._candidates(self._wish, phase):
-                label = "" if self._wish[phase] != "auto" else f"{name}, "
+            for name in self._candidates(self._request, phase):
+                label = "" if self._request[phase] != "auto" else f"{name}, "
                 found = self._reasons(name, phase, layout, size)
                 reasons += [reason._replace(what=f"{label}{reason.what}") for reason in found]
-        asked = ", ".join(dict.fromkeys(name for name in self._wish.values() if name != "auto")) or "auto"
+        asked = ", ".join(dict.fromkeys(name for name in self._request.values() if name != "auto")) or "auto"
         where = f"attention backend {asked} (kv_layout={layout.name}, block_size={size}, {self._specs[0]})"
         return UnsupportedError(where, list(dict.fromkeys(reasons)), self._fix(unserved(nearest)))
 
     def _fix(self, unserved: Sequence[Phase]) -> str:
-        """The smallest change of the wish that this selector would honour, found by trying it."""
-        kept = {phase: "auto" if phase in unserved else name for phase, name in self._wish.items()}
+        """The smallest change of the request that this selector would honour, found by trying it."""
+        kept = {phase: "auto" if phase in unserved else name for phase, name in self._request.items()}
         if kept[Phase.EXTEND] == "auto":  # one name covers both
             kept[Phase.PREFILL] = "auto"
         pair = f"prefill={kept[Phase.PREFILL]},decode={kept[Phase.DECODE]}"
         pairs = [] if set(kept.values()) == {"auto"} else [pair]
-        for text in (self._wish_text, *pairs, "auto"):
-            found = self._search(parse_wish(text), self._choices())
+        for text in (self._request_text, *pairs, "auto"):
+            found = self._search(parse_backend_request(text), self._choices())
             if found is not None:
                 return f"--attn-backend {text} --kv-layout {found.layout.name} --block-size {found.block_size}"
         return ""

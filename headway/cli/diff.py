@@ -44,7 +44,7 @@ def diff(
     """
     from headway.bench.diff.report import DiffReport, Side
     from headway.bench.diff.run import check_prompts, compare, num_steps
-    from headway.bench.diff.sides import Wish, check_side, make_side
+    from headway.bench.diff.sides import SideOptions, check_side, make_side
     from headway.bench.diff.table import print_report
     from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
     from headway.models.loader import load_model
@@ -55,10 +55,10 @@ def diff(
     from headway.tuning.json_files import write_json
 
     args = EngineArgs.of(**engine, kv_cache_dtype=kv_cache_dtype)
-    wish = Wish(args.kv_layout, args.block_size, args.attn_options)
+    options = SideOptions(args.kv_layout, args.block_size, args.attn_options)
     registry = create_registry()
     for name in (a, b):
-        check_side(name, registry, wish)
+        check_side(name, registry, options)
     texts = _texts(prompt, prompts_file) if prompt or prompts_file else None
     place = resolve_device(args.device)
     if place.type == "cpu":
@@ -69,7 +69,7 @@ def diff(
     decoder = loaded.decoder
     specs = decoder.attention_specs
     stored = specs if kv_cache_dtype == "auto" else [replace(spec, kv_dtype=KV_DTYPES[kv_cache_dtype]) for spec in specs]
-    side_a, side_b = make_side(a, registry, stored, wish), make_side(b, registry, specs, wish)
+    side_a, side_b = make_side(a, registry, stored, options), make_side(b, registry, specs, options)
     prompts = _token_ids(loaded, texts)
     check_prompts(decoder, prompts, max_tokens)
     columns = TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

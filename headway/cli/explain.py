@@ -134,7 +134,7 @@ def explanation(
 def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
     """The table asked for, as it is; else the one that auto would use, unless there is none."""
     from headway.tuning import store
-    from headway.tuning.autotune import TableWish, costs_for
+    from headway.tuning.autotune import TableRequest, costs_for
     from headway.tuning.device import identify_device
     from headway.tuning.files import read_table
     from headway.tuning.schema import SpecRecord
@@ -144,7 +144,7 @@ def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> Crosso
         if table.spec.kind != SpecRecord.of(spec).kind:
             raise ConfigError("--crossover-table", f"a table for {spec}", f"one for {table.spec}", "say --geometry and --dtype")
         return table
-    usable = costs_for([spec], registry, "auto", TableWish(budget=0.0))
+    usable = costs_for([spec], registry, "auto", TableRequest(budget=0.0))
     return read_table(store.table_path(identify_device(spec.device), SpecRecord.of(spec))) if usable else None
 
 

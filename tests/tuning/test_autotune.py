@@ -17,7 +17,7 @@ from headway.core.select.selector import Selector
 from headway.core.select.workload import Workload
 from headway.registry import Registry
 from headway.tuning import autotune, store
-from headway.tuning.autotune import TableWish, costs_for
+from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.files import read_table
 from headway.tuning.json_files import write_json
 from headway.tuning.points import Point
@@ -46,13 +46,13 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_grid")
 def test_the_first_start_measures_and_the_next_one_reads(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
-    first = costs_for([SPEC, SPEC], registry, "auto", TableWish(budget=60))
+    first = costs_for([SPEC, SPEC], registry, "auto", TableRequest(budget=60))
     assert "measuring the attention backends" in caplog.text
     path = store.table_path(a_device(), SpecRecord.of(SPEC))
     assert store.stored() == [path]
     assert read_table(path).complete
     caplog.clear()
-    second = costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    second = costs_for([SPEC], registry, "auto", TableRequest(budget=60))
     assert caplog.text == ""
     assert first is not None
     assert second is not None
@@ -62,18 +62,18 @@ def test_the_first_start_measures_and_the_next_one_reads(registry: Registry, cap
 
 
 def test_without_a_budget_nothing_is_measured(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert costs_for([SPEC], registry, "auto", TableWish(budget=0)) is None
+    assert costs_for([SPEC], registry, "auto", TableRequest(budget=0)) is None
     monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "0")
-    assert costs_for([SPEC], registry, "auto", TableWish()) is None
+    assert costs_for([SPEC], registry, "auto", TableRequest()) is None
     assert not (cache / "crossover").exists()
     monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "soon")
     with pytest.raises(ConfigError, match="HEADWAY_AUTOTUNE_BUDGET: needs seconds"):
-        costs_for([SPEC], registry, "auto", TableWish())
+        costs_for([SPEC], registry, "auto", TableRequest())
 
 
 def test_named_backends_need_no_table(registry: Registry, cache: Path) -> None:
-    assert costs_for([SPEC], registry, "sdpa", TableWish()) is None
-    assert costs_for([SPEC], registry, "prefill=sdpa,decode=sdpa.math", TableWish()) is None
+    assert costs_for([SPEC], registry, "sdpa", TableRequest()) is None
+    assert costs_for([SPEC], registry, "prefill=sdpa,decode=sdpa.math", TableRequest()) is None
     assert not (cache / "crossover").exists()
 
 
@@ -91,7 +91,7 @@ def test_a_faulty_kept_table_is_logged_and_left_alone(
     path = store.table_path(a_device(), SpecRecord.of(SPEC))
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert costs_for([SPEC], registry, "auto", TableWish(budget=0)) is None
+    assert costs_for([SPEC], registry, "auto", TableRequest(budget=0)) is None
     assert word in caplog.text
     assert path.read_text() == content
 
@@ -102,26 +102,26 @@ def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(
     path = tmp_path / "mine.json"
     cells = [a_cell(us, backend=name) for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))]
     write_json(a_table(*cells), path)
-    costs = costs_for([SPEC], registry, "auto", TableWish(path))
+    costs = costs_for([SPEC], registry, "auto", TableRequest(path))
     assert costs is not None
     assert costs[SPEC].at(Shape(Phase.DECODE, 1, 1, 64), "sdpa", "nhd", 16)[0] == pytest.approx(10)
     write_json(a_table(*cells, device=a_device(driver="old", torch="1.0")), path)
-    assert costs_for([SPEC], registry, "auto", TableWish(path, budget=60)) is None
+    assert costs_for([SPEC], registry, "auto", TableRequest(path, budget=60)) is None
     assert "torch: the table has 1.0" in caplog.text
     assert "driver: the table has old" in caplog.text
-    assert costs_for([replace(SPEC, head_dim=64)], registry, "auto", TableWish(path)) is None
+    assert costs_for([replace(SPEC, head_dim=64)], registry, "auto", TableRequest(path)) is None
 
 
 def test_a_table_asked_for_must_be_there(registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"crossover_table: needs a table file, got .*none\.json, which does not exist"):
-        costs_for([SPEC], registry, "auto", TableWish(tmp_path / "none.json"))
+        costs_for([SPEC], registry, "auto", TableRequest(tmp_path / "none.json"))
 
 
 @pytest.mark.usefixtures("small_grid")
 def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
-    costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    costs_for([SPEC], registry, "auto", TableRequest(budget=60))
     more = with_backend("newcomer")
-    costs = costs_for([SPEC], more, "auto", TableWish(budget=60))
+    costs = costs_for([SPEC], more, "auto", TableRequest(budget=60))
     assert "backends: newcomer not in it" in caplog.text
     assert costs is not None
     assert costs[SPEC].at(DECODE, "newcomer", "nhd", 16)[0] < float("inf")
@@ -130,12 +130,12 @@ def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry
 @pytest.mark.usefixtures("small_grid")
 def test_an_upgraded_backend_is_measured_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = with_backend("guest")
-    costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    costs_for([SPEC], registry, "auto", TableRequest(budget=60))
     path = store.table_path(a_device(), SpecRecord.of(SPEC))
     before = read_table(path)
     monkeypatch.setattr("headway.tuning.selftest.version_of", lambda owner: "2.0" if owner == "guest" else "")
     caplog.clear()
-    costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    costs_for([SPEC], registry, "auto", TableRequest(budget=60))
     assert "backend guest of guest: the table has none, here is 2.0" in caplog.text
     after = read_table(path)
     assert {record.name: record.version for record in after.backends}["guest"] == "2.0"
@@ -151,7 +151,7 @@ def test_a_plugins_own_layout_is_measured_beside_a_built_in_one(monkeypatch: pyt
 
     monkeypatch.setattr(autotune, "run_kernel_level", run)
     claims = replace(SDPA.capabilities, layouts=(HND,))
-    costs_for([SPEC], with_backend("picky", capabilities=claims), "auto", TableWish(budget=60))
+    costs_for([SPEC], with_backend("picky", capabilities=claims), "auto", TableRequest(budget=60))
     assert asked["layouts"][0] == "nhd"
     assert "hnd" in asked["layouts"]
 
@@ -164,20 +164,20 @@ def test_a_table_that_was_cut_short_is_completed_at_a_later_start(
     path = store.table_path(a_device(), SpecRecord.of(SPEC))
     sizes = []
     for _ in range(len(POINTS)):
-        costs_for([SPEC], registry, "auto", TableWish(budget=1e-9))  # one point at each start
+        costs_for([SPEC], registry, "auto", TableRequest(budget=1e-9))  # one point at each start
         sizes.append(len({cell.point for cell in read_table(path).cells}))
     assert sizes == list(range(1, len(POINTS) + 1))
     assert "the crossover table has 1 points and lacks others" in caplog.text
     assert read_table(path).complete
     caplog.clear()
-    costs_for([SPEC], registry, "auto", TableWish(budget=1e-9))
+    costs_for([SPEC], registry, "auto", TableRequest(budget=1e-9))
     assert caplog.text == ""
 
 
 @pytest.mark.usefixtures("small_grid")
 def test_a_backend_that_computes_wrongly_here_is_left_out_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     registry = with_backend("wrong", decode=half_of_the_rows)
-    costs = costs_for([SPEC], registry, "auto", TableWish(budget=60))
+    costs = costs_for([SPEC], registry, "auto", TableRequest(budget=60))
     assert costs is not None
     assert "auto leaves out wrong: self-test: decode" in caplog.text
     assert "wrong" in costs[SPEC].excluded
@@ -189,13 +189,13 @@ def test_a_folder_that_cannot_be_written_leaves_the_rank_order(
     registry: Registry, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (cache / "crossover").write_text("a file where the folder should be")
-    assert costs_for([SPEC], registry, "auto", TableWish(budget=60)) is None
+    assert costs_for([SPEC], registry, "auto", TableRequest(budget=60)) is None
     assert "rank order instead" in caplog.text
 
 
 def test_one_backend_alone_leaves_nothing_to_measure(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "backends", {"sdpa": registry.backends["sdpa"]})
-    assert costs_for([SPEC], registry, "auto", TableWish(budget=60)) is None
+    assert costs_for([SPEC], registry, "auto", TableRequest(budget=60)) is None
     assert not (cache / "crossover").exists()
 
 

@@ -13,7 +13,7 @@ from headway.backends.sdpa import SDPA
 from headway.bench.diff.measures import NextTokens, RelativeErrors, first_beyond
 from headway.bench.diff.report import DiffReport, PhaseDiff, Side
 from headway.bench.diff.run import BATCH, check_prompts, compare, num_steps
-from headway.bench.diff.sides import Wish, check_side, make_side
+from headway.bench.diff.sides import SideOptions, check_side, make_side
 from headway.bench.diff.table import verdict
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.errors import PromptError, UnknownBackendError, UnsupportedError
@@ -30,9 +30,9 @@ PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
 MAX_TOKENS = 4
 
 
-def run(registry: Registry, a: str, b: str, wish: Wish | None = None, **options: Any) -> dict[Phase, PhaseDiff]:
+def run(registry: Registry, a: str, b: str, wish: SideOptions | None = None, **options: Any) -> dict[Phase, PhaseDiff]:
     model = TinyModel()
-    sides = [make_side(name, registry, model.attention_specs, wish or Wish()) for name in (a, b)]
+    sides = [make_side(name, registry, model.attention_specs, wish or SideOptions()) for name in (a, b)]
     return {phase.phase: phase for phase in compare(model, *sides, PROMPTS, MAX_TOKENS, **options)}
 
 
@@ -68,7 +68,7 @@ def test_a_backend_does_not_differ_from_itself(registry: Registry) -> None:
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 @pytest.mark.parametrize("name", ["sdpa", "sdpa.math", "prefill=sdpa,decode=sdpa.math"])
 def test_a_right_backend_is_near_the_reference_and_within_its_tolerance(registry: Registry, name: str, layout: str) -> None:
-    phases = run(registry, name, "reference", Wish(layout, 8))
+    phases = run(registry, name, "reference", SideOptions(layout, 8))
     assert set(phases) == set(Phase)
     for diff in phases.values():
         assert diff.tolerance == SDPA.tolerance[torch.float32]
@@ -165,7 +165,7 @@ def test_both_sides_are_fed_the_greedy_tokens_of_side_b(registry: Registry) -> N
             written[int(delta.request_id)] += delta.new_token_ids
     spy = Spy()
     wrong = with_wrong(factor=-20.0)
-    sides = [make_side(name, wrong, spy.attention_specs, Wish()) for name in ("wrong", "sdpa")]
+    sides = [make_side(name, wrong, spy.attention_specs, SideOptions()) for name in ("wrong", "sdpa")]
     compare(spy, *sides, PROMPTS, MAX_TOKENS)
     decodes = spy.fed[-2 * MAX_TOKENS :]
     assert decodes[::2] == decodes[1::2], "A runs on the tokens of B"
@@ -186,7 +186,7 @@ def test_an_answer_without_numbers_is_beyond_every_tolerance() -> None:
 
 def test_more_prompts_than_a_batch_are_all_compared(registry: Registry) -> None:
     model = TinyModel()
-    sides = [make_side("sdpa", registry, model.attention_specs, Wish()) for _ in range(2)]
+    sides = [make_side("sdpa", registry, model.attention_specs, SideOptions()) for _ in range(2)]
     prompts = [[n % 50, 1, 2, 3] for n in range(BATCH + 3)]
     steps = []
     phases = compare(model, *sides, prompts, 2, extend=False, advance=lambda: steps.append(1))
@@ -197,10 +197,10 @@ def test_more_prompts_than_a_batch_are_all_compared(registry: Registry) -> None:
 def test_bad_wishes_are_refused(registry: Registry) -> None:
     model = TinyModel()
     with pytest.raises(UnknownBackendError, match="'flsh'"):
-        check_side("flsh", registry, Wish())
-    check_side("reference", registry, Wish())
+        check_side("flsh", registry, SideOptions())
+    check_side("reference", registry, SideOptions())
     with pytest.raises(UnsupportedError, match="triton"):
-        make_side("triton", registry, model.attention_specs, Wish())
+        make_side("triton", registry, model.attention_specs, SideOptions())
     for prompt in ([], [1] * 125):
         with pytest.raises(PromptError, match="prompt 1: needs 1 to 124 tokens"):
             check_prompts(model, [[1], prompt], 4)

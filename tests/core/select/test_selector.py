@@ -19,8 +19,9 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.core.select.costs import CostTable, Sample, Shape
+from headway.core.select.request import parse_backend_request
 from headway.core.select.selection import Measured
-from headway.core.select.selector import Selector, parse_wish
+from headway.core.select.selector import Selector
 from headway.core.select.workload import PRESETS, Workload
 from headway.tuning.points import grid
 
@@ -92,7 +93,7 @@ def follow(source: Source, error: UnsupportedError, *specs: AttentionSpec) -> Se
     ],
 )
 def test_a_wish_is_read(text: str, prefill: str, decode: str) -> None:
-    assert parse_wish(text) == {Phase.PREFILL: prefill, Phase.EXTEND: prefill, Phase.DECODE: decode}
+    assert parse_backend_request(text) == {Phase.PREFILL: prefill, Phase.EXTEND: prefill, Phase.DECODE: decode}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_wish_is_read(text: str, prefill: str, decode: str) -> None:
 )
 def test_any_other_wish_is_refused_with_the_grammar(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape("auto, NAME, or prefill=NAME,decode=NAME")) as caught:
-        parse_wish(text)
+        parse_backend_request(text)
     assert repr(text.strip()) in str(caught.value)
 
 
@@ -170,7 +171,9 @@ def test_an_explicit_name_never_falls_back(wish: str) -> None:
     with pytest.raises(UnsupportedError, match="attention backend .*dead.*cannot be used here") as caught:
         select(source, wish)
     assert "device: needs a GPU, got none" in str(caught.value)
-    assert names(follow(source, caught.value)) == tuple(name if name != "dead" else "fine" for name in parse_wish(wish).values())
+    assert names(follow(source, caught.value)) == tuple(
+        name if name != "dead" else "fine" for name in parse_backend_request(wish).values()
+    )
 
 
 def test_the_layout_is_one_that_every_phase_can_read() -> None:
