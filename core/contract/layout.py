@@ -215,14 +215,6 @@ class LayerCache:
             return k, k[..., : self.geometry.v_head_dim]
         return k, _gather(self.logical_value, rows, self.block_size).view(*slots.shape, heads, self.geometry.v_head_dim)
 
-    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole blocks, int64 [n] each, none of the targets among the sources; does not wait for the device."""
-        for name, tensor in self.tensors.items():
-            if tensor.dtype.is_floating_point and tensor.element_size() == 1:  # torch indexes no fp8: move it as bytes
-                tensor = tensor.view(torch.uint8)
-            axis = self.layout.tensors[name].index("block")
-            tensor.index_copy_(axis, targets, tensor.index_select(axis, sources))
-
 
 _ROWS = ("block", "slot", "head", "dim")
 NHD = CacheLayout("nhd", {"key": _ROWS, "value": _ROWS})

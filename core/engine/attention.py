@@ -31,6 +31,7 @@ class PagedAttention:
         """writer: of every layer's cache, or one for each, where their layouts differ."""
         assert len(specs) == len(caches)
         self.specs = list(specs)
+        self._kinds = list(dict.fromkeys(specs))
         self.caches = list(caches)
         self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
         self._metadata: AttentionMetadata | None = None
@@ -54,7 +55,7 @@ class PagedAttention:
             if view is None:
                 continue
             try:
-                plans = {spec: backends[spec].plan(view) for spec in dict.fromkeys(self.specs)}
+                plans = {spec: backends[spec].plan(view) for spec in self._kinds}
             except Exception as error:
                 raise _blame(
                     error, backends, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens"
@@ -64,7 +65,7 @@ class PagedAttention:
 
     def begin_graph(self, metadata: AttentionMetadata, decode: Backends) -> Plans:
         """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
-        plans = {spec: decode[spec].plan_for_capture(metadata) for spec in dict.fromkeys(self.specs)}
+        plans = {spec: decode[spec].plan_for_capture(metadata) for spec in self._kinds}
         self.resume_graph(metadata, decode, plans)
         return plans
 

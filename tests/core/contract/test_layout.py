@@ -131,19 +131,6 @@ def test_heads_interleaved_with_another_engines_are_no_contiguous_blocks() -> No
     assert not cache.contiguous_blocks
 
 
-@pytest.mark.parametrize("layout", [NHD, HND, VLLM_5D, LATENT], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
-def test_blocks_are_copied_whole(layout: CacheLayout, dtype: torch.dtype) -> None:
-    cache = layout.allocate(CacheGeometry(6, 16, 1, 32, dtype, torch.device("cpu")))
-    for tensor in cache.tensors.values():
-        tensor.copy_(torch.randn(tensor.shape).to(dtype))
-    cache.copy_blocks(torch.tensor([0, 3]), torch.tensor([5, 1]))
-    slots = torch.arange(16)
-    for source, target in ((0, 5), (3, 1)):
-        for before, after in zip(cache.gather(source * 16 + slots), cache.gather(target * 16 + slots), strict=True):
-            assert torch.equal(before.float(), after.float())
-
-
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
