@@ -18,8 +18,8 @@ from headway.bench.crossover.view import view
 from headway.bench.generate.report import read_kernel_peers, read_peers
 from headway.bench.kernel.results import read_report
 from headway.core.contract.errors import ConfigError
+from headway.testing.json_files import write_bytes
 from headway.tuning.files import read_table
-from headway.tuning.json_files import write_bytes
 
 H200 = Path("bench/results/h200")
 _COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#66ccee", "#aa3377")

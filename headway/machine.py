@@ -11,13 +11,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 
 from headway.core.contract.folders import cache_folder
+from headway.testing.installed import installed_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def examine(distributions: tuple[str, ...]) -> Machine:
         compiler=_find(os.environ.get("CXX", ""), "c++", "g++", "clang++", "cl"),
         cxx11abi=bool(torch.compiled_with_cxx11_abi()),
         installer=_installer(),
-        installed=_versions(distributions),
+        installed=installed_versions(distributions),
     )
 
 
@@ -143,13 +143,3 @@ def _installer() -> str:
     if importlib.util.find_spec("pip"):
         return f"{'python' if same else sys.executable} -m pip"
     return "uv pip" if shutil.which("uv") else ""
-
-
-def _versions(names: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

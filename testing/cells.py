@@ -100,7 +100,7 @@ def make_spec(
         "alibi_slopes": tuple(2.0 ** -(1 + 8 * head / heads) for head in range(heads)),
         "sinks": tuple((0.3, -1.0, 2.0, 0.0, 1.0)[head % 5] for head in range(heads)),
     }
-    shorter = v_head_dim or max(8, head_dim // 9 * 8 // 8 * 8)
+    shorter = v_head_dim or max(8, head_dim // 9 * 8)
     changes: dict[str, dict[str, object]] = {
         "none": {},
         "window": {"sliding_window": WINDOW},

@@ -11,7 +11,7 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.testing.origin import Origin
-from headway.testing.report import CellResult, CheckReport, Machine, machine_of, now
+from headway.testing.report import CellResult, CheckReport, machine_of, now
 from headway.testing.runner import TIMEOUT, Child, Run
 from headway.testing.subject import BASELINE
 
@@ -65,16 +65,11 @@ def check(
         version=_version(listed.owner),
         date=now(),
         quick=wanted.quick,
-        machine=machine(wanted.device),
+        machine=machine_of(torch.device(wanted.device)),
         unavailable=listed.unavailable,
         seconds=round(time.monotonic() - started, 1),
         cells=results,
     )
-
-
-def machine(device: str) -> Machine:
-    """The machine cells run on."""
-    return machine_of(torch.device(device))
 
 
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:

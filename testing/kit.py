@@ -12,6 +12,7 @@ from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import HeadwayError
 from headway.testing.cells import PHASES, Cell
 from headway.testing.checks import answers, claims, engine, graphs, invariant, layouts, steps
+from headway.testing.cover import DTYPES
 from headway.testing.findings import Finding, Skipped
 from headway.testing.report import CellResult
 from headway.testing.stage import Stage
@@ -60,9 +61,7 @@ class Kit:
         cells += [cell.plain("cold", phase=phase) for phase, cell in zip(PHASES, plain, strict=True) if cell is not None]
         cells += claimed.refusals()
         cells.append(some.plain("options"))
-        cells += [
-            cell.plain("tolerance") for cell in _distinct(claimed.plainest(p, dtype=d) for d in _dtypes(claimed) for p in PHASES)
-        ]
+        cells += [cell.plain("tolerance") for cell in _distinct(claimed.plainest(p, dtype=d) for d in DTYPES for p in PHASES)]
         single = claimed.cover(1)
         for cell, phases in single if quick else claimed.cover(2):
             cells += [cell.plain("answer", phase=phase) for phase in PHASES if phase in phases]
@@ -127,12 +126,6 @@ class Kit:
             cells += [cell.plain("engine")] if cell.feature not in ("fp8", "latent") and phases & {"decode", "extend"} else []
             cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature == "none" else []
         return [*cells, whole.plain("memory")]
-
-
-def _dtypes(claimed: object) -> tuple[str, ...]:
-    from headway.testing.cover import DTYPES
-
-    return DTYPES
 
 
 def _distinct(cells: Iterable[Cell | None]) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""Attention in float64, sharing no code with any backend: what every answer is compared with before it counts or is timed."""
+"""The float64 answer to a case, which every answer is compared with before it counts or is timed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend
 from headway.testing.cases import Case
-
-_SCORES = 2**27
-"""Scores held at a time (1 GiB), so that long prompts fit."""
+from headway.testing.oracle import attend
 
 
 def reference(case: Case) -> Tensor:
@@ -29,40 +27,10 @@ def reference_with_lse(case: Case) -> tuple[Tensor, Tensor]:
             blocks = metadata.block_table[row].long()[positions // metadata.block_size]
             k, v = case.cache.gather(blocks * metadata.block_size + positions % metadata.block_size)
             keys, values = k.double() * spec.k_scale, v.double() * spec.v_scale
-            rows = max(1, _SCORES // (kv_len * spec.num_heads))
-            for first in range(0, query_len, rows):
-                last = min(first + rows, query_len)
-                at = positions[kv_len - query_len + first : kv_len - query_len + last]
-                tokens = slice(token + first, token + last)
-                out[tokens], lse[:, tokens] = _attend(case, case.q[tokens], keys, values, at, positions)
+            tokens = slice(token, token + query_len)
+            out[tokens], lse[:, tokens] = attend(spec, case.q[tokens], keys, values, kv_len - query_len)
         token += query_len
     return out, lse
-
-
-def _attend(case: Case, queries: Tensor, keys: Tensor, values: Tensor, at: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [n, num_heads, head_dim] at positions `at` over keys and values [kv_len, num_kv_heads, head_dim or v_head_dim]."""
-    spec = case.spec
-    n = len(queries)
-    grouped = queries.double().view(n, spec.num_kv_heads, spec.group_size, -1).permute(1, 2, 0, 3).flatten(1, 2)
-    scores = grouped @ keys.permute(1, 2, 0) * spec.scale  # [num_kv_heads, group_size * n, kv_len]
-    scores = scores.view(spec.num_heads, n, -1)  # query head h reads kv head h // group_size
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    ago = at[:, None] - positions[None, :]
-    if spec.alibi_slopes is not None:
-        scores = scores - torch.tensor(spec.alibi_slopes, dtype=scores.dtype, device=scores.device)[:, None, None] * ago
-    hidden = ago < 0
-    if spec.sliding_window is not None:
-        hidden |= ago >= spec.sliding_window
-    scores = scores.masked_fill(hidden, -torch.inf)
-    largest = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - largest)
-    total = weights.sum(-1, keepdim=True)
-    if spec.sinks is not None:
-        total = total + torch.exp(torch.tensor(spec.sinks, dtype=scores.dtype, device=scores.device)[:, None, None] - largest)
-    lse = (largest + total.log()).squeeze(-1)
-    weights = (weights / total).view(spec.num_kv_heads, spec.group_size * n, -1)
-    return (weights @ values.permute(1, 0, 2)).view(spec.num_heads, n, -1).transpose(0, 1), lse
 
 
 def run_backend(backend: AttentionBackend, case: Case, lse: Tensor | None = None) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import platform
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Final, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from headway.core.contract.errors import ConfigError
+from headway.testing.installed import cpu_name, installed_versions
+from headway.testing.json_files import read_json, write_json
 from headway.testing.origin import Origin
 
 SCHEMA: Final = "headway.check/1"
@@ -91,11 +91,7 @@ class CheckReport(BaseModel):
 
         :raises ConfigError: the file cannot be written.
         """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.model_dump_json(by_alias=True, indent=1, exclude_defaults=False) + "\n")
-        except OSError as error:
-            raise ConfigError("--json", "a file that can be written", str(path), error.strerror or str(error)) from error
+        write_json(self, path)
 
 
 def read_check(path: Path) -> CheckReport:
@@ -103,37 +99,21 @@ def read_check(path: Path) -> CheckReport:
 
     :raises ConfigError: missing, not JSON, of another schema, or with a field that cannot be; the first fault is named.
     """
-    need = f"a JSON file of schema {SCHEMA}"
-    try:
-        return CheckReport.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError("check file", need, str(path), error.strerror or str(error)) from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"check file {path}", need, f"{place}: {first['msg']}") from error
+    return read_json(path, CheckReport, SCHEMA)
 
 
 def machine_of(device: torch.device) -> Machine:
     """This machine."""
-    found = {}
-    for library in _LIBRARIES:
-        try:
-            found[library] = metadata.version(library)
-        except metadata.PackageNotFoundError:
-            continue
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    return Machine(device=device.type, name=name, python=platform.python_version(), torch=torch.__version__, libraries=found)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return Machine(
+        device=device.type,
+        name=name,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        libraries=installed_versions(_LIBRARIES),
+    )
 
 
 def now() -> str:
     """The date and time, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -31,7 +31,6 @@ log = logging.getLogger("headway")
 
 DEFAULT_BUDGET = {"cpu": 10.0, "cuda": 20.0}
 """Seconds a kind of layer, by device type."""
-_BLOCK_SIZES = (16, 256)
 _TURNS = Turns(rounds=2, round_ms=2.0)
 _NEEDED_LEVEL = 1
 """Of the grid: a table that was cut short before these points is completed at the next start."""
@@ -148,7 +147,6 @@ def _measure(
         spec=spec,
         backends=available,
         layouts=_preferred(registry, available),
-        block_sizes=_BLOCK_SIZES,
         turns=_TURNS,
         budget=budget,
         output=path,

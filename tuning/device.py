@@ -5,8 +5,6 @@ from __future__ import annotations
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
+from headway.testing.installed import cpu_name, installed_versions
 from headway.tuning.timing import Timer
 
 LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers", "nvidia-cutlass-dsl", "headway")
@@ -92,11 +91,11 @@ def identify_device(device: torch.device) -> DeviceIdentity:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "libraries": _versions(),
+        "libraries": installed_versions(LIBRARIES),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if device.type != "cuda":
-        return DeviceIdentity(name=_cpu_name(), threads=torch.get_num_threads(), **common)
+        return DeviceIdentity(name=cpu_name(), threads=torch.get_num_threads(), **common)
     properties = torch.cuda.get_device_properties(device)
     driver, clock = _driver(device)
     return DeviceIdentity(
@@ -156,23 +155,6 @@ def _matrix_tflops(n: int, dtype: torch.dtype, device: torch.device, timer: Time
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(a)
     return 2 * n**3 / timer.time(lambda: torch.mm(a, b, out=product), device).median_us * 1e-6
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
 
 
 def _driver(device: torch.device) -> tuple[str | None, int | None]:

@@ -12,12 +12,12 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.folders import cache_folder
 from headway.core.contract.spec import AttentionSpec
+from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.registry import Registry
 from headway.registry.registry import BUILTIN_OWNER
 from headway.tuning.selftest import self_test
 
 SKIP = "HEADWAY_SKIP_SELF_TEST"
-_BLOCK_SIZES = (16, 64, 128, 256)
 log = logging.getLogger("headway")
 
 
@@ -45,7 +45,7 @@ def _check(registry: Registry, name: str, owner: str, spec: AttentionSpec) -> No
     passed = cache_folder() / "self-tests" / f"{key}.passed"
     if version and passed.exists():
         return
-    pairs = [(info.layout, size) for size in _BLOCK_SIZES for info in registry.layouts.values()]
+    pairs = [(info.layout, size) for size in DEFAULT_BLOCK_SIZES for info in registry.layouts.values()]
     if not any(
         registry.supports(name, spec, *pair, phase) for pair in pairs for phase in registry.backend(name).capabilities.phases
     ):

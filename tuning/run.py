@@ -16,6 +16,7 @@ from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
 from headway.registry import Registry
+from headway.testing.json_files import write_json
 from headway.testing.origin import Origin
 from headway.tuning import selftest
 from headway.tuning.budget import Budget
@@ -23,7 +24,6 @@ from headway.tuning.compare import differences
 from headway.tuning.device import crowding, identify_device
 from headway.tuning.files import read_table
 from headway.tuning.halving import losers, surviving_pairs
-from headway.tuning.json_files import write_json
 from headway.tuning.measure_point import Bench, Pair, measure_point
 from headway.tuning.points import Point, grid
 from headway.tuning.progress import on_device, progress_bar

@@ -19,11 +19,11 @@ from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.support import Reason
 from headway.registry import Registry
 from headway.testing.cases import parse_case
+from headway.testing.json_files import write_json
 from headway.testing.origin import Origin
 from headway.tuning.compare import differences
 from headway.tuning.device import identify_device
 from headway.tuning.files import read_table
-from headway.tuning.json_files import write_json
 from headway.tuning.points import Point
 from headway.tuning.progress import progress_bar
 from headway.tuning.schema import BackendRecord, Cell, CrossoverTable, SpecRecord, points

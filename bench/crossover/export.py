@@ -8,7 +8,7 @@ from pathlib import Path
 from headway.bench.crossover.report import to_csv, to_markdown
 from headway.bench.crossover.view import View
 from headway.core.contract.errors import ConfigError
-from headway.tuning.json_files import write_bytes, write_json
+from headway.testing.json_files import write_bytes, write_json
 
 
 def _json(view: View, path: Path) -> None:

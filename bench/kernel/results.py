@@ -7,10 +7,10 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from headway.testing.json_files import read_json
 from headway.testing.origin import Origin
 from headway.tuning.attempt import Status
 from headway.tuning.device import DeviceInfo
-from headway.tuning.json_files import read_json
 from headway.tuning.work import PhaseName
 
 SCHEMA: Final = "headway.kernel/1"

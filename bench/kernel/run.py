@@ -23,12 +23,12 @@ from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
 from headway.testing.cases import Case
+from headway.testing.json_files import write_json
 from headway.testing.origin import Origin
 from headway.testing.reference import reference, relative_error
 from headway.tuning.attempt import Attempt, Measurement, backend_attempt, failed, measure, writer_attempt
 from headway.tuning.device import crowding, default_device, describe_device
 from headway.tuning.inputs import Inputs
-from headway.tuning.json_files import write_json
 from headway.tuning.progress import on_device, progress_bar
 from headway.tuning.timing import Timer
 from headway.tuning.work import DEFAULT_CASES, Geometry, PhaseName, Work, build_case, build_write, make_spec, make_work

@@ -13,8 +13,8 @@ from rich.console import Console
 from headway.bench.generate.workloads import Nano, random_workloads
 from headway.bench.peers.run import PeerOptions, run_peer
 from headway.core.contract.errors import HeadwayError
+from headway.testing.json_files import write_json
 from headway.tuning.device import resolve_device
-from headway.tuning.json_files import write_json
 
 
 def measure(

@@ -48,9 +48,9 @@ def kernel(
     from headway.bench.kernel.run import KernelOptions, run_kernel_bench
     from headway.bench.kernel.table import print_report
     from headway.core.contract.spec import DTYPES, KV_DTYPES
+    from headway.testing.json_files import write_json
     from headway.threads import set_threads
     from headway.tuning.device import resolve_device
-    from headway.tuning.json_files import write_json
     from headway.tuning.timing import Timer
     from headway.tuning.work import Geometry
 

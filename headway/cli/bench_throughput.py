@@ -170,7 +170,7 @@ def _progress(err: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def _write(err: Console, report: BaseModel, output: Path | None) -> None:
-    from headway.tuning.json_files import write_json
+    from headway.testing.json_files import write_json
 
     if output is not None:
         write_json(report, output)

@@ -49,10 +49,10 @@ def diff(
     from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
     from headway.models.loader import load_model
     from headway.registry import create_registry
+    from headway.testing.json_files import write_json
     from headway.testing.origin import Origin
     from headway.threads import set_threads
     from headway.tuning.device import identify_device, resolve_device
-    from headway.tuning.json_files import write_json
 
     args = EngineArgs.of(**engine, kv_cache_dtype=kv_cache_dtype)
     options = SideOptions(args.kv_layout, args.block_size, args.attn_options)

@@ -125,9 +125,9 @@ def merge(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
 ) -> None:
     """Put tables together; where two have the same cell, the later one's counts."""
+    from headway.testing.json_files import write_json
     from headway.tuning import compare
     from headway.tuning.files import read_table
-    from headway.tuning.json_files import write_json
 
     if len(files) < 2:
         raise ConfigError("headway table merge", "two files or more", len(files))
@@ -154,10 +154,10 @@ def regret(
     from headway.bench.crossover.regret import judge_again, leave_one_out, measure_regret, read_report
     from headway.core.select.workload import Workload
     from headway.registry import create_registry
+    from headway.testing.json_files import write_json
     from headway.threads import set_threads
     from headway.tuning.device import resolve_device
     from headway.tuning.files import read_table
-    from headway.tuning.json_files import write_json
 
     if without and trials is not None:
         raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")

@@ -13,8 +13,8 @@ import pytest
 
 from headway.bench.pages import render
 from headway.core.contract.errors import ConfigError
+from headway.testing.json_files import write_json
 from headway.testing.origin import Origin
-from headway.tuning.json_files import write_json
 from tables import a_table
 
 ROOT = Path(__file__).resolve().parents[2]

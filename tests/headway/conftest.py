@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway.__main__ import main
-from sandbox import Result, save_tiny_model
+from sandbox import REFUSING, TOY, Result, install, save_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +41,14 @@ def headway(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
         return Result(code, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working plugin and one whose backends refuse, found by this process."""
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    install(folder, "headway_toy", TOY)
+    install(folder, "headway_odd", REFUSING)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from headway import LLM, HeadwayError, SamplingParams
 from headway.core.contract.errors import ConfigError, ModelError, PromptError
 from headway.models import loader
-from sandbox import REFUSING, TOY, Result, assert_refused, install, run_headway
+from sandbox import Result, assert_refused, run_headway
 
 Headway = Callable[..., Result]
 Spoil = Callable[[Path], object]
@@ -77,16 +77,6 @@ MODEL_FREE = [name for name in OPTIONS if name not in NEEDS_MODEL]
 
 def generate(model: Path | str, *options: str, prompt: str = "the quick fox") -> tuple[str, ...]:
     return ("generate", "--model", str(model), "--max-tokens", "4", *options, prompt)
-
-
-@pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "plugins"
-    folder.mkdir()
-    install(folder, "headway_toy", TOY)
-    install(folder, "headway_odd", REFUSING)
-    monkeypatch.syspath_prepend(str(folder))
-    return folder
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -16,10 +16,10 @@ from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
 from headway.core.select.workload import Workload
 from headway.registry import Registry
+from headway.testing.json_files import write_json
 from headway.tuning import autotune, store
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.files import read_table
-from headway.tuning.json_files import write_json
 from headway.tuning.points import Point
 from headway.tuning.run import CrossoverOptions, run_kernel_level
 from headway.tuning.schema import CrossoverTable, SpecRecord

@@ -16,7 +16,7 @@ from headway.bench.generate.table import markdown, print_offline
 from headway.bench.generate.workloads import Nano, RandomTokens, RequestSet
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.llm import LLM
-from headway.tuning.json_files import write_json
+from headway.testing.json_files import write_json
 from sandbox import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,7 +16,7 @@ from headway.bench.kernel.table import print_report
 from headway.cli.bench_kernel import kernel
 from headway.core.contract.errors import ConfigError
 from headway.registry import Registry
-from headway.tuning.json_files import write_json
+from headway.testing.json_files import write_json
 from tiny_bench import CPU, QUICK, half_of_the_rows, run, with_backend, zeros
 
 

@@ -14,7 +14,7 @@ from headway.bench.generate.report import read_peers
 from headway.bench.generate.workloads import RandomTokens
 from headway.bench.peers.run import PeerOptions, run_peer
 from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
-from headway.tuning.json_files import write_json
+from headway.testing.json_files import write_json
 from sandbox import save_tiny_model
 
 

@@ -17,22 +17,11 @@ from headway.cli.options import parse_attn_options, parse_block_size
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import EngineArgs
 from headway.registry import create_registry
-from sandbox import REFUSING, TOY, Result, install, run_headway, run_python
+from sandbox import Result, run_headway, run_python
 
 ROOT = Path(__file__).resolve().parents[3]
 
 Headway = Callable[..., Result]
-
-
-@pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working plugin and one whose backends refuse, found by this process."""
-    folder = tmp_path / "plugins"
-    folder.mkdir()
-    install(folder, "headway_toy", TOY)
-    install(folder, "headway_odd", REFUSING)
-    monkeypatch.syspath_prepend(str(folder))
-    return folder
 
 
 def test_the_version_is_printed(headway: Headway) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.testing.json_files import write_json
 from headway.tuning import store
 from headway.tuning.files import read_table
-from headway.tuning.json_files import write_json
 from headway.tuning.schema import BackendRecord, CrossoverTable, SpecRecord
 from sandbox import Result, assert_refused
 from tables import SPEC, a_cell, a_device, a_table

@@ -14,16 +14,18 @@ from headway.core.contract.errors import ConfigError
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def write_json(model: BaseModel, path: Path) -> None:
+def write_json(model: BaseModel, path: Path, option: str = "--output") -> None:
     """Write a model whole or not at all: a reader never sees half a file, and a failed write leaves the old one.
+
+    option: the one that names the file, for the error.
 
     :raises ConfigError: the folder cannot be written to.
     """
-    write_bytes(f"{model.model_dump_json(by_alias=True, indent=1)}\n".encode(), path)
+    write_bytes(f"{model.model_dump_json(by_alias=True, indent=1)}\n".encode(), path, option)
 
 
-def write_bytes(content: bytes, path: Path) -> None:
-    """Write a file whole or not at all.
+def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
+    """Write a file whole or not at all. option: the one that names it, for the error.
 
     :raises ConfigError: the folder cannot be written to.
     """
@@ -31,7 +33,7 @@ def write_bytes(content: bytes, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise ConfigError("--output", "a file in a folder that can be written to", str(path), str(error)) from error
+        raise ConfigError(option, "a file in a folder that can be written to", str(path), str(error)) from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
