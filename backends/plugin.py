@@ -54,6 +54,12 @@ def _vllm_paged() -> type[AttentionBackend]:
     return VllmPagedAttention
 
 
+def _hopper() -> type[AttentionBackend]:
+    from headway.backends.hopper.backend import HopperAttention
+
+    return HopperAttention
+
+
 def _flash_attn() -> type[AttentionBackend]:
     from headway.backends.flash_attn import FlashAttention2
 
@@ -99,6 +105,7 @@ def headway_register_backends() -> list[BackendInfo]:
             _vllm_paged,
             "headway[vllm-paged]",
         ),
+        _info("hopper", "our prefill and extend in CUDA C++ for H100 and H200, compiled at first use", _hopper, "cuda-core[cu13]"),
         _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
         _info("flash_attn_4", "FlashAttention 4 (CuTe DSL), Hopper and Blackwell", _flash_attn_4, "headway[flash-attn-4]"),
         _info("torch_varlen", "torch's own FlashAttention 2, paged (torch.nn.attention.varlen)", _torch_varlen, "torch>=2.13"),
@@ -108,7 +115,7 @@ def headway_register_backends() -> list[BackendInfo]:
     ]
 
 
-_PROMPTS = ("flash_attn_4", "flash_attn", "torch_varlen", "triton", "xformers", "sdpa", "sdpa.math")
+_PROMPTS = ("hopper", "flash_attn_4", "flash_attn", "torch_varlen", "triton", "xformers", "sdpa", "sdpa.math")
 RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
     "cuda": {
         Phase.PREFILL: _PROMPTS,

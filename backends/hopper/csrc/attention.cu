@@ -1,0 +1,45 @@
+// Attention over packed sequences whose keys and values lie in this step's tensors or in a paged cache: prefill, extend, verification.
+//
+// Persistent: as many programs as multiprocessors, each taking items (shape.cuh) from a queue. In each, one warpgroup copies (copy.cuh) and
+// one to three multiply (attend.cuh).
+#include "attend.cuh"
+#include "copy.cuh"
+
+using namespace hopper;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map,
+              const __grid_constant__ Arguments arguments) {
+  extern __shared__ unsigned char shared[];
+  const u32 base = (shared_address(shared) + 1023) & ~1023u;
+  const int group = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    prefetch_map(key_map);
+    prefetch_map(value_map);
+    barrier_init(base + Layout::q_full, 32 * QUERY_WARPS);
+    barrier_init(base + Layout::q_empty, 4 * GROUPS);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(base + Layout::item_full + 8 * i, 1);
+      barrier_init(base + Layout::item_empty + 8 * i, 4 * GROUPS + QUERY_WARPS);
+    }
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(base + Layout::k_full + 8 * i, 1);
+      barrier_init(base + Layout::v_full + 8 * i, 1);
+      barrier_init(base + Layout::k_empty + 8 * i, 4 * GROUPS);
+      barrier_init(base + Layout::v_empty + 8 * i, 4 * GROUPS);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (group == 0) {
+    give_registers<COPY_REGISTERS>();
+    if (threadIdx.x < 32) {
+      copy_keys_and_values(base, key_map, value_map, arguments, threadIdx.x);
+    } else {
+      copy_queries<Half>(base, arguments, threadIdx.x - 32);
+    }
+  } else {
+    take_registers<PRODUCT_REGISTERS>();
+    attend(base, arguments, group - 1, threadIdx.x % 128);
+  }
+}
