@@ -9,7 +9,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from headway.backends.hopper.schedule import Schedule, choose
+from headway.backends.hopper.schedule import Problem, Schedule, choose
 from headway.backends.hopper.tiles import ARCH, Tile, box_of, tiles_of, variant_of
 from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.launch import Kernel, Launch
@@ -22,7 +22,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
 
 _LOG2E = math.log2(math.e)
-_ARGUMENTS = Struct("=9Q6q5i2f4x")
+_ARGUMENTS = Struct("=9Q6q4iI2i2f4x")
 """struct Arguments of shape.cuh."""
 
 
@@ -89,9 +89,7 @@ class Attention:
         most_rows = metadata.max_query_len * spec.group_size
         candidates = (tiles.narrow,) if most_rows <= tiles.narrow.rows else (tiles.wide, tiles.narrow)
         table = metadata.block_table
-        schedule = choose(
-            metadata, candidates, spec.group_size, spec.num_kv_heads, spec.sliding_window, self._programs, self._num_splits
-        )
+        schedule = choose(Problem.of(metadata, spec, self._programs), candidates, self._num_splits)
         if len(schedule.items) == 0:
             return Plan(dense, None, None, 0, (), 0, (), schedule, ())
         tile = schedule.tile
@@ -111,7 +109,9 @@ class Attention:
             numbers=(
                 len(schedule.items),
                 spec.num_kv_heads,
+                schedule.section,
                 spec.group_size,
+                -(-(1 << 32) // spec.group_size) & 0xFFFFFFFF,
                 self._block_size,
                 spec.sliding_window or 0,
                 *self._scaling,
@@ -121,7 +121,10 @@ class Attention:
         )
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None) -> None:
-        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: the same with num_kv_heads; lse: [num_heads, num_tokens]."""
+        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: the same with num_kv_heads.
+
+        lse: float32 [num_heads, num_tokens], or None.
+        """
         if plan.kernel is None or plan.launch is None:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)

@@ -31,6 +31,8 @@ class Tile:
     """Keys of a tile; a multiple of 16."""
     stages: int
     """Tiles of keys, and of values, that shared memory holds."""
+    query_stages: int = 2
+    """Tiles of queries: with two, those of the next item are copied while this one is worked on."""
 
     @property
     def rows(self) -> int:
@@ -45,8 +47,8 @@ class Tile:
     def shared_bytes(self, head_dim: int, v_head_dim: int) -> int:
         """Dynamic shared memory: struct Layout of shape.cuh, and what aligning its beginning may take."""
         k_row, v_row = (128 * -(-dim // _PANEL) for dim in (head_dim, v_head_dim))
-        barriers = 8 * (2 + 4 + 4 * self.stages)
-        return self.rows * k_row + self.stages * self.keys * (k_row + v_row) + 2 * 48 + barriers + 1024
+        barriers = 8 * (2 * self.query_stages + 4 + 4 * self.stages)
+        return self.query_stages * self.rows * k_row + self.stages * self.keys * (k_row + v_row) + 2 * 48 + barriers + 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,12 @@ def tiles_of(head_dim: int, v_head_dim: int) -> Tiles:
     if longest <= 64:
         return Tiles(Tile(3, 128, 3), Tile(1, 128, 4))
     if longest <= 128:
-        return Tiles(Tile(2, 128, 2), Tile(1, 128, 3))
-    if v_head_dim <= 128:
         return Tiles(Tile(2, 128, 2), Tile(1, 128, 2))
+    if v_head_dim <= 128:
+        return Tiles(Tile(2, 128, 2, 1), Tile(1, 128, 2))
     if longest <= 192:
-        return Tiles(Tile(2, 96, 2), Tile(1, 96, 2))
-    return Tiles(Tile(2, 80, 2), Tile(1, 80, 2))
+        return Tiles(Tile(2, 96, 2, 1), Tile(1, 96, 2))
+    return Tiles(Tile(2, 80, 2, 1), Tile(1, 80, 2))
 
 
 def variant_of(spec: AttentionSpec, tile: Tile, block_size: int | None) -> Variant:
@@ -82,6 +84,7 @@ def variant_of(spec: AttentionSpec, tile: Tile, block_size: int | None) -> Varia
         "GROUPS": tile.groups,
         "KEYS": tile.keys,
         "STAGES": tile.stages,
+        "QUERY_STAGES": tile.query_stages,
         "BOX": box_of(tile, block_size),
         "PAGED": int(block_size is not None),
         "SOFTCAP": int(spec.softcap is not None),

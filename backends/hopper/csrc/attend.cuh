@@ -49,36 +49,29 @@ __device__ __forceinline__ void pass_turn(int group) {
 __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int group, int thread) {
   const int lane = thread % 32, row = 64 * group + thread / 32 * 16 + lane / 4;
   const bool leads = lane == 0;
-  const u32 q_rows = base + Layout::q + group * (64 * 128);
   Ring<2> shown;
-  Ring<1> q;
+  Ring<QUERY_STAGES> q;
   Ring<STAGES> k, v;
   if (GROUPS > 1 && group == 0) named_arrive(TURN, 256);
   while (true) {
     barrier_wait(base + Layout::item_full + 8 * shown.index, shown.parity);
-    int words[ITEM_INTS];
-#pragma unroll
-    for (int i = 0; i < ITEM_INTS; ++i) {
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[i]) : "r"(base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)) + 4 * i) : "memory");
-    }
-    const Item& item = *reinterpret_cast<const Item*>(words);
-    const int head = words[ITEM_INTS - 1];
+    const Item item = read_item(base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)));
     __syncwarp();
     if (leads) barrier_arrive(base + Layout::item_empty + 8 * shown.index);
     shown.advance();
-    if (head < 0) break;
+    if (item.head < 0) break;
 
     const int before = item.kv_len - item.query_len;  // keys of the context
     Sight sight;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int token = min((item.tile * ROWS + row + 8 * r) / arguments.group, item.query_len - 1);
+      const int token = min(token_of(arguments, item.tile * ROWS + row + 8 * r), item.query_len - 1);
       sight.high[r] = before + token + 1;
       sight.low[r] = WINDOW ? sight.high[r] - arguments.window : 0;
     }
     // Tiles below `clear` and from `inside` on need no mask: every row of the block of threads sees all of their keys.
-    const int first_token = item.tile * ROWS / arguments.group;
-    const int last_token = min((item.tile * ROWS + ROWS - 1) / arguments.group, item.query_len - 1);
+    const int first_token = token_of(arguments, item.tile * ROWS);
+    const int last_token = min(token_of(arguments, item.tile * ROWS + ROWS - 1), item.query_len - 1);
     const int clear = (before + first_token + 1) / KEYS;
     const int inside = WINDOW ? (max(before + last_token + 1 - arguments.window, 0) + KEYS - 1) / KEYS : 0;
     const int lane_key = 2 * (lane % 4);
@@ -93,10 +86,9 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
 #endif
       if (tile >= clear || tile < inside) {
         sight.mask(scores, tile * KEYS + lane_key);
-        softmax.template update<true>(scores, arguments.scale, keep);
-      } else {
-        softmax.template update<WINDOW>(scores, arguments.scale, keep);
+        return softmax.template update<true>(scores, arguments.scale, keep);
       }
+      return softmax.template update<WINDOW>(scores, arguments.scale, keep);
     };
     const auto wait_for_values = [&](int tile) {
       barrier_wait(base + Layout::v_full + 8 * v.index, v.parity);
@@ -104,7 +96,8 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
       if (present < KEYS) clear_values(base + Layout::v + v.index * V_BYTES, present, group, thread);
     };
 
-    barrier_wait(base + Layout::q_full, q.parity);
+    const u32 q_rows = base + Layout::q + q.index * Q_BYTES + group * (64 * 128);
+    barrier_wait(base + Layout::q_full + 8 * q.index, q.parity);
     barrier_wait(base + Layout::k_full + 8 * k.index, k.parity);
     pin(scores);
     products_begin();
@@ -132,19 +125,21 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
       pin(scores);
       if (leads) barrier_arrive(base + Layout::k_empty + 8 * k.index);
       k.advance();
-      weigh(tile - 1);
+      const bool rescale = weigh(tile - 1);
       products_wait<0>();
       pin(sums);
       pin(weights);
       if (leads) barrier_arrive(base + Layout::v_empty + 8 * v.index);
       v.advance();
       pack_weights(scores, weights);
+      if (rescale) {
 #pragma unroll
-      for (int i = 0; i < V_HEAD_DIM / 2; ++i) sums[i] *= keep[i / 2 % 2];
+        for (int i = 0; i < V_HEAD_DIM / 2; ++i) sums[i] *= keep[i / 2 % 2];
+      }
       add = 1;
     }
     // Nobody reads the queries any more.
-    if (leads) barrier_arrive(base + Layout::q_empty);
+    if (leads) barrier_arrive(base + Layout::q_empty + 8 * q.index);
     q.advance();
     wait_for_values(item.first);
     pin(sums);
@@ -156,7 +151,7 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
     pin(weights);
     if (leads) barrier_arrive(base + Layout::v_empty + 8 * v.index);
     v.advance();
-    finish(arguments, item, head, group, thread, softmax, sums);
+    finish(arguments, item, group, thread, softmax, sums);
   }
 }
 

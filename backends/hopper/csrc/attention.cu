@@ -16,8 +16,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) {
     prefetch_map(key_map);
     prefetch_map(value_map);
-    barrier_init(base + Layout::q_full, 32 * QUERY_WARPS);
-    barrier_init(base + Layout::q_empty, 4 * GROUPS);
+    for (int i = 0; i < QUERY_STAGES; ++i) {
+      barrier_init(base + Layout::q_full + 8 * i, 32 * QUERY_WARPS);
+      barrier_init(base + Layout::q_empty + 8 * i, 4 * GROUPS);
+    }
     for (int i = 0; i < 2; ++i) {
       barrier_init(base + Layout::item_full + 8 * i, 1);
       barrier_init(base + Layout::item_empty + 8 * i, 4 * GROUPS + QUERY_WARPS);
@@ -36,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < 32) {
       copy_keys_and_values(base, key_map, value_map, arguments, threadIdx.x);
     } else {
-      copy_queries<Half>(base, arguments, threadIdx.x - 32);
+      copy_queries(base, arguments, threadIdx.x - 32);
     }
   } else {
     take_registers<PRODUCT_REGISTERS>();

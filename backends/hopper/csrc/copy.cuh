@@ -5,80 +5,95 @@
 
 namespace hopper {
 
-// One tile of keys or of values, by all lanes of a warp: lane by lane one box of BOX slots and 64 elements.
-template <int PANELS>
-__device__ __forceinline__ void copy_tile(u32 to, u32 barrier, const TensorMap& map, const Arguments& arguments, const Item& item,
-                                          int tile, int head, int lane) {
-  const int key = tile * KEYS;
-  const int boxes = PAGED ? min(BOXES, (item.kv_len - key + BOX - 1) / BOX) : BOXES;
-  if (lane == 0) barrier_expect(barrier, boxes * PANELS * BOX * 128);
-  __syncwarp();
-#pragma unroll 1
-  for (int i = lane; i < BOXES * PANELS; i += 32) {
-    const int box = i % BOXES, panel = i / BOXES;
-    if (box >= boxes) continue;
-    const u32 place = to + panel * (KEYS * 128) + box * (BOX * 128);
-    int slot = key + box * BOX, block = 0;
-    if (PAGED) {
-      block = arguments.block_table[item.seq * arguments.table_row + slot / arguments.block_size];
-      slot %= arguments.block_size;
-    } else {
-      slot += item.token_start;
-    }
-    copy_box(place, map, panel * PANEL, slot, head, block, barrier);
+// Copies tiles of keys and values, lane by lane one box of BOX slots and 64 elements.
+static_assert(BOXES * (K_PANELS > V_PANELS ? K_PANELS : V_PANELS) <= 32, "a lane for each box");
+
+struct TileCopy {
+  const Arguments& arguments;
+  const Item& item;
+  int head, lane;
+
+  // Which block a lane's box of a tile lies in: asked for one tile ahead, since the answer comes from memory.
+  __device__ __forceinline__ int block(int tile) const {
+    const int slot = tile * KEYS + lane % BOXES * BOX;
+    if (!PAGED || tile < item.first || slot >= item.kv_len) return 0;
+    return arguments.block_table[item.seq * arguments.table_row + slot / arguments.block_size];
   }
+
+  template <int PANELS>
+  __device__ __forceinline__ void start(u32 to, u32 barrier, const TensorMap& map, int tile, int block) const {
+    const int key = tile * KEYS, box = lane % BOXES, panel = lane / BOXES;
+    const int boxes = PAGED ? min(BOXES, (item.kv_len - key + BOX - 1) / BOX) : BOXES;
+    if (lane == 0) barrier_expect(barrier, boxes * PANELS * BOX * 128);
+    __syncwarp();
+    if (box >= boxes || panel >= PANELS) return;
+    const int slot = key + box * BOX;
+    copy_box(to + panel * (KEYS * 128) + box * (BOX * 128), map, panel * PANEL, PAGED ? slot % arguments.block_size : item.token_start + slot,
+             head, block, barrier);
+  }
+};
+
+// Where an item of the queue lies: sections of kv heads one after the other, in each the longest items first, head by head.
+__device__ __forceinline__ int item_of(const Arguments& arguments, int index, int& head) {
+  const int whole = arguments.num_items * arguments.section, first = index / whole * arguments.section;
+  const int heads = min(arguments.section, arguments.num_kv_heads - first), within = index % whole;
+  head = first + within % heads;
+  return within / heads;
 }
 
 // Takes items one by one, the longest first, until there are none; each program begins with the one of its own number.
 __device__ __forceinline__ void copy_keys_and_values(u32 base, const TensorMap& key_map, const TensorMap& value_map,
                                                      const Arguments& arguments, int lane) {
   const int total = arguments.num_items * arguments.num_kv_heads;
+  // A lane's word of an item; the last lane's is the kv head, negative behind the end.
+  const auto fetch = [&](int index) {
+    if (index >= total) return lane == ITEM_INTS - 1 ? -1 : 0;
+    int head;
+    const int place = item_of(arguments, index, head);
+    if (lane == ITEM_INTS - 1) return head;
+    return lane < ITEM_INTS ? reinterpret_cast<const int*>(arguments.items + place)[lane] : 0;
+  };
   Ring<2> shown;
   Ring<STAGES> k, v;
-  int index = blockIdx.x;
+  int word = fetch(blockIdx.x);
   while (true) {
-    int next = 0;
-    if (lane == 0 && index < total) next = atomicAdd(arguments.queue, 1) + gridDim.x;
-    // Show the item to the other warps; one without rows ends them.
     Item item;
-    const int head = index < total ? index / arguments.num_items : 0;
-    int word = 0;
-    if (lane < ITEM_INTS && index < total) {
-      word = reinterpret_cast<const int*>(arguments.items + (index - head * arguments.num_items))[lane];
-    }
-    if (lane == ITEM_INTS - 1) word = index < total ? head : -1;
 #pragma unroll
     for (int i = 0; i < ITEM_INTS; ++i) reinterpret_cast<int*>(&item)[i] = __shfl_sync(~0u, word, i);
+    const int head = item.head;
     barrier_wait(base + Layout::item_empty + 8 * shown.index, shown.parity ^ 1);
-    if (lane < ITEM_INTS) {
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)) + 4 * lane), "r"(word)
-                   : "memory");
-    }
+    const u32 at = base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)) + 4 * lane;
+    if (lane < ITEM_INTS) asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
     __syncwarp();
     if (lane == 0) barrier_arrive(base + Layout::item_full + 8 * shown.index);
     shown.advance();
-    if (index >= total) break;
+    if (head < 0) break;
 
-    const auto copy_k = [&](int tile) {
+    const TileCopy copy{arguments, item, head, lane};
+    const auto copy_k = [&](int tile, int block) {
       barrier_wait(base + Layout::k_empty + 8 * k.index, k.parity ^ 1);
-      copy_tile<K_PANELS>(base + Layout::k + k.index * K_BYTES, base + Layout::k_full + 8 * k.index, key_map, arguments, item, tile,
-                          head, lane);
+      copy.start<K_PANELS>(base + Layout::k + k.index * K_BYTES, base + Layout::k_full + 8 * k.index, key_map, tile, block);
       k.advance();
     };
-    const auto copy_v = [&](int tile) {
+    const auto copy_v = [&](int tile, int block) {
       barrier_wait(base + Layout::v_empty + 8 * v.index, v.parity ^ 1);
-      copy_tile<V_PANELS>(base + Layout::v + v.index * V_BYTES, base + Layout::v_full + 8 * v.index, value_map, arguments, item,
-                          tile, head, lane);
+      copy.start<V_PANELS>(base + Layout::v + v.index * V_BYTES, base + Layout::v_full + 8 * v.index, value_map, tile, block);
       v.advance();
     };
-    copy_k(item.last - 1);
+    int next = 0;
+    if (lane == 0) next = atomicAdd(arguments.queue, 1) + gridDim.x;
+    int block = copy.block(item.last - 1), below = copy.block(item.last - 2);
+    copy_k(item.last - 1, block);
+    word = fetch(__shfl_sync(~0u, next, 0));
 #pragma unroll 1
     for (int tile = item.last - 1; tile > item.first; --tile) {
-      copy_k(tile - 1);
-      copy_v(tile);
+      const int further = copy.block(tile - 2);
+      copy_k(tile - 1, below);
+      copy_v(tile, block);
+      block = below;
+      below = further;
     }
-    copy_v(item.first);
-    index = __shfl_sync(~0u, next, 0);
+    copy_v(item.first, block);
   }
   // The last program to end leaves the queue as it found it.
   if (lane == 0) {
@@ -91,40 +106,33 @@ __device__ __forceinline__ void copy_keys_and_values(u32 base, const TensorMap& 
 }
 
 // The queries of each item, as rows of the tile; rows past the sequence's end are zero.
-template <typename Half>
 __device__ __forceinline__ void copy_queries(u32 base, const Arguments& arguments, int thread) {
   constexpr int CHUNKS = HEAD_DIM / 8, PADDED = K_PANELS * 8;  // 16-byte pieces of a row; what is past its end is zero
   Ring<2> shown;
-  Ring<1> q;
+  Ring<QUERY_STAGES> q;
   while (true) {
     barrier_wait(base + Layout::item_full + 8 * shown.index, shown.parity);
-    int words[ITEM_INTS];
-#pragma unroll
-    for (int i = 0; i < ITEM_INTS; ++i) {
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[i]) : "r"(base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)) + 4 * i) : "memory");
-    }
-    const Item& item = *reinterpret_cast<const Item*>(words);
-    const int head = words[ITEM_INTS - 1];
+    const Item item = read_item(base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)));
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(base + Layout::item_empty + 8 * shown.index);
     shown.advance();
-    if (head < 0) break;
-    barrier_wait(base + Layout::q_empty, q.parity ^ 1);
+    if (item.head < 0) break;
+    barrier_wait(base + Layout::q_empty + 8 * q.index, q.parity ^ 1);
     const Half* from = static_cast<const Half*>(arguments.q) + item.token_start * arguments.q_token +
-                       static_cast<long long>(head) * arguments.group * arguments.q_head;
+                       static_cast<long long>(item.head) * arguments.group * arguments.q_head;
+    const u32 to = base + Layout::q + q.index * Q_BYTES;
 #pragma unroll 4
     for (int i = thread; i < ROWS * PADDED; i += 32 * QUERY_WARPS) {
       const int row = i / PADDED, chunk = i % PADDED;
-      const int place = item.tile * ROWS + row, token = place / arguments.group;
+      const int place = item.tile * ROWS + row, token = token_of(arguments, place);
       const bool present = token < item.query_len && chunk < CHUNKS;
       const Half* source = from;
       if (present) source += token * arguments.q_token + (place - token * arguments.group) * arguments.q_head + chunk * 8;
-      const u32 to = base + Layout::q + (chunk / 8) * (ROWS * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
-      copy_16(to, source, present);
+      copy_16(to + (chunk / 8) * (ROWS * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4), source, present);
     }
     wait_copies();
     fence_async();
-    barrier_arrive(base + Layout::q_full);
+    barrier_arrive(base + Layout::q_full + 8 * q.index);
     q.advance();
   }
 }

@@ -18,15 +18,15 @@ __device__ __forceinline__ uint4 exchange(u32 a, u32 b, u32 c, u32 d, int lane) 
 }
 
 // Divide, and store the rows that exist. softmax.sum: of whole rows.
-__device__ __forceinline__ void store(const Arguments& arguments, const Item& item, int head, int row, int lane, const Softmax& softmax,
+__device__ __forceinline__ void store(const Arguments& arguments, const Item& item, int row, int lane, const Softmax& softmax,
                                       float (&sums)[V_HEAD_DIM / 2]) {
   constexpr float LN2 = 0.6931471805599453f;
   Half* to[2];
   bool present[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int place = item.tile * ROWS + row + 8 * r, token = place / arguments.group;
-    const int query_head = head * arguments.group + place - token * arguments.group;
+    const int place = item.tile * ROWS + row + 8 * r, token = token_of(arguments, place);
+    const int query_head = item.head * arguments.group + place - token * arguments.group;
     present[r] = token < item.query_len;
     const float shift = softmax.most[r] == NEVER ? 0.0f : softmax.most[r] * arguments.scale;
     float sum = softmax.sum[r];
@@ -60,10 +60,10 @@ __device__ __forceinline__ void store(const Arguments& arguments, const Item& it
 
 // Leave this split's sums; whoever is the last of the item's splits adds all of them, always in the same order.
 // Returns whether this warpgroup is the last, and then holds the result.
-__device__ __forceinline__ bool merge(const Arguments& arguments, const Item& item, int head, int group, int thread, Softmax& softmax,
+__device__ __forceinline__ bool merge(const Arguments& arguments, const Item& item, int group, int thread, Softmax& softmax,
                                       float (&sums)[V_HEAD_DIM / 2]) {
   const auto place = [&](int split) {
-    const long long number = (static_cast<long long>(item.partial + split) * arguments.num_kv_heads + head) * GROUPS + group;
+    const long long number = (static_cast<long long>(item.partial + split) * arguments.num_kv_heads + item.head) * GROUPS + group;
     return reinterpret_cast<float4*>(arguments.partials + number * PARTIAL_FLOATS) + thread;
   };
   float4* mine = place(item.split);
@@ -72,7 +72,7 @@ __device__ __forceinline__ bool merge(const Arguments& arguments, const Item& it
   __stcg(mine + 128 * (V_HEAD_DIM / 8), make_float4(softmax.most[0], softmax.most[1], softmax.sum[0], softmax.sum[1]));
   __threadfence();
   named_sync(ALONE + group, 128);
-  int* ticket = arguments.tickets + (item.ticket * arguments.num_kv_heads + head) * GROUPS + group;
+  int* ticket = arguments.tickets + (item.ticket * arguments.num_kv_heads + item.head) * GROUPS + group;
   int arrived = 0;
   if (thread % 32 == 0) arrived = thread == 0 ? atomicAdd(ticket, 1) : 0;
   // Thread 0 tells the others through the barrier's reduction.
@@ -114,13 +114,13 @@ __device__ __forceinline__ bool merge(const Arguments& arguments, const Item& it
   return true;
 }
 
-__device__ __forceinline__ void finish(const Arguments& arguments, const Item& item, int head, int group, int thread, Softmax& softmax,
+__device__ __forceinline__ void finish(const Arguments& arguments, const Item& item, int group, int thread, Softmax& softmax,
                                        float (&sums)[V_HEAD_DIM / 2]) {
   const int lane = thread % 32, row = 64 * group + thread / 32 * 16 + lane / 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) softmax.sum[r] = row_sum(softmax.sum[r]);
-  if (item.splits > 1 && !merge(arguments, item, head, group, thread, softmax, sums)) return;
-  store(arguments, item, head, row, lane, softmax, sums);
+  if (item.splits > 1 && !merge(arguments, item, group, thread, softmax, sums)) return;
+  store(arguments, item, row, lane, softmax, sums);
 }
 
 }  // namespace hopper

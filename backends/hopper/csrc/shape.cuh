@@ -1,7 +1,7 @@
 // What one compilation is for, how a block of threads is laid out, and what it is launched with.
 //
 // Constants given by the compiler's command line: HALF_IS_BF16, HEAD_DIM, V_HEAD_DIM, GROUPS (warpgroups that multiply), KEYS (of a
-// tile), STAGES, BOX (slots that one copy takes), PAGED, SOFTCAP, WINDOW.
+// tile), STAGES, QUERY_STAGES (tiles of queries), BOX (slots that one copy takes), PAGED, SOFTCAP, WINDOW.
 #pragma once
 
 #include "wgmma.cuh"
@@ -37,7 +37,7 @@ struct Item {
   int split;    // which of them this is
   int partial;  // number of the first split's partial result, of one kv head
   int ticket;   // number of the counter that those programs share, of one kv head
-  int unused;
+  int head;     // the kv head, filled in when an item is shown; negative where there is no item any more
 };
 constexpr int ITEM_INTS = sizeof(Item) / 4;
 
@@ -52,9 +52,11 @@ struct Arguments {
   int* tickets;  // of split tiles; all zero before and after
   int* queue;    // two counters, zero before and after: items handed out, programs that have ended
   long long q_token, q_head, out_token, out_head, lse_head, table_row;  // strides in elements
-  int num_items;    // of each kv head
+  int num_items;  // of each kv head
   int num_kv_heads;
-  int group;  // query heads of a kv head
+  int section;    // kv heads whose items are taken together, so that their keys and values stay in the L2 cache
+  int group;      // query heads of a kv head
+  u32 reciprocal; // 2^32 / group, rounded up; without meaning for a group of 1
   int block_size;
   int window;
   float scale;  // of scores, to the base-2 domain; with SOFTCAP: of what tanh gives
@@ -64,16 +66,29 @@ struct Arguments {
 // Where things lie in shared memory, in bytes from a multiple of 1,024.
 struct Layout {
   static constexpr u32 q = 0;
-  static constexpr u32 k = q + Q_BYTES;
+  static constexpr u32 k = q + QUERY_STAGES * Q_BYTES;
   static constexpr u32 v = k + STAGES * K_BYTES;
   static constexpr u32 items = v + STAGES * V_BYTES;
   static constexpr u32 barriers = items + 2 * sizeof(Item);
-  static constexpr u32 q_full = barriers, q_empty = q_full + 8;
-  static constexpr u32 item_full = q_empty + 8, item_empty = item_full + 2 * 8;
+  static constexpr u32 q_full = barriers, q_empty = q_full + QUERY_STAGES * 8;
+  static constexpr u32 item_full = q_empty + QUERY_STAGES * 8, item_empty = item_full + 2 * 8;
   static constexpr u32 k_full = item_empty + 2 * 8, k_empty = k_full + STAGES * 8;
   static constexpr u32 v_full = k_empty + STAGES * 8, v_empty = v_full + STAGES * 8;
   static constexpr u32 bytes = v_empty + STAGES * 8;
 };
+
+// The token that a row of a sequence belongs to; rows are below 2^32 / group.
+__device__ __forceinline__ int token_of(const Arguments& arguments, int row) {
+  return arguments.group == 1 ? row : __umulhi(row, arguments.reciprocal);
+}
+
+// An item as the copying warp shows it.
+__device__ __forceinline__ Item read_item(u32 at) {
+  int words[ITEM_INTS];
+#pragma unroll
+  for (int i = 0; i < ITEM_INTS; ++i) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[i]) : "r"(at + 4 * i) : "memory");
+  return *reinterpret_cast<const Item*>(words);
+}
 
 // A position in a ring of buffers, and the parity of its phase.
 template <int SIZE>

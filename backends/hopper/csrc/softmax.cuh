@@ -39,34 +39,44 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 struct Softmax {
-  float most[2] = {NEVER, NEVER};  // of each row, before scaling
+  float most[2] = {NEVER, NEVER};  // what the scores of each row are reduced by, before scaling: near the maximum
   float sum[2] = {0.0f, 0.0f};     // of this thread's columns
 
   // Scores become weights, in place. keep[r]: what the sums of row r so far must be multiplied by.
-  // MASKED: rows may have no key in this tile.
+  // Returns, for the whole warp, whether any keep differs from 1: a maximum that grows by less than a factor of 2^8 is let stand, since
+  // float32 sums have room for it (as FlashAttention-4 does). MASKED: rows may have no key in this tile.
   template <bool MASKED>
-  __device__ __forceinline__ void update(float (&scores)[KEYS / 2], float scale, float (&keep)[2]) {
+  __device__ __forceinline__ bool update(float (&scores)[KEYS / 2], float scale, float (&keep)[2]) {
+    float shift[2];
+    bool grows = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float high = scores[2 * r];
+      float high = fmaxf(scores[2 * r], scores[2 * r + 1]);
 #pragma unroll
-      for (int j = 0; j < KEYS / 8; ++j) high = fmaxf(high, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+      for (int j = 1; j < KEYS / 8; ++j) high = fmaxf(high, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
       high = fmaxf(most[r], row_max(high));
-      const float shift = (MASKED && high == NEVER) ? 0.0f : high * scale;
-      keep[r] = exp2_approx(most[r] * scale - shift);
+      const bool grown = !((high - most[r]) * scale <= 8.0f);
+      high = grown ? high : most[r];
+      shift[r] = (MASKED && high == NEVER) ? 0.0f : high * scale;
+      keep[r] = exp2_approx(most[r] * scale - shift[r]);
       most[r] = high;
-      float total = 0.0f;
+      grows |= grown;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int j = 0; j < KEYS / 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = scores[4 * j + 2 * r + e];
-          score = exp2_approx(fmaf(score, scale, -shift));
-          total += score;
+          score = exp2_approx(fmaf(score, scale, -shift[r]));
+          total[e] += score;
         }
       }
-      sum[r] = sum[r] * keep[r] + total;
+      sum[r] = sum[r] * keep[r] + (total[0] + total[1]);
     }
+    return __any_sync(~0u, grows);
   }
 };
 

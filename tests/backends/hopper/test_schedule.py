@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import numpy
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.backends.hopper.schedule import choose
+from headway.backends.hopper.schedule import Problem, choose
 from headway.backends.hopper.tiles import Tile, tiles_of
 from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 700), st.one_of(st.just(0), st.integers(1, 6000))), min_size=1, max_size=6)
 
 
-def _metadata(lengths: list[tuple[int, int]]) -> AttentionMetadata:
-    queries, contexts = [q for q, _ in lengths], [c for _, c in lengths]
-    return AttentionMetadata.build(queries, contexts, [range(-(-(q + c) // 16)) for q, c in lengths], 16)
+def _problem(lengths: list[tuple[int, int]], group: int = 4, heads: int = 8, window: int | None = None) -> Problem:
+    queries = [q for q, _ in lengths]
+    kv_lens = numpy.array([sum(each) for each in lengths])
+    return Problem(numpy.cumsum([0, *queries]), numpy.array(queries), kv_lens, group, heads, window, 512, 132)
 
 
 @settings(max_examples=80, deadline=None)
@@ -32,7 +35,7 @@ def test_each_row_meets_each_key_once(
     lengths: list[tuple[int, int]], group: int, heads: int, head_dim: int, window: int | None, num_splits: int | None
 ) -> None:
     tiles = tiles_of(head_dim, head_dim)
-    schedule = choose(_metadata(lengths), (tiles.wide, tiles.narrow), group, heads, window, 132, num_splits)
+    schedule = choose(_problem(lengths, group, heads, window), (tiles.wide, tiles.narrow), num_splits)
     tile = schedule.tile
     seen = [numpy.zeros((q * group, -(-(q + c) // tile.keys)), dtype=numpy.int64) for q, c in lengths]
     partials, tickets = set(), {}
@@ -60,7 +63,7 @@ def test_each_row_meets_each_key_once(
 @pytest.mark.parametrize(("queries", "context", "most"), [(200, 5000, 1.35), (512, 60000, 1.15), (64, 30000, 1.3)])
 def test_few_rows_are_cut_so_that_the_gpu_is_occupied(queries: int, context: int, most: float) -> None:
     tiles = tiles_of(128, 128)
-    schedule = choose(_metadata([(queries, context)]), (tiles.wide, tiles.narrow), 4, 8, None, 132)
+    schedule = choose(_problem([(queries, context)]), (tiles.wide, tiles.narrow))
     lengths = schedule.items[:, 6] - schedule.items[:, 5]
     free = [0.0] * 132
     for length in sorted(numpy.tile(lengths, 8).tolist(), reverse=True):
@@ -70,11 +73,12 @@ def test_few_rows_are_cut_so_that_the_gpu_is_occupied(queries: int, context: int
 
 def test_many_rows_are_not_cut() -> None:
     tiles = tiles_of(128, 128)
-    schedule = choose(_metadata([(8192, 0)]), (tiles.wide, tiles.narrow), 4, 8, None, 132)
+    schedule = choose(_problem([(8192, 0)]), (tiles.wide, tiles.narrow))
     assert schedule.tile == tiles.wide
     assert schedule.num_partials == 0
 
 
 def test_padding_sequences_have_no_items() -> None:
     metadata = AttentionMetadata.build([1], [-1], [[]], 16)
-    assert len(choose(metadata, (Tile(2, 128, 2),), 4, 8, None, 132).items) == 0
+    spec = AttentionSpec(32, 8, 128, 1.0, torch.bfloat16)
+    assert len(choose(Problem.of(metadata, spec, 132), (Tile(2, 128, 2),)).items) == 0
