@@ -22,7 +22,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
 
 _LOG2E = math.log2(math.e)
-_ARGUMENTS = Struct("=9Q6q4iI2i2f4x")
+_ARGUMENTS = Struct("=9Q6q4iIi2f")
 """struct Arguments of shape.cuh."""
 
 
@@ -70,6 +70,7 @@ class Attention:
         self._outgrown: list[Tensor] = []
         self._arguments = Arguments(bytes(MAP_BYTES), bytes(MAP_BYTES), bytes(_ARGUMENTS.size))
         self._kernels: dict[tuple[Tile, bool], Kernel] = {}
+        self._launches: dict[tuple[Tile, int], Launch] = {}
         self._maps: dict[tuple[object, ...], bytes] = {}
 
     def kernel(self, tile: Tile, dense: bool) -> Kernel:
@@ -87,7 +88,12 @@ class Attention:
         spec, tiles = self._spec, self._tiles
         dense = metadata.phase is Phase.PREFILL
         most_rows = metadata.max_query_len * spec.group_size
-        candidates = (tiles.narrow,) if most_rows <= tiles.narrow.rows else (tiles.wide, tiles.narrow)
+        if most_rows <= tiles.narrow.rows:
+            candidates: tuple[Tile, ...] = (tiles.narrow,)
+        elif metadata.num_prefill_tokens * spec.num_heads >= 3 * self._programs * tiles.wide.rows:
+            candidates = (tiles.wide,)
+        else:
+            candidates = (tiles.wide, tiles.narrow)
         table = metadata.block_table
         schedule = choose(Problem.of(metadata, spec, self._programs), candidates, self._num_splits)
         if len(schedule.items) == 0:
@@ -95,14 +101,13 @@ class Attention:
         tile = schedule.tile
         items = upload(torch.from_numpy(schedule.items), spec.device)
         self._grow(schedule)
-        shared = tile.shared_bytes(spec.head_dim, spec.v_head_dim)
         programs = min(self._programs, len(schedule.items) * spec.num_kv_heads)
         sinks = 0 if self._sinks is None else self._sinks.data_ptr()
         buffers = (self._partials, self._tickets, self._queue)
         return Plan(
             dense=dense,
             kernel=self.kernel(tile, dense),
-            launch=Launch((programs, 1, 1), tile.threads, shared),
+            launch=self._launch(tile, programs),
             box=box_of(tile, None if dense else self._block_size),
             addresses=(items.data_ptr(), table.data_ptr(), sinks, *(buffer.data_ptr() for buffer in buffers)),
             table_row=table.stride(0),
@@ -112,7 +117,6 @@ class Attention:
                 schedule.section,
                 spec.group_size,
                 -(-(1 << 32) // spec.group_size) & 0xFFFFFFFF,
-                self._block_size,
                 spec.sliding_window or 0,
                 *self._scaling,
             ),

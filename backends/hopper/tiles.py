@@ -86,7 +86,7 @@ def variant_of(spec: AttentionSpec, tile: Tile, block_size: int | None) -> Varia
         "STAGES": tile.stages,
         "QUERY_STAGES": tile.query_stages,
         "BOX": box_of(tile, block_size),
-        "PAGED": int(block_size is not None),
+        "BLOCK_SIZE": block_size or 0,
         "SOFTCAP": int(spec.softcap is not None),
         "WINDOW": int(spec.sliding_window is not None),
     }

@@ -4,6 +4,7 @@
 // multiply its values, and the warpgroups take turns, so that one multiplies while another exponentiates.
 #pragma once
 
+#include "copy.cuh"
 #include "finish.cuh"
 
 namespace hopper {
@@ -40,10 +41,10 @@ __device__ __forceinline__ void clear_values(u32 v, int present, int group, int 
 }
 
 __device__ __forceinline__ void take_turn(int group) {
-  if (GROUPS > 1) named_sync(TURN + group, 256);
+  if (TAKES_TURNS) named_sync(TURN + group, 256);
 }
 __device__ __forceinline__ void pass_turn(int group) {
-  if (GROUPS > 1) named_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256);
+  if (TAKES_TURNS) named_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256);
 }
 
 __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int group, int thread) {
@@ -52,13 +53,9 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
   Ring<2> shown;
   Ring<QUERY_STAGES> q;
   Ring<STAGES> k, v;
-  if (GROUPS > 1 && group == 0) named_arrive(TURN, 256);
+  if (TAKES_TURNS && group == 0) named_arrive(TURN, 256);
   while (true) {
-    barrier_wait(base + Layout::item_full + 8 * shown.index, shown.parity);
-    const Item item = read_item(base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)));
-    __syncwarp();
-    if (leads) barrier_arrive(base + Layout::item_empty + 8 * shown.index);
-    shown.advance();
+    const Item item = next_item(base, shown, leads);
     if (item.head < 0) break;
 
     const int before = item.kv_len - item.query_len;  // keys of the context

@@ -3,7 +3,6 @@
 // Persistent: as many programs as multiprocessors, each taking items (shape.cuh) from a queue. In each, one warpgroup copies (copy.cuh) and
 // one to three multiply (attend.cuh).
 #include "attend.cuh"
-#include "copy.cuh"
 
 using namespace hopper;
 
@@ -22,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(base + Layout::item_full + 8 * i, 1);
-      barrier_init(base + Layout::item_empty + 8 * i, 4 * GROUPS + QUERY_WARPS);
+      barrier_init(base + Layout::item_empty + 8 * i, 4 * GROUPS + QUERY_WARPS + 1);
     }
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(base + Layout::k_full + 8 * i, 1);
@@ -36,9 +35,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (group == 0) {
     give_registers<COPY_REGISTERS>();
     if (threadIdx.x < 32) {
-      copy_keys_and_values(base, key_map, value_map, arguments, threadIdx.x);
+      copy_keys(base, key_map, arguments, threadIdx.x);
+    } else if (threadIdx.x < 64) {
+      copy_values(base, value_map, arguments, threadIdx.x - 32);
     } else {
-      copy_queries(base, arguments, threadIdx.x - 32);
+      copy_queries(base, arguments, threadIdx.x - 64);
     }
   } else {
     take_registers<PRODUCT_REGISTERS>();

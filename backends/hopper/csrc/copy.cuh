@@ -1,35 +1,41 @@
-// The warpgroup that copies: one warp takes items from the queue and copies keys and values, three copy queries.
+// The warpgroup that copies: one warp takes items from the queue and copies keys, one copies values, two copy queries.
 #pragma once
 
 #include "shape.cuh"
 
 namespace hopper {
 
-// Copies tiles of keys and values, lane by lane one box of BOX slots and 64 elements.
-static_assert(BOXES * (K_PANELS > V_PANELS ? K_PANELS : V_PANELS) <= 32, "a lane for each box");
-
+// Copies tiles of keys or of values, lane by lane one box of BOX slots and 64 elements. Keys and values have a warp each: a warp starts
+// one box after the other, which for small blocks takes longer than the products.
+template <int PANELS>
 struct TileCopy {
-  const Arguments& arguments;
-  const Item& item;
-  int head, lane;
+  static_assert(BOXES * PANELS <= 32, "a lane for each box");
+  static constexpr u32 BYTES = KEYS * PANELS * 128;
+  const TensorMap& map;
+  u32 buffers, full, empty;  // of the ring
+  int lane;
+  Ring<STAGES> ring;
 
   // Which block a lane's box of a tile lies in: asked for one tile ahead, since the answer comes from memory.
-  __device__ __forceinline__ int block(int tile) const {
+  __device__ __forceinline__ int block(const Arguments& arguments, const Item& item, int tile) const {
     const int slot = tile * KEYS + lane % BOXES * BOX;
     if (!PAGED || tile < item.first || slot >= item.kv_len) return 0;
-    return arguments.block_table[item.seq * arguments.table_row + slot / arguments.block_size];
+    return arguments.block_table[item.seq * arguments.table_row + slot / (PAGED ? BLOCK_SIZE : 1)];
   }
 
-  template <int PANELS>
-  __device__ __forceinline__ void start(u32 to, u32 barrier, const TensorMap& map, int tile, int block) const {
+  __device__ __forceinline__ void start(const Item& item, int tile, int block) {
+    barrier_wait(empty + 8 * ring.index, ring.parity ^ 1);
     const int key = tile * KEYS, box = lane % BOXES, panel = lane / BOXES;
     const int boxes = PAGED ? min(BOXES, (item.kv_len - key + BOX - 1) / BOX) : BOXES;
+    const u32 barrier = full + 8 * ring.index;
     if (lane == 0) barrier_expect(barrier, boxes * PANELS * BOX * 128);
     __syncwarp();
-    if (box >= boxes || panel >= PANELS) return;
-    const int slot = key + box * BOX;
-    copy_box(to + panel * (KEYS * 128) + box * (BOX * 128), map, panel * PANEL, PAGED ? slot % arguments.block_size : item.token_start + slot,
-             head, block, barrier);
+    if (box < boxes && panel < PANELS) {
+      const int slot = key + box * BOX;
+      copy_box(buffers + ring.index * BYTES + panel * (KEYS * 128) + box * (BOX * 128), map, panel * PANEL,
+               PAGED ? slot % (PAGED ? BLOCK_SIZE : 1) : item.token_start + slot, item.head, block, barrier);
+    }
+    ring.advance();
   }
 };
 
@@ -41,9 +47,9 @@ __device__ __forceinline__ int item_of(const Arguments& arguments, int index, in
   return within / heads;
 }
 
-// Takes items one by one, the longest first, until there are none; each program begins with the one of its own number.
-__device__ __forceinline__ void copy_keys_and_values(u32 base, const TensorMap& key_map, const TensorMap& value_map,
-                                                     const Arguments& arguments, int lane) {
+// Takes items one by one, the longest first, until there are none, shows them to the other warps, and copies their keys. Each program
+// begins with the item of its own number.
+__device__ __forceinline__ void copy_keys(u32 base, const TensorMap& map, const Arguments& arguments, int lane) {
   const int total = arguments.num_items * arguments.num_kv_heads;
   // A lane's word of an item; the last lane's is the kv head, negative behind the end.
   const auto fetch = [&](int index) {
@@ -53,47 +59,30 @@ __device__ __forceinline__ void copy_keys_and_values(u32 base, const TensorMap& 
     if (lane == ITEM_INTS - 1) return head;
     return lane < ITEM_INTS ? reinterpret_cast<const int*>(arguments.items + place)[lane] : 0;
   };
+  TileCopy<K_PANELS> copy{map, base + Layout::k, base + Layout::k_full, base + Layout::k_empty, lane};
   Ring<2> shown;
-  Ring<STAGES> k, v;
   int word = fetch(blockIdx.x);
   while (true) {
     Item item;
 #pragma unroll
     for (int i = 0; i < ITEM_INTS; ++i) reinterpret_cast<int*>(&item)[i] = __shfl_sync(~0u, word, i);
-    const int head = item.head;
     barrier_wait(base + Layout::item_empty + 8 * shown.index, shown.parity ^ 1);
     const u32 at = base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)) + 4 * lane;
     if (lane < ITEM_INTS) asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
     __syncwarp();
     if (lane == 0) barrier_arrive(base + Layout::item_full + 8 * shown.index);
     shown.advance();
-    if (head < 0) break;
-
-    const TileCopy copy{arguments, item, head, lane};
-    const auto copy_k = [&](int tile, int block) {
-      barrier_wait(base + Layout::k_empty + 8 * k.index, k.parity ^ 1);
-      copy.start<K_PANELS>(base + Layout::k + k.index * K_BYTES, base + Layout::k_full + 8 * k.index, key_map, tile, block);
-      k.advance();
-    };
-    const auto copy_v = [&](int tile, int block) {
-      barrier_wait(base + Layout::v_empty + 8 * v.index, v.parity ^ 1);
-      copy.start<V_PANELS>(base + Layout::v + v.index * V_BYTES, base + Layout::v_full + 8 * v.index, value_map, tile, block);
-      v.advance();
-    };
+    if (item.head < 0) break;
     int next = 0;
     if (lane == 0) next = atomicAdd(arguments.queue, 1) + gridDim.x;
-    int block = copy.block(item.last - 1), below = copy.block(item.last - 2);
-    copy_k(item.last - 1, block);
-    word = fetch(__shfl_sync(~0u, next, 0));
+    int block = copy.block(arguments, item, item.last - 1);
 #pragma unroll 1
-    for (int tile = item.last - 1; tile > item.first; --tile) {
-      const int further = copy.block(tile - 2);
-      copy_k(tile - 1, below);
-      copy_v(tile, block);
+    for (int tile = item.last - 1; tile >= item.first; --tile) {
+      const int below = copy.block(arguments, item, tile - 1);
+      copy.start(item, tile, block);
       block = below;
-      below = further;
+      if (tile == item.last - 1) word = fetch(__shfl_sync(~0u, next, 0));
     }
-    copy_v(item.first, block);
   }
   // The last program to end leaves the queue as it found it.
   if (lane == 0) {
@@ -105,30 +94,55 @@ __device__ __forceinline__ void copy_keys_and_values(u32 base, const TensorMap& 
   }
 }
 
+// Waits for the next item, and lets go of it when it is read. warp_leads: one thread of each warp.
+__device__ __forceinline__ Item next_item(u32 base, Ring<2>& shown, bool warp_leads) {
+  barrier_wait(base + Layout::item_full + 8 * shown.index, shown.parity);
+  const Item item = read_item(base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)));
+  __syncwarp();
+  if (warp_leads) barrier_arrive(base + Layout::item_empty + 8 * shown.index);
+  shown.advance();
+  return item;
+}
+
+__device__ __forceinline__ void copy_values(u32 base, const TensorMap& map, const Arguments& arguments, int lane) {
+  TileCopy<V_PANELS> copy{map, base + Layout::v, base + Layout::v_full, base + Layout::v_empty, lane};
+  Ring<2> shown;
+  while (true) {
+    const Item item = next_item(base, shown, lane == 0);
+    if (item.head < 0) break;
+    int block = copy.block(arguments, item, item.last - 1);
+#pragma unroll 1
+    for (int tile = item.last - 1; tile >= item.first; --tile) {
+      const int below = copy.block(arguments, item, tile - 1);
+      copy.start(item, tile, block);
+      block = below;
+    }
+  }
+}
+
 // The queries of each item, as rows of the tile; rows past the sequence's end are zero.
 __device__ __forceinline__ void copy_queries(u32 base, const Arguments& arguments, int thread) {
   constexpr int CHUNKS = HEAD_DIM / 8, PADDED = K_PANELS * 8;  // 16-byte pieces of a row; what is past its end is zero
+  constexpr int COPIERS = 32 * QUERY_WARPS / PADDED;            // rows copied at a time
+  const int chunk = thread % PADDED, first = thread / PADDED;
   Ring<2> shown;
   Ring<QUERY_STAGES> q;
   while (true) {
-    barrier_wait(base + Layout::item_full + 8 * shown.index, shown.parity);
-    const Item item = read_item(base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)));
-    __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(base + Layout::item_empty + 8 * shown.index);
-    shown.advance();
+    const Item item = next_item(base, shown, thread % 32 == 0);
     if (item.head < 0) break;
     barrier_wait(base + Layout::q_empty + 8 * q.index, q.parity ^ 1);
     const Half* from = static_cast<const Half*>(arguments.q) + item.token_start * arguments.q_token +
-                       static_cast<long long>(item.head) * arguments.group * arguments.q_head;
-    const u32 to = base + Layout::q + q.index * Q_BYTES;
-#pragma unroll 4
-    for (int i = thread; i < ROWS * PADDED; i += 32 * QUERY_WARPS) {
-      const int row = i / PADDED, chunk = i % PADDED;
-      const int place = item.tile * ROWS + row, token = token_of(arguments, place);
-      const bool present = token < item.query_len && chunk < CHUNKS;
-      const Half* source = from;
-      if (present) source += token * arguments.q_token + (place - token * arguments.group) * arguments.q_head + chunk * 8;
-      copy_16(to + (chunk / 8) * (ROWS * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4), source, present);
+                       static_cast<long long>(item.head) * arguments.group * arguments.q_head + chunk * 8;
+    const u32 to = base + Layout::q + q.index * Q_BYTES + (chunk / 8) * (ROWS * 128);
+    if (first < COPIERS) {
+#pragma unroll 8
+      for (int row = first; row < ROWS; row += COPIERS) {
+        const int place = item.tile * ROWS + row, token = token_of(arguments, place);
+        const bool present = token < item.query_len && chunk < CHUNKS;
+        const Half* source = from;
+        if (present) source += token * arguments.q_token + (place - token * arguments.group) * arguments.q_head;
+        copy_16(to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4), source, present);
+      }
     }
     wait_copies();
     fence_async();

@@ -1,7 +1,8 @@
 // What one compilation is for, how a block of threads is laid out, and what it is launched with.
 //
 // Constants given by the compiler's command line: HALF_IS_BF16, HEAD_DIM, V_HEAD_DIM, GROUPS (warpgroups that multiply), KEYS (of a
-// tile), STAGES, QUERY_STAGES (tiles of queries), BOX (slots that one copy takes), PAGED, SOFTCAP, WINDOW.
+// tile), STAGES, QUERY_STAGES (tiles of queries), BOX (slots that one copy takes),
+// BLOCK_SIZE (0: this step's own keys are read, else slots of a block), SOFTCAP, WINDOW.
 #pragma once
 
 #include "wgmma.cuh"
@@ -20,7 +21,8 @@ static_assert(KEYS % 16 == 0 && KEYS % BOX == 0 && BOX % 8 == 0 && HEAD_DIM % 16
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int COPY_REGISTERS = GROUPS == 3 ? 32 : 40;
 constexpr int PRODUCT_REGISTERS = GROUPS == 3 ? 160 : 232;
-constexpr int QUERY_WARPS = 3;  // of the copying warpgroup; its first warp copies keys and values
+constexpr int QUERY_WARPS = 2;  // of the copying warpgroup, whose first warp copies keys and whose second copies values
+constexpr bool PAGED = BLOCK_SIZE > 0, TAKES_TURNS = GROUPS > 1 && HEAD_DIM <= 128;
 
 // The unit of work: a tile of query rows and the tiles of keys [first, last) that it attends to.
 //
@@ -57,7 +59,6 @@ struct Arguments {
   int section;    // kv heads whose items are taken together, so that their keys and values stay in the L2 cache
   int group;      // query heads of a kv head
   u32 reciprocal; // 2^32 / group, rounded up; without meaning for a group of 1
-  int block_size;
   int window;
   float scale;  // of scores, to the base-2 domain; with SOFTCAP: of what tanh gives
   float inner;  // with SOFTCAP: of scores before tanh
@@ -76,6 +77,17 @@ struct Layout {
   static constexpr u32 v_full = k_empty + STAGES * 8, v_empty = v_full + STAGES * 8;
   static constexpr u32 bytes = v_empty + STAGES * 8;
 };
+
+// An element of queries, keys, values and answers; two of them are made from float32 at once.
+struct Half {
+  unsigned short bits;
+};
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+  asm("cvt.rn." HALF_NAME "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
 
 // The token that a row of a sequence belongs to; rows are below 2^32 / group.
 __device__ __forceinline__ int token_of(const Arguments& arguments, int row) {

@@ -8,26 +8,6 @@ namespace hopper {
 
 #define NEVER __int_as_float(0xff800000)  // minus infinity
 
-#if HALF_IS_BF16
-struct Half {
-  unsigned short bits;
-};
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-#else
-struct Half {
-  unsigned short bits;
-};
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 both;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-#endif
-
 // Of the four threads that hold a row.
 __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
