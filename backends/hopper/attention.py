@@ -124,6 +124,13 @@ class Attention:
             kept=(items, table, *buffers),
         )
 
+    def _launch(self, tile: Tile, programs: int) -> Launch:
+        launch = self._launches.get((tile, programs))
+        if launch is None:
+            shared = tile.shared_bytes(self._spec.head_dim, self._spec.v_head_dim)
+            launch = self._launches[tile, programs] = Launch((programs, 1, 1), tile.threads, shared)
+        return launch
+
     def run(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None) -> None:
         """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: the same with num_kv_heads.
 

@@ -93,9 +93,13 @@ class Problem:
             programs=programs,
         )
 
-    @property
-    def section(self) -> int:
-        """Kv heads whose keys and values the L2 cache holds; 0 if not even those of one."""
+    def section(self, num_items: int) -> int:
+        """Kv heads whose items are taken together: those whose keys and values the L2 cache holds; 0 if not even those of one.
+
+        Few items are taken all together, for their order then decides when the last one ends.
+        """
+        if num_items * self.heads <= 4 * self.programs:
+            return self.heads
         return min(L2_BYTES // max(int(self.kv_lens.sum()) * self.token_bytes, 1), self.heads)
 
     def rows(self, tile: Tile) -> Rows:
@@ -116,15 +120,15 @@ class Problem:
         """Estimated time in key tiles if no item has more than `run` of them, which programs take the longest first."""
         pieces = -(-lengths // run)
         costs = numpy.repeat(lengths / pieces + _START + _PARTIAL * (pieces > 1), pieces * self.heads)
-        merging = _MERGE * int(pieces.max()) * (run < lengths.max())
+        merging = _MERGE * int(pieces.max()) if run < int(lengths.max()) else 0.0
         rounds = -(-len(costs) // self.programs)
         if rounds == 1:
-            return float(costs.max()) + merging
+            return float(numpy.max(costs)) + merging
         padded = numpy.zeros(rounds * self.programs)
         padded[: len(costs)] = numpy.sort(costs)[::-1]
         laps = padded.reshape(rounds, self.programs)
         laps[1::2] = laps[1::2, ::-1]  # who took the longest of one lap takes the shortest of the next
-        return float(laps.sum(0).max()) + merging
+        return float(numpy.max(laps.sum(0))) + merging
 
     def longest_run(self, lengths: Ints) -> tuple[int, float]:
         """(most key tiles of an item, estimated time in key tiles) of the best cut."""
@@ -167,7 +171,7 @@ def cut(problem: Problem, tile: Tile, rows: Rows, run: int) -> Schedule:
     items[:, 8] = split
     items[:, 9] = (numpy.cumsum(partials) - partials)[of]
     items[:, 10] = (numpy.cumsum(shared) - shared)[of]
-    section = problem.section
+    section = problem.section(len(items))
     if section:
         items = items[numpy.argsort(items[:, 5] - items[:, 6], kind="stable")]
     return Schedule(tile, items, int(partials.sum()), int(shared.sum()), max(section, 1))
