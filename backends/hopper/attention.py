@@ -22,8 +22,10 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
 
 _LOG2E = math.log2(math.e)
-_ARGUMENTS = Struct("=9Q6q4iIi2f")
+_ARGUMENTS = Struct("=8Q4q6i2f")
 """struct Arguments of shape.cuh."""
+_MOST_MAPS = 1024
+"""Tensor maps kept: three for each layer, and new ones where activations lie elsewhere or are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Attention:
         self._partials = torch.empty(0, dtype=torch.float32, device=spec.device)
         self._tickets = torch.zeros(0, dtype=torch.int32, device=spec.device)
         self._outgrown: list[Tensor] = []
-        self._arguments = Arguments(bytes(MAP_BYTES), bytes(MAP_BYTES), bytes(_ARGUMENTS.size))
+        self._arguments = Arguments(*3 * (bytes(MAP_BYTES),), bytes(_ARGUMENTS.size))
         self._kernels: dict[tuple[Tile, bool], Kernel] = {}
         self._launches: dict[tuple[Tile, int], Launch] = {}
         self._maps: dict[tuple[object, ...], bytes] = {}
@@ -116,7 +118,7 @@ class Attention:
                 spec.num_kv_heads,
                 schedule.section,
                 spec.group_size,
-                -(-(1 << 32) // spec.group_size) & 0xFFFFFFFF,
+                tile.rows // spec.group_size,
                 spec.sliding_window or 0,
                 *self._scaling,
             ),
@@ -139,34 +141,42 @@ class Attention:
         if plan.kernel is None or plan.launch is None:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)
-        q_address, out_address = q.data_ptr(), out.data_ptr()
-        q_token, q_head, _ = q.stride()
-        out_token, out_head, _ = out.stride()
-        if (q_address | out_address) & 15 or (q_token | q_head | out_token | out_head) & 7:
-            raise BackendError(
-                f"hopper: q and out need rows at multiples of 16 bytes, got strides {q.stride()} and {out.stride()}"
-            )
+        address, (token, head, _) = out.data_ptr(), out.stride()
+        if address & 15 or (token | head) & 7:
+            raise BackendError(f"hopper: out needs rows at multiples of 16 bytes, got strides {out.stride()}")
         arguments = _ARGUMENTS.pack(
-            q_address,
-            out_address,
+            address,
             0 if lse is None else lse.data_ptr(),
             *plan.addresses,
-            q_token,
-            q_head,
-            out_token,
-            out_head,
+            token,
+            head,
             0 if lse is None else lse.stride(0),
             plan.table_row,
             *plan.numbers,
         )
         cached = None if plan.dense else cache
-        self._arguments.set(self._map(keys, cached, "key", plan.box), self._map(values, cached, "value", plan.box), arguments)
+        maps = (
+            self._query_map(q, plan.schedule.tile),
+            self._map(keys, cached, "key", plan.box),
+            self._map(values, cached, "value", plan.box),
+        )
+        self._arguments.set(*maps, arguments)
         plan.kernel(plan.launch, self._arguments)
 
     def workspace_bytes(self) -> int:
         """Most bytes of partial results: a step that fills the GPU is not cut."""
         tile, spec = self._tiles.wide, self._spec
         return 4 * self._programs * tile.groups * _partial_floats(spec.v_head_dim) * 4
+
+    def _query_map(self, q: Tensor, tile: Tile) -> bytes:
+        """The tensor map of queries as [token, kv head, head of the group, dim], by tiles."""
+        key = (q.data_ptr(), q.shape[0], q.stride(), tile.rows)
+        known = self._maps.get(key)
+        if known is None:
+            group = self._spec.group_size
+            view = q.unflatten(1, (self._spec.num_kv_heads, group))
+            known = self._keep(key, tensor_map(view, (tile.rows // group, 1, group, 64)))
+        return known
 
     def _map(self, tensor: Tensor, cache: LayerCache | None, name: str, box: int) -> bytes:
         """The tensor map of keys or values as [block, head, slot, dim]; cache: None where they are this step's own."""
@@ -177,8 +187,14 @@ class Attention:
                 view = tensor.transpose(0, 1).unsqueeze(0)
             else:
                 view = (cache.logical_key if name == "key" else cache.logical_value).squeeze(4).transpose(1, 2)
-            known = self._maps[key] = tensor_map(view, (1, 1, box, 64))
+            known = self._keep(key, tensor_map(view, (1, 1, box, 64)))
         return known
+
+    def _keep(self, key: tuple[object, ...], encoded: bytes) -> bytes:
+        if len(self._maps) >= _MOST_MAPS:
+            self._maps.clear()
+        self._maps[key] = encoded
+        return encoded
 
     def _grow(self, schedule: Schedule) -> None:
         """Room for the partial results. What was outgrown is kept until the steps that use it have ended, which nobody tells."""

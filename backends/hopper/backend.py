@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.hopper.attention import Attention, Plan
-from headway.backends.hopper.tiles import HEAD_DIMS, UNEQUAL
+from headway.backends.hopper.tiles import HEAD_DIMS, MAX_GROUP, UNEQUAL
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.backends.probe import HALF_DTYPES, capability, has_gpu
 from headway.core.contract.backend import AttentionBackend
@@ -36,6 +36,7 @@ class HopperAttention(AttentionBackend):
         block_multiple=16,
         head_dims=HEAD_DIMS,
         v_head_dims=UNEQUAL,
+        max_group_size=MAX_GROUP,
         lse=True,
         features=frozenset({"sliding_window", "softcap", "sinks"}),
         dense_prefill=True,
@@ -66,7 +67,9 @@ class HopperAttention(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Rows must lie at multiples of 16 bytes, which the tensor memory accelerator asks for."""
+        """Rows must lie at multiples of 16 bytes, which the tensor memory accelerator asks for, in a cache that is read."""
+        if cache.layout not in (cls.capabilities.layouts or ()):
+            return YES  # prompts alone are served beside it
         for name, logical in (("key", cache.logical_key), ("value", cache.logical_value)):
             size = logical.element_size()
             if logical.stride(3) != 1 or logical.data_ptr() % 16 or any(stride * size % 16 for stride in logical.stride()[:3]):

@@ -104,12 +104,13 @@ class Problem:
 
     def rows(self, tile: Tile) -> Rows:
         """The query tiles, sequence by sequence, the longest first; in each the last tile, which has most keys, comes first."""
-        counts = -(-(self.query_lens * self.group) // tile.rows) * (self.kv_lens > 0)
+        tokens = tile.rows // self.group
+        counts = -(-self.query_lens // tokens) * (self.kv_lens > 0)
         order = numpy.argsort(-self.kv_lens, kind="stable")
         seq = numpy.repeat(order, counts[order])
         number = numpy.repeat(numpy.cumsum(counts[order]), counts[order]) - 1 - numpy.arange(len(seq))
-        first_token = number * tile.rows // self.group
-        last_token = numpy.minimum((number * tile.rows + tile.rows - 1) // self.group, self.query_lens[seq] - 1)
+        first_token = number * tokens
+        last_token = numpy.minimum(first_token + tokens, self.query_lens[seq]) - 1
         before = (self.kv_lens - self.query_lens)[seq]
         last = -(-(before + last_token + 1) // tile.keys)
         if self.window is None:

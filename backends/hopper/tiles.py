@@ -15,6 +15,8 @@ ARCH = "sm_90a"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 UNEQUAL = ((192, 128),)
 """Pairs (head_dim, v_head_dim): the expanded attention of DeepSeek-V2."""
+MAX_GROUP = 64
+"""Most query heads that share a kv head: the rows of the narrow tile."""
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block of threads can ask for."""
 _FOLDER = Path(__file__).parent / "csrc"
@@ -33,6 +35,8 @@ class Tile:
     """Tiles of keys, and of values, that shared memory holds."""
     query_stages: int = 2
     """Tiles of queries: with two, those of the next item are copied while this one is worked on."""
+    turns: bool = True
+    """Whether the warpgroups take turns at the tensor cores."""
 
     @property
     def rows(self) -> int:
@@ -69,9 +73,9 @@ def tiles_of(head_dim: int, v_head_dim: int) -> Tiles:
     if longest <= 128:
         return Tiles(Tile(2, 128, 2), Tile(1, 128, 2))
     if v_head_dim <= 128:
-        return Tiles(Tile(2, 128, 2, 1), Tile(1, 128, 2))
+        return Tiles(Tile(2, 128, 2, 1, turns=False), Tile(1, 128, 2))
     if longest <= 192:
-        return Tiles(Tile(2, 96, 2, 1), Tile(1, 96, 2))
+        return Tiles(Tile(2, 96, 2, 1, turns=False), Tile(1, 96, 2))
     return Tiles(Tile(2, 80, 2, 1), Tile(1, 80, 2))
 
 
@@ -87,6 +91,7 @@ def variant_of(spec: AttentionSpec, tile: Tile, block_size: int | None) -> Varia
         "QUERY_STAGES": tile.query_stages,
         "BOX": box_of(tile, block_size),
         "BLOCK_SIZE": block_size or 0,
+        "TURNS": int(tile.turns and tile.groups > 1),
         "SOFTCAP": int(spec.softcap is not None),
         "WINDOW": int(spec.sliding_window is not None),
     }

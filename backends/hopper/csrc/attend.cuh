@@ -41,10 +41,10 @@ __device__ __forceinline__ void clear_values(u32 v, int present, int group, int 
 }
 
 __device__ __forceinline__ void take_turn(int group) {
-  if (TAKES_TURNS) named_sync(TURN + group, 256);
+  if (TURNS) named_sync(TURN + group, 256);
 }
 __device__ __forceinline__ void pass_turn(int group) {
-  if (TAKES_TURNS) named_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256);
+  if (TURNS) named_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256);
 }
 
 __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int group, int thread) {
@@ -53,22 +53,20 @@ __device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int
   Ring<2> shown;
   Ring<QUERY_STAGES> q;
   Ring<STAGES> k, v;
-  if (TAKES_TURNS && group == 0) named_arrive(TURN, 256);
+  if (TURNS && group == 0) named_arrive(TURN, 256);
   while (true) {
     const Item item = next_item(base, shown, leads);
     if (item.head < 0) break;
 
     const int before = item.kv_len - item.query_len;  // keys of the context
+    const int first_token = item.tile * arguments.tokens, last_token = min(first_token + arguments.tokens, item.query_len) - 1;
     Sight sight;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int token = min(token_of(arguments, item.tile * ROWS + row + 8 * r), item.query_len - 1);
-      sight.high[r] = before + token + 1;
+      sight.high[r] = before + min(first_token + (row + 8 * r) / arguments.group, last_token) + 1;
       sight.low[r] = WINDOW ? sight.high[r] - arguments.window : 0;
     }
     // Tiles below `clear` and from `inside` on need no mask: every row of the block of threads sees all of their keys.
-    const int first_token = token_of(arguments, item.tile * ROWS);
-    const int last_token = min(token_of(arguments, item.tile * ROWS + ROWS - 1), item.query_len - 1);
     const int clear = (before + first_token + 1) / KEYS;
     const int inside = WINDOW ? (max(before + last_token + 1 - arguments.window, 0) + KEYS - 1) / KEYS : 0;
     const int lane_key = 2 * (lane % 4);

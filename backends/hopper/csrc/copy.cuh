@@ -1,4 +1,4 @@
-// The warpgroup that copies: one warp takes items from the queue and copies keys, one copies values, two copy queries.
+// The warpgroup that copies: one warp takes items from the queue and copies keys, one copies values, one copies queries.
 #pragma once
 
 #include "shape.cuh"
@@ -120,33 +120,24 @@ __device__ __forceinline__ void copy_values(u32 base, const TensorMap& map, cons
   }
 }
 
-// The queries of each item, as rows of the tile; rows past the sequence's end are zero.
-__device__ __forceinline__ void copy_queries(u32 base, const Arguments& arguments, int thread) {
-  constexpr int CHUNKS = HEAD_DIM / 8, PADDED = K_PANELS * 8;  // 16-byte pieces of a row; what is past its end is zero
-  constexpr int COPIERS = 32 * QUERY_WARPS / PADDED;            // rows copied at a time
-  const int chunk = thread % PADDED, first = thread / PADDED;
+// The queries of each item: of its tokens, the heads that share the kv head. Tokens of the next sequence may come along; their rows are
+// worked on and not stored.
+__device__ __forceinline__ void copy_queries(u32 base, const TensorMap& map, const Arguments& arguments, int lane) {
   Ring<2> shown;
   Ring<QUERY_STAGES> q;
   while (true) {
-    const Item item = next_item(base, shown, thread % 32 == 0);
+    const Item item = next_item(base, shown, lane == 0);
     if (item.head < 0) break;
     barrier_wait(base + Layout::q_empty + 8 * q.index, q.parity ^ 1);
-    const Half* from = static_cast<const Half*>(arguments.q) + item.token_start * arguments.q_token +
-                       static_cast<long long>(item.head) * arguments.group * arguments.q_head + chunk * 8;
-    const u32 to = base + Layout::q + q.index * Q_BYTES + (chunk / 8) * (ROWS * 128);
-    if (first < COPIERS) {
-#pragma unroll 8
-      for (int row = first; row < ROWS; row += COPIERS) {
-        const int place = item.tile * ROWS + row, token = token_of(arguments, place);
-        const bool present = token < item.query_len && chunk < CHUNKS;
-        const Half* source = from;
-        if (present) source += token * arguments.q_token + (place - token * arguments.group) * arguments.q_head;
-        copy_16(to + row * 128 + (((chunk & 7) ^ (row & 7)) << 4), source, present);
+    if (lane == 0) {
+      const u32 to = base + Layout::q + q.index * Q_BYTES, barrier = base + Layout::q_full + 8 * q.index;
+      barrier_expect(barrier, arguments.tokens * arguments.group * K_PANELS * 128);
+#pragma unroll
+      for (int panel = 0; panel < K_PANELS; ++panel) {
+        copy_box(to + panel * (ROWS * 128), map, panel * PANEL, 0, item.head, item.token_start + item.tile * arguments.tokens, barrier);
       }
     }
-    wait_copies();
-    fence_async();
-    barrier_arrive(base + Layout::q_full + 8 * q.index);
+    __syncwarp();
     q.advance();
   }
 }

@@ -25,9 +25,9 @@ __device__ __forceinline__ void store(const Arguments& arguments, const Item& it
   bool present[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int place = item.tile * ROWS + row + 8 * r, token = token_of(arguments, place);
-    const int query_head = item.head * arguments.group + place - token * arguments.group;
-    present[r] = token < item.query_len;
+    const int within = (row + 8 * r) / arguments.group, token = item.tile * arguments.tokens + within;
+    const int query_head = item.head * arguments.group + row + 8 * r - within * arguments.group;
+    present[r] = within < arguments.tokens && token < item.query_len;
     const float shift = softmax.most[r] == NEVER ? 0.0f : softmax.most[r] * arguments.scale;
     float sum = softmax.sum[r];
     if (arguments.sinks != nullptr) sum += exp2_approx(arguments.sinks[query_head] - shift);

@@ -60,24 +60,18 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 
 // --- copies ---
 
-// One box of a tensor with four axes (dim, slot, head, block) into shared memory; out of bounds is filled with zeros.
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int dim, int slot, int head, int block, u32 barrier) {
+// One box of a tensor with four axes into shared memory, the innermost first: (dim, slot, head, block) of keys and values, (dim, head of the
+// group, kv head, token) of queries. What is out of bounds is filled with zeros.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x, int y, int z, int w, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-      "l"(reinterpret_cast<u64>(&map)), "r"(dim), "r"(slot), "r"(head), "r"(block), "r"(barrier)
+      "l"(reinterpret_cast<u64>(&map)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
       : "memory");
 }
 
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<u64>(&map)) : "memory");
 }
-
-// 16 bytes into shared memory, or 16 zero bytes where `present` is false.
-__device__ __forceinline__ void copy_16(u32 to, const void* from, bool present) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void store_zeros(u32 to) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");

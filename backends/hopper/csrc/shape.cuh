@@ -2,7 +2,7 @@
 //
 // Constants given by the compiler's command line: HALF_IS_BF16, HEAD_DIM, V_HEAD_DIM, GROUPS (warpgroups that multiply), KEYS (of a
 // tile), STAGES, QUERY_STAGES (tiles of queries), BOX (slots that one copy takes),
-// BLOCK_SIZE (0: this step's own keys are read, else slots of a block), SOFTCAP, WINDOW.
+// BLOCK_SIZE (0: this step's own keys are read, else slots of a block), TURNS, SOFTCAP, WINDOW.
 #pragma once
 
 #include "wgmma.cuh"
@@ -21,18 +21,18 @@ static_assert(KEYS % 16 == 0 && KEYS % BOX == 0 && BOX % 8 == 0 && HEAD_DIM % 16
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int COPY_REGISTERS = GROUPS == 3 ? 32 : 40;
 constexpr int PRODUCT_REGISTERS = GROUPS == 3 ? 160 : 232;
-constexpr int QUERY_WARPS = 2;  // of the copying warpgroup, whose first warp copies keys and whose second copies values
-constexpr bool PAGED = BLOCK_SIZE > 0, TAKES_TURNS = GROUPS > 1 && HEAD_DIM <= 128;
+constexpr bool PAGED = BLOCK_SIZE > 0;
 
 // The unit of work: a tile of query rows and the tiles of keys [first, last) that it attends to.
 //
-// A row is one query head of one token: the heads that share a kv head are neighbours, so keys are read once for all of them.
+// A row is one query head of one token: the heads that share a kv head are neighbours, so keys are read once for all of them. A tile
+// holds whole tokens; rows that are left over idle.
 struct Item {
   int token_start;  // packed token of the sequence's first query
   int query_len;
   int kv_len;
   int seq;      // row of the block table
-  int tile;     // rows tile * ROWS and on
+  int tile;         // its tokens: tile * Arguments::tokens and on
   int first;    // tiles of keys
   int last;
   int splits;   // programs that share the rows; 1: nobody does
@@ -44,7 +44,6 @@ struct Item {
 constexpr int ITEM_INTS = sizeof(Item) / 4;
 
 struct Arguments {
-  const void* q;
   void* out;
   float* lse;  // [heads, tokens], or null
   const Item* items;
@@ -53,12 +52,12 @@ struct Arguments {
   float* partials;
   int* tickets;  // of split tiles; all zero before and after
   int* queue;    // two counters, zero before and after: items handed out, programs that have ended
-  long long q_token, q_head, out_token, out_head, lse_head, table_row;  // strides in elements
+  long long out_token, out_head, lse_head, table_row;  // strides in elements
   int num_items;  // of each kv head
   int num_kv_heads;
   int section;    // kv heads whose items are taken together, so that their keys and values stay in the L2 cache
   int group;      // query heads of a kv head
-  u32 reciprocal; // 2^32 / group, rounded up; without meaning for a group of 1
+  int tokens;     // of a tile of queries: ROWS / group
   int window;
   float scale;  // of scores, to the base-2 domain; with SOFTCAP: of what tanh gives
   float inner;  // with SOFTCAP: of scores before tanh
@@ -87,11 +86,6 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   u32 both;
   asm("cvt.rn." HALF_NAME "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
-}
-
-// The token that a row of a sequence belongs to; rows are below 2^32 / group.
-__device__ __forceinline__ int token_of(const Arguments& arguments, int row) {
-  return arguments.group == 1 ? row : __umulhi(row, arguments.reciprocal);
 }
 
 // An item as the copying warp shows it.

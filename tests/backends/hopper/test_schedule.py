@@ -37,13 +37,14 @@ def test_each_row_meets_each_key_once(
     tiles = tiles_of(head_dim, head_dim)
     schedule = choose(_problem(lengths, group, heads, window), (tiles.wide, tiles.narrow), num_splits)
     tile = schedule.tile
+    rows = tile.rows // group * group
     seen = [numpy.zeros((q * group, -(-(q + c) // tile.keys)), dtype=numpy.int64) for q, c in lengths]
     partials, tickets = set(), {}
     starts = numpy.cumsum([0] + [q for q, _ in lengths])
     for start, query_len, kv_len, seq, number, first, last, splits, split, partial, ticket, _ in schedule.items.tolist():
         assert (start, query_len, kv_len) == (starts[seq], lengths[seq][0], sum(lengths[seq]))
         assert first < last
-        seen[seq][number * tile.rows : (number + 1) * tile.rows, first:last] += 1
+        seen[seq][number * rows : (number + 1) * rows, first:last] += 1
         if splits > 1:
             assert 0 <= partial + split < schedule.num_partials
             assert partial + split not in partials
