@@ -174,7 +174,7 @@ class Attention:
         known = self._maps.get(key)
         if known is None:
             group = self._spec.group_size
-            view = q.unflatten(1, (self._spec.num_kv_heads, group))
+            view = q.view(q.shape[0], self._spec.num_kv_heads, group, self._spec.head_dim)
             known = self._keep(key, tensor_map(view, (tile.rows // group, 1, group, 64)))
         return known
 
