@@ -93,6 +93,7 @@ def variant_of(spec: AttentionSpec, tile: Tile, block_size: int | None) -> Varia
         "BLOCK_SIZE": block_size or 0,
         "TURNS": int(tile.turns and tile.groups > 1),
         "SOFTCAP": int(spec.softcap is not None),
+        "SHARED_BYTES": tile.shared_bytes(spec.head_dim, spec.v_head_dim),
         "WINDOW": int(spec.sliding_window is not None),
     }
     return Variant(_FOLDER, "attention.cu", tuple(constants.items()))

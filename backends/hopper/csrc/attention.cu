@@ -6,10 +6,11 @@
 
 using namespace hopper;
 
+static_assert(Layout::bytes + 1023 <= SHARED_BYTES, "what the host asks for");
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-              const __grid_constant__ TensorMap value_map,
-              const __grid_constant__ Arguments arguments) {
+              const __grid_constant__ TensorMap value_map, const __grid_constant__ Arguments arguments) {
   extern __shared__ unsigned char shared[];
   const u32 base = (shared_address(shared) + 1023) & ~1023u;
   const int group = threadIdx.x / 128;

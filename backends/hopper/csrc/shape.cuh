@@ -2,7 +2,8 @@
 //
 // Constants given by the compiler's command line: HALF_IS_BF16, HEAD_DIM, V_HEAD_DIM, GROUPS (warpgroups that multiply), KEYS (of a
 // tile), STAGES, QUERY_STAGES (tiles of queries), BOX (slots that one copy takes),
-// BLOCK_SIZE (0: this step's own keys are read, else slots of a block), TURNS, SOFTCAP, WINDOW.
+// BLOCK_SIZE (0: this step's own keys are read, else slots of a block), TURNS, SOFTCAP, WINDOW,
+// SHARED_BYTES (dynamic shared memory that the launch asks for).
 #pragma once
 
 #include "wgmma.cuh"
