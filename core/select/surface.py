@@ -26,6 +26,8 @@ class Surface:
 
     def __init__(self, grid: Mapping[Axes, Leaf], between: Mapping[Axes, Leaf]) -> None:
         """grid: every point of the grid, infinite where there is no time. between: in the order in which they were measured."""
+        if not grid:
+            grid, between = between, {}
         self._node = _nest(list(grid.items()))
         lines = [sorted({axes[number] for axes in grid}) for number in range(len(next(iter(grid), ())))]
         self._corrections: list[tuple[list[_Hat], Leaf]] = []
@@ -51,7 +53,7 @@ class Surface:
 
 
 def _hat(axes: Axes, number: int, line: Sequence[int], known: set[Axes]) -> _Hat:
-    """Of one axis: as far as the nearest known points of the row where the point lies between grid lines, else to the next lines."""
+    """Along one axis: to the nearest known points of the row where the point lies between grid lines, else to the next lines."""
     value = axes[number]
     if value not in line:
         row = [other[number] for other in known if other[:number] == axes[:number] and other[number + 1 :] == axes[number + 1 :]]
