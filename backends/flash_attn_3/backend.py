@@ -50,7 +50,7 @@ class FlashAttention3(AttentionBackend):
 
     The operators are called directly, by the argument names of their schema, so that the builds of upstream, vLLM and SGLang all
     serve. An fp8 cache is not declared: the library then wants the query in e4m3 and rounds the softmax's weights to it, to three
-    bits of mantissa. That is coarser than what this contract accepts of an fp8 cache, where queries and weights keep theirs.
+    bits of mantissa. Against float64 over the same cache that is a relative error of 0.036, where this contract accepts 0.008.
     """
 
     name = "flash_attn_3"
@@ -125,7 +125,12 @@ class FlashAttention3(AttentionBackend):
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Strides are followed, as long as a head's elements lie together and rows begin where TMA can load them."""
+        """Strides are followed, as long as a head's elements lie together and rows begin where TMA can load them.
+
+        Over a layout that it does not read it serves prompts without context alone, and no cache is looked at.
+        """
+        if cls.capabilities.layouts is not None and cache.layout not in cls.capabilities.layouts:
+            return YES
         for name, rows in (("key", cache.logical_key), ("value", cache.logical_value)):
             step = ALIGNMENT // rows.element_size()
             if rows.stride(3) != 1 or any(stride % step for stride in rows.stride()[:3]) or rows.data_ptr() % ALIGNMENT:

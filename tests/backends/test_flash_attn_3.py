@@ -244,6 +244,12 @@ def test_memory_that_tma_cannot_load_is_refused(fake: FlashAttn3) -> None:
     assert "16 bytes" in refused.reasons[0].need
 
 
+def test_a_cache_that_is_not_read_is_not_looked_at(fake: FlashAttn3) -> None:
+    case = case_of("prefill", spec(), VLLM_5D)
+    assert FlashAttention3.accepts(case.cache)
+    check(case)
+
+
 @pytest.mark.parametrize("missing", ["page_table", "scheduler_metadata", "softcap"])
 def test_a_build_without_an_argument_that_is_needed_is_named(missing: str) -> None:
     fake = FlashAttn3(leave_out=missing)
