@@ -15,16 +15,21 @@ from headway.backends.flash_attn_3.backend import FlashAttention3
 from headway.backends.flash_attn_3.binding import Operators
 from headway.backends.flash_attn_3.library import Library
 from headway.backends.layouts import write_rows
+from headway.core.contract.backend import BackendInfo
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.support import YES
+from headway.core.contract.support import YES, Support
+from headway.registry import create_registry, hookimpl
 from headway.testing.cases import Case, make_case, parse_case
+from headway.testing.kit import Kit
 from headway.testing.reference import reference, relative_error, run_backend
+from headway.testing.subject import load_subject
 from latent import errors_of, strided
 
 GPU = torch.device("cuda")
+CLAIMS = FlashAttention3.capabilities
 POISON = 3e4
 """It reads whole blocks, whose slots are finite."""
 ABSORBED = spec(num_heads=3, num_kv_heads=1, head_dim=576, v_head_dim=512, value_in_key=True)
@@ -266,3 +271,76 @@ def test_a_build_that_wants_an_argument_nobody_knows_is_named() -> None:
 
 def test_the_kernel_says_where_it_comes_from(fake: FlashAttn3) -> None:
     assert FlashAttention3.kernel(on_gpu(spec()), Phase.DECODE) == ("FlashAttnFwdSm90 (FlashAttention 3 of a stand-in, paged)")
+
+
+# The kit, over the stand-in: what a GPU is held to, but for the device's own checks.
+
+
+@pytest.fixture
+def kit(fake: FlashAttn3, monkeypatch: pytest.MonkeyPatch) -> Kit:
+    class OnCpu(FlashAttention3):
+        name = "fa3_on_cpu"
+        capabilities = dataclasses.replace(CLAIMS, devices=("cpu",))
+
+        @classmethod
+        def available(cls) -> Support:
+            return YES
+
+    class Plugin:
+        @hookimpl
+        def headway_register_backends(self) -> list[BackendInfo]:
+            return [BackendInfo("fa3_on_cpu", "over a stand-in", lambda: OnCpu, api_version=2)]
+
+    registry = create_registry([Plugin()], load_entry_points=False)
+    return Kit(load_subject("fa3_on_cpu", torch.device("cpu"), registry))
+
+
+@pytest.mark.parametrize(
+    "check", ["claims", "refuse", "options", "tolerance", "answer", "graph", "bounds", "lse", "turns", "repeat"]
+)
+def test_the_quick_cells_of_the_kit_pass(kit: Kit, check: str) -> None:
+    cells = [cell for cell in kit.cells(quick=True) if cell.check == check]
+    results = [kit.run(cell) for cell in (cells[::3] if check == "answer" else cells)]
+    assert results
+    assert [(result.cell, result.reason) for result in results if result.status == "failed"] == []
+
+
+# The library itself.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case_name", ["64q1s700", "mixed", "verify"])
+def test_the_real_library_computes_right_and_is_captured(monkeypatch: pytest.MonkeyPatch, case_name: str) -> None:
+    monkeypatch.setattr(FlashAttention3, "capabilities", CLAIMS)
+    found = FlashAttention3.available()
+    if not found:
+        pytest.skip(str(found))
+    layer = on_gpu(spec(num_heads=8, head_dim=128))
+    case = case_of(case_name, layer)
+    made = FlashAttention3(layer, NHD, 16)
+    assert relative_error(run_backend(made, case), reference(case), case) < FlashAttention3.tolerance[torch.bfloat16]
+    if case.metadata.num_prefills:
+        return
+    plan, out = made.plan_for_capture(case.metadata), torch.empty_like(case.q)
+    made.decode(case.q, case.cache, plan, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            made.decode(case.q, case.cache, plan, out)
+    shorter = case.metadata.seq_lens // 2 + 4
+    case.metadata.seq_lens.copy_(shorter)
+    graph.replay()
+    lens = shorter.tolist()
+    query_lens = case.metadata.query_lens
+    now = dataclasses.replace(
+        case,
+        metadata=AttentionMetadata.build(
+            query_lens,
+            [length - n for length, n in zip(lens, query_lens, strict=True)],
+            case.metadata.block_table_cpu.tolist(),
+            16,
+            GPU,
+            8,
+        ),
+    )
+    assert relative_error(out, reference(now), now) < FlashAttention3.tolerance[torch.bfloat16]
