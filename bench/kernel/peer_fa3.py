@@ -14,7 +14,7 @@ from headway.testing.cases import Case
 
 
 class FlashAttn3(Peer):
-    """One `fwd` for all phases, over blocks of 128 where there is a context; splits are left to the library, planned in the call."""
+    """One `fwd` for all phases, over blocks of 128 where there is a context; the library splits, and plans that in the call."""
 
     name, distribution, package, block_size, uniform_query_len = "flash_attn_3.bare", "flash-attn-3", "flash_attn_3", 128, 8
     extends = True
