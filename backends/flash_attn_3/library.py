@@ -87,7 +87,7 @@ def verdict(candidate: Candidate) -> dict[str, str]:
     known = _read()
     if key in known:
         return {"namespace": known[key]}
-    found = ask([sys.executable, "-m", CHILD, str(candidate.path)])
+    found = ask([sys.executable, "-P", "-m", CHILD, str(candidate.path)])
     if "namespace" in found:
         _write({**{other: name for other, name in known.items() if not other.startswith(place)}, key: found["namespace"]})
     return found

@@ -172,7 +172,7 @@ def test_a_child_that_does_not_answer_is_a_reason(monkeypatch: pytest.MonkeyPatc
 def test_the_child_says_why_a_file_does_not_load(tmp_path: Path) -> None:
     path = tmp_path / "own.so"
     path.write_bytes(b"no library")
-    found = library.ask([sys.executable, "-m", library.CHILD, str(path)])
+    found = library.ask([sys.executable, "-P", "-m", library.CHILD, str(path)])
     assert list(found) == ["error"]
     assert found["error"].startswith("does not load: ")
     assert "file too short" in found["error"] or "invalid ELF header" in found["error"]
