@@ -151,7 +151,7 @@ class FlashAttention3(AttentionBackend):
 
     def plan(self, metadata: AttentionMetadata) -> FlashStep:
         """Fix the arguments of all layers' calls; over the cache the library's plan of the split is made here, once."""
-        step = self._step(metadata)
+        step = self._step(metadata, lengths_hold=True)
         if step.schedule is not None:
             self._make_schedule(step)
             step.schedule = None
@@ -159,7 +159,7 @@ class FlashAttention3(AttentionBackend):
 
     def plan_for_capture(self, metadata: AttentionMetadata) -> FlashStep:
         """As `plan`; the plan of the split is made in the graph, from the lengths that the device has then."""
-        return self._step(metadata)
+        return self._step(metadata, lengths_hold=False)
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: FlashStep, out: Tensor, lse: Tensor | None = None
@@ -178,9 +178,9 @@ class FlashAttention3(AttentionBackend):
             self._make_schedule(plan)
         self._attend(q, *self._rows(cache), plan, out, lse)
 
-    def _step(self, metadata: AttentionMetadata) -> FlashStep:
+    def _step(self, metadata: AttentionMetadata, lengths_hold: bool) -> FlashStep:
         paged = metadata.phase is not Phase.PREFILL
-        splits = self._splits(metadata) if paged else 0
+        splits = self._splits(metadata, lengths_hold) if paged else 0
         lengths = {
             "cu_seqlens_q": metadata.query_start_loc,
             "max_seqlen_q": metadata.max_query_len,
@@ -214,11 +214,18 @@ class FlashAttention3(AttentionBackend):
         assert step.schedule is not None
         step.arguments[self._metadata] = self._operators.schedule.call(*step.schedule)
 
-    def _splits(self, metadata: AttentionMetadata) -> int:
-        """0, the library's own rule, where its partial results stay within WORKSPACE; else the most splits that do."""
-        tiles = -(-metadata.max_query_len * self.spec.group_size // TILE)
+    def _splits(self, metadata: AttentionMetadata, lengths_hold: bool) -> int:
+        """What to ask the library for: 0, its own rule; 1 where it would split no sequence; the most that WORKSPACE holds.
+
+        Its plan cuts a sequence that takes one multiprocessor longer than all work takes all of them. Where there is none, the
+        merge of partial results would be launched in vain. lengths_hold: whether the host knows this step's lengths.
+        """
+        kv_lens, starts = metadata.seq_lens_cpu.numpy(), metadata.query_start_loc_cpu.numpy()
+        tiles = -(-(starts[1:] - starts[:-1]) * self.spec.group_size // TILE)
+        if lengths_hold and metadata.max_seq_len * self._multiprocessors <= int(tiles @ kv_lens) * self.spec.num_kv_heads:
+            return 1
         each = self._bytes_per_split(metadata.num_tokens)
-        return 0 if self._most_splits(tiles) * each <= WORKSPACE else max(1, WORKSPACE // each)
+        return 0 if self._most_splits(int(tiles.max())) * each <= WORKSPACE else max(1, WORKSPACE // each)
 
     def _most_splits(self, tiles: int) -> int:
         """What the library's rule comes to at most: enough programs for every multiprocessor, were there one sequence only."""

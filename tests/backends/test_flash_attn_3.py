@@ -187,6 +187,27 @@ def test_the_library_chooses_splits_until_their_memory_is_too_much(fake: FlashAt
     assert fake.calls[-1][1]["num_splits"] == 1
 
 
+def test_no_split_is_asked_for_where_the_plan_would_make_none(fake: FlashAttn3) -> None:
+    """132 multiprocessors: what the longest sequence takes one of them, against what all work takes all of them."""
+    layer = spec(num_heads=4, num_kv_heads=2)
+    for text, splits in (
+        ("66q1s40", 1),  # 66 sequences of 2 kv heads are 132 programs of the same length
+        ("65q1s40", 0),
+        ("80q1s40_1q1s300", 0),  # one that is long
+        ("2q2000s2050_1q1s9", 0),  # 32 tiles of queries for each kv head and sequence: 128 programs
+        ("3q2000s2050_1q1s9", 1),
+    ):
+        fake.calls.clear()
+        case = case_of(text, layer)
+        made = FlashAttention3(layer, NHD, 16)
+        views = [view for view in (case.metadata.prefill, case.metadata.decode) if view is not None]
+        asked = [made.plan(view).arguments[made._operators.forward.place["num_splits"]] for view in views]
+        assert asked[0] == splits, text
+        assert {given["num_splits"] for _, given in fake.calls} == set(asked)
+        captured = made.plan_for_capture(views[-1])
+        assert captured.arguments[made._operators.forward.place["num_splits"]] == 0  # its lengths change
+
+
 # Claims and refusals.
 
 
