@@ -14,6 +14,7 @@ from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.layer import INTERPRETED, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan
+from headway.backends.triton.workspace import Workspace
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
@@ -64,8 +65,9 @@ class TritonAttention(AttentionBackend):
         equal = spec.head_dim == spec.v_head_dim and not spec.value_in_key
         self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
         layer = Layer.of(spec)
-        self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _num_splits(options))
-        self._prefill = Prefill(spec, layer, block_size, arch)
+        workspace = Workspace(spec.device)
+        self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _num_splits(options), workspace)
+        self._prefill = Prefill(spec, layer, block_size, arch, multiprocessors, workspace)
 
     @classmethod
     def available(cls) -> Support:

@@ -17,6 +17,7 @@ from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.launch import Launcher, aligned, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
 from headway.backends.triton.splits import MAX_ROUNDS, choose_cut
+from headway.backends.triton.workspace import Workspace
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
@@ -52,31 +53,6 @@ class DecodePlan:
         return len(self.chunks.seq_lens) <= EARLY_SEQUENCES
 
 
-class Workspace:
-    """Buffers for partial results. They grow, and outgrown ones are kept: a captured graph may still use them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: list[Tensor] = []
-        self._floats = torch.empty(0, device=device)
-        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
-
-    def floats(self, count: int) -> Tensor:
-        """At least `count` float32, not initialised."""
-        if self._floats.numel() < count:
-            self._kept.append(self._floats)
-            self._floats = torch.empty(max(count, 2 * self._floats.numel()), device=self._device)
-        return self._floats
-
-    def counters(self, count: int) -> Tensor:
-        """At least `count` int32 that are zero between launches."""
-        if self._counters.numel() < count:
-            self._kept.append(self._counters)
-            size = max(count, 2 * self._counters.numel())
-            self._counters = torch.zeros(size, dtype=torch.int32, device=self._device)
-        return self._counters
-
-
 class Decode:
     """Decode of one layer kind: cuts the sequences into chunks once a step, then launches one kernel a layer."""
 
@@ -89,6 +65,7 @@ class Decode:
         arch: Architecture,
         multiprocessors: int,
         num_splits: int | None,
+        workspace: Workspace,
     ) -> None:
         self._spec = spec
         self._layer = layer
@@ -97,7 +74,7 @@ class Decode:
         self._block_size = block_size
         row = (max(layer.block_d, layer.block_dv), spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
         self.configs = decode_configs(arch, *row)
-        self._workspace = Workspace(spec.device)
+        self._workspace = workspace
         self._scalars = tuple(layer.scalars.values())
         self._addressing: dict[Hashable, Addressing] = {}
         self._constants: dict[Hashable, dict[str, Any]] = {}

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.backends.triton.fold_kernel import fold_cached, fold_new
+from headway.backends.triton.merge_kernel import merge_rows
 from headway.backends.triton.tiles import LN_2
 from headway.backends.triton.write_kernel import store_kv
 
@@ -229,71 +230,11 @@ def split_kv_decode(
         tl.debug_barrier()  # the atomic below releases what all threads of this program stored
         arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
         if arrived == num_chunks - 1:
-            _merge(
-                partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, first_chunk, num_chunks, token, kv_head, first_row, query_len,
-                v_scale, out_stride_token, out_stride_head, sums_stride_head, GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED,
-                HAS_SINKS, HAS_LSE,
+            first_slot = (first_chunk.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * ROWS
+            merge_rows(
+                partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, first_slot, tl.num_programs(0) * ROWS, num_chunks, token,
+                kv_head, first_row, query_len, v_scale, out_stride_token, out_stride_head, sums_stride_head,
+                GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED, HAS_SINKS, HAS_LSE,
             )  # fmt: skip
             tl.store(arrivals_ptr, 0)
 
-
-@triton.jit
-def _merge(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    sums_ptr,
-    sinks_ptr,
-    first_chunk,
-    num_chunks,
-    token,
-    kv_head,
-    first_row,
-    query_len,
-    v_scale,
-    out_stride_token,
-    out_stride_head,
-    sums_stride_head,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    MERGED: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
-    """Combine the chunks of one query tile by their log-sum-exp, MERGED at a time so that the loads overlap."""
-    r = tl.arange(0, ROWS)
-    d = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + (first_row + r) % GROUP
-    live = first_row + r < query_len * GROUP
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for merged in range(0, num_chunks, MERGED):
-        number = merged + tl.arange(0, MERGED)
-        item = (first_chunk + number).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-        slot = item[:, None] * ROWS + r[None, :]
-        there = number < num_chunks
-        lse = tl.load(lse_ptr + slot, mask=there[:, None], other=float("-inf"), cache_modifier=".cg")
-        parts = tl.load(
-            partial_ptr + slot[:, :, None] * BLOCK_D + d[None, None, :],
-            mask=there[:, None, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weights = tl.exp2(lse - finite[None, :])
-        shrink = tl.exp2(m - finite)
-        l = l * shrink + tl.sum(weights, 0)
-        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        m = m_new
-    if HAS_SINKS:
-        l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
-    if HAS_LSE:
-        tl.store(sums_ptr + head * sums_stride_head + token + (first_row + r) // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
-    result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
-    out_rows = (token + (first_row + r) // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
-    inside = live[:, None] & (d[None, :] < HEAD_DIM)
-    tl.store(out_ptr + out_rows[:, None] + d[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)

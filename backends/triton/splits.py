@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
-from headway.backends.triton.configs import DecodeConfig
+import numpy
+from numpy.typing import NDArray
+
+from headway.backends.triton.configs import DecodeConfig, PrefillConfig
+from headway.backends.triton.work import Ints
 
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 """Splits of a sequence, those that were measured: what lies between them gains nothing."""
@@ -55,3 +60,51 @@ def expected_us(
         time += each * math.hypot(config.tile_us, rest * shared_us) + config.wave_us
     merge_us = config.merge_us + config.merge_row_us * rows
     return time + (merge_us * math.ceil(tiles / each) if splits > 1 else 0.0)
+
+
+MOST_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+"""Parts into which the keys of the longest query tile of a prefill or extend may be cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRule:
+    """How many tiles of keys one program of a prefill or extend folds."""
+
+    config: PrefillConfig
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    multiprocessors: int
+    parts: int | None = None
+    """Of the longest query tile's keys, in place of the rule."""
+
+    def longest_run(self, tiles: Ints) -> int:
+        """The most tiles of keys for one program; tiles: those that each query tile sees."""
+        longest = max(int(tiles.max()), 1)
+        if self.parts is not None:
+            return -(-longest // self.parts)
+        slots = self.multiprocessors * self.config.residents
+        if len(tiles) * self.num_kv_heads >= 4 * slots:
+            return longest
+        runs = numpy.array([-(-longest // parts) for parts in MOST_PARTS if parts <= longest])
+        return int(runs[numpy.argmin(self.expected_us(tiles, runs))])
+
+    def expected_us(self, tiles: Ints, runs: Ints) -> NDArray[numpy.float64]:
+        """Microseconds of a launch for each of `runs`, less what is the same for all."""
+        config, sms = self.config, self.multiprocessors
+        parts = -(-tiles[None, :] // runs[:, None])
+        each = -(-tiles[None, :] // parts)
+        programs = parts.sum(1) * self.num_kv_heads
+        flops = 2 * config.block_m * config.block_n * (self.head_dim + self.v_head_dim)
+        shared_us = flops * sms / config.flops_per_us  # a tile of each multiprocessor's tensor cores
+        together = numpy.minimum(numpy.ceil(programs / sms), config.residents)
+        tile_us = numpy.hypot(config.tile_us, together * shared_us)
+        waves = tiles.sum() * self.num_kv_heads / (sms * config.residents) * tile_us  # where programs are many
+        slowest = each.max(1)
+        more = programs > sms * config.residents
+        time = numpy.where(more, numpy.maximum(waves + 0.5 * slowest * tile_us, slowest * tile_us), slowest * tile_us)
+        slots = numpy.where(parts > 1, parts, 0).sum(1) * self.num_kv_heads
+        moved = slots * config.block_m * (self.v_head_dim + 1) * 8  # partial results, written and read
+        merge_us = numpy.where(slots > 0, config.merge_us + moved / config.bytes_per_us, 0.0)
+        rounds = numpy.ceil(programs / (sms * config.residents))
+        return numpy.asarray(time + rounds * config.wave_us + merge_us + parts.max(1) * 0.05)
