@@ -28,13 +28,13 @@ def split_kv_decode(
     out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
     new_k_ptr,  # NEW: [num_seqs, kv_heads, HEAD_DIM]
     new_v_ptr,
+    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
     table_ptr,  # int32 [num_seqs, max_blocks]
     chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
     slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads], log2(e) * sink
     partial_ptr,  # float32 [chunks, items, ROWS, BLOCK_DV]; items: grid axis 0
     lse_ptr,  # float32 [chunks, items, ROWS]
-    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
     arrivals_ptr,  # int32 [num_seqs * items], zero between launches
     score_scale,
     cap_log2,
@@ -237,4 +237,3 @@ def split_kv_decode(
                 GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED, HAS_SINKS, HAS_LSE,
             )  # fmt: skip
             tl.store(arrivals_ptr, 0)
-
