@@ -50,7 +50,10 @@ class TritonAttention(AttentionBackend):
         batch_invariant=True,
     )
     graph_level = GraphLevel.UNIFORM
-    options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of every sequence in decode, in place of the built-in rule"}
+    options: ClassVar[Mapping[str, str]] = {
+        "num_splits": "splits of every sequence in decode, in place of the built-in rule",
+        "extend_splits": "splits of the longest query tile's keys in prefill and extend, in place of the built-in rule",
+    }
 
     def __init__(
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
@@ -66,8 +69,8 @@ class TritonAttention(AttentionBackend):
         self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
         layer = Layer.of(spec)
         workspace = Workspace(spec.device)
-        self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _num_splits(options), workspace)
-        self._prefill = Prefill(spec, layer, block_size, arch, multiprocessors, workspace)
+        self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _count(options, "num_splits"), workspace)
+        self._prefill = Prefill(spec, layer, block_size, arch, multiprocessors, _count(options, "extend_splits"), workspace)
 
     @classmethod
     def available(cls) -> Support:
@@ -148,12 +151,12 @@ class TritonAttention(AttentionBackend):
         self._decode.run(q, cache, plan, out, new=(k, v))
 
 
-def _num_splits(options: Mapping[str, str] | None) -> int | None:
-    text = (options or {}).get("num_splits")
+def _count(options: Mapping[str, str] | None, name: str) -> int | None:
+    text = (options or {}).get(name)
     if text is None:
         return None
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError("--attn-opt triton.num_splits", "a number of at least 1", repr(text))
+        raise ConfigError(f"--attn-opt triton.{name}", "a number of at least 1", repr(text))
     return int(text)
 
 

@@ -64,6 +64,10 @@ class Launcher:
         self._kernel = kernel
         self._compiled: dict[Hashable, Compiled] = {}
 
+    def get(self, key: Hashable) -> Compiled | None:
+        """What a kernel was compiled to for a key; None where it was not launched yet."""
+        return self._compiled.get(key)
+
     def __call__(
         self, key: Hashable, grid: Grid, arguments: Sequence[Any], constants: Mapping[str, Any], **options: int
     ) -> Compiled | None:

@@ -108,7 +108,7 @@ def merge_tiles(
     num_parts = tl.load(merge + 4)
     if first_row < query_len * GROUP:
         merge_rows(
-            partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, slot, NUM_KV_HEADS * BLOCK_M, num_parts, token, kv_head, first_row,
-            query_len, v_scale, out_stride_token, out_stride_head, sums_stride_head, GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED,
-            HAS_SINKS, HAS_LSE,
+            partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, slot, NUM_KV_HEADS * BLOCK_M, num_parts, token, kv_head,
+            first_row, query_len, v_scale, out_stride_token, out_stride_head, sums_stride_head,
+            GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED, HAS_SINKS, HAS_LSE,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,13 +53,21 @@ class Prefill:
     """Prefill and extend of one layer kind."""
 
     def __init__(
-        self, spec: AttentionSpec, layer: Layer, block_size: int, arch: Architecture, multiprocessors: int, workspace: Workspace
+        self,
+        spec: AttentionSpec,
+        layer: Layer,
+        block_size: int,
+        arch: Architecture,
+        multiprocessors: int,
+        num_splits: int | None,
+        workspace: Workspace,
     ) -> None:
         self._spec = spec
         self._layer = layer
         self._block_size = block_size
         self._arch = arch
         self._multiprocessors = multiprocessors
+        self._num_splits = 1 if spec.batch_invariant and num_splits is None else num_splits
         self._workspace = workspace
         self._scalars = tuple(layer.scalars.values())
         self._launch = Launcher(varlen_attention)
@@ -68,8 +76,8 @@ class Prefill:
         self._variants: dict[Hashable, _Variant] = {}
         self._descriptors: dict[Hashable, tuple[TensorDescriptor, TensorDescriptor]] = {}
 
-    def plan(self, metadata: AttentionMetadata, parts: int | None = None) -> PrefillPlan:
-        """List what the programs do; parts: of the longest query tile's keys, in place of the rule (tests and tuning)."""
+    def plan(self, metadata: AttentionMetadata) -> PrefillPlan:
+        """List what the programs do."""
         # An fp8 cache is read back even so, or the answer would depend on how a prompt was cut into chunks.
         # A batch invariant answer is read back too: whether the step is PREFILL or EXTEND depends on all of its sequences.
         spec = self._spec
@@ -79,9 +87,7 @@ class Prefill:
         row = (max(self._layer.block_d, self._layer.block_dv), spec.dtype.itemsize)
         longest = ANY_PROMPT if spec.batch_invariant else metadata.max_query_len
         config = prefill_config(self._arch, *row, longest, spec.group_size, paged)
-        rule = RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self._multiprocessors, parts)
-        if spec.batch_invariant and parts is None:
-            rule = replace(rule, parts=1)
+        rule = RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self._multiprocessors, self._num_splits)
         work = list_work(
             metadata.query_start_loc_cpu.diff().long().numpy(),
             metadata.seq_lens_cpu.long().numpy(),

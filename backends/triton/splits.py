@@ -75,14 +75,14 @@ class RunRule:
     head_dim: int
     v_head_dim: int
     multiprocessors: int
-    parts: int | None = None
+    num_splits: int | None = None
     """Of the longest query tile's keys, in place of the rule."""
 
     def longest_run(self, tiles: Ints) -> int:
         """The most tiles of keys for one program; tiles: those that each query tile sees."""
         longest = max(int(tiles.max()), 1)
-        if self.parts is not None:
-            return -(-longest // self.parts)
+        if self.num_splits is not None:
+            return -(-longest // self.num_splits)
         slots = self.multiprocessors * self.config.residents
         if len(tiles) * self.num_kv_heads >= 4 * slots:
             return longest

@@ -12,8 +12,8 @@ WORK_FIELDS = 8
 """int32 numbers a program: its sequence, query tile, first query token of the sequence, query_len and kv_len; its first tile of
 keys and the end of its keys; the slot of its partial result, -1 where it has all keys of its query tile."""
 MERGE_FIELDS = 8
-"""int32 numbers a query tile whose keys are shared: first query token of the sequence, query_len, tile, first slot, slots; the rest
-is unused."""
+"""int32 numbers a query tile whose keys are shared: first query token of the sequence, query_len, tile, first slot, number of
+slots; the rest is unused."""
 
 Ints = NDArray[numpy.int64]
 
@@ -52,39 +52,46 @@ def list_work(
     query_lens, kv_lens: of each sequence; kv_len 0 marks padding. group: query heads of a kv head, rows of one token.
     longest_run: from the tiles of keys that each query tile sees, the most that one program should fold.
     """
-    starts = query_lens.cumsum() - query_lens
     counts = -(-(query_lens * group) // block_m) * (kv_lens > 0)
-    order = numpy.argsort(-kv_lens, kind="stable") if len(kv_lens) > 1 else numpy.zeros(1, numpy.int64)
-    seqs = order.repeat(counts[order])
-    numbers = counts[order].cumsum().repeat(counts[order]) - 1 - numpy.arange(len(seqs))
+    if len(counts) == 1:
+        seqs = numpy.zeros(counts[0], numpy.int64)
+        numbers = numpy.arange(counts[0] - 1, -1, -1)
+    else:
+        order = numpy.argsort(-kv_lens, kind="stable")
+        counts = counts[order]
+        seqs = order.repeat(counts)
+        numbers = counts.cumsum().repeat(counts) - numpy.arange(1, len(seqs) + 1)
+    rows = numpy.empty((len(seqs), WORK_FIELDS), numpy.int32)
     query_len, kv_len = query_lens[seqs], kv_lens[seqs]
-    context = kv_len - query_len
-    first_row = numbers * block_m
-    ends = numpy.minimum(context + (first_row + block_m - 1) // group + 1, kv_len)
-    first = numpy.zeros_like(ends)
-    if window is not None:
-        first = numpy.maximum(context + first_row // group - window + 1, 0) // block_n
+    first_token = kv_len - query_len + numbers * block_m // group  # position of the first row's token
+    ends = numpy.minimum(kv_len - query_len + ((numbers + 1) * block_m - 1) // group + 1, kv_len)
+    first = 0 if window is None else numpy.maximum(first_token - window + 1, 0) // block_n
     tiles = -(-ends // block_n) - first
+    rows[:, 0] = seqs
+    rows[:, 1] = numbers
+    rows[:, 2] = (query_lens.cumsum() - query_lens)[seqs]
+    rows[:, 3] = query_len
+    rows[:, 4] = kv_len
+    rows[:, 5] = first
+    rows[:, 6] = ends
+    rows[:, 7] = -1
     most = longest_run(tiles) if len(tiles) else 1
-    parts = -(-tiles // most)
-    split = parts > 1
-    columns: list[Ints] = [seqs, numbers, starts[seqs], query_len, kv_len, first, ends, numpy.full_like(seqs, -1)]
-    if not split.any():
-        return Work(numpy.stack(columns, 1).astype(numpy.int32), len(seqs), 0)
+    if len(tiles) == 0 or most >= tiles.max():
+        return Work(rows, len(rows), 0)
 
-    each = -(-tiles // parts)
+    each = -(-tiles // -(-tiles // most))
     parts = -(-tiles // each)
     split = parts > 1
-    first_program = parts.cumsum() - parts
-    slots = numpy.where(split, parts, 0)
+    slots = parts * split
     first_slot = slots.cumsum() - slots
     tile = numpy.arange(len(seqs)).repeat(parts)
-    part = numpy.arange(len(tile)) - first_program[tile]
-    columns = [column[tile] for column in columns]
-    columns[5] = columns[5] + part * each[tile]
-    columns[6] = numpy.minimum(columns[6], (columns[5] + each[tile]) * block_n)
-    columns[7] = numpy.where(split[tile], first_slot[tile] + part, -1)
-    unused = numpy.zeros_like(seqs)
-    merges = [starts[seqs], query_len, numbers, first_slot, parts, unused, unused, unused]
-    merged = numpy.stack(merges, 1)[split]
-    return Work(numpy.concatenate([numpy.stack(columns, 1), merged]).astype(numpy.int32), len(tile), int(slots.sum()))
+    part = numpy.arange(len(tile)) - (parts.cumsum() - parts)[tile]
+    merges = rows[split]
+    merges[:, 0:3] = merges[:, [2, 3, 1]]
+    merges[:, 3] = first_slot[split]
+    merges[:, 4] = parts[split]
+    rows, each = rows[tile], each[tile]
+    rows[:, 5] += part * each
+    rows[:, 6] = numpy.minimum(rows[:, 6], (rows[:, 5] + each) * block_n)
+    rows[:, 7] = numpy.where(split[tile], first_slot[tile] + part, -1)
+    return Work(numpy.concatenate([rows, merges]), len(rows), int(slots.sum()))
