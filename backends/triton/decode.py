@@ -16,7 +16,7 @@ from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, Deco
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.launch import Bound, Launcher, aligned, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
-from headway.backends.triton.splits import MAX_ROUNDS, choose_cut
+from headway.backends.triton.splits import FAN, MAX_ROUNDS, choose_cut
 from headway.backends.triton.workspace import Workspace
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
@@ -130,7 +130,7 @@ class Decode:
             config=config,
             partial=floats,
             lse=floats[results * self._layer.block_dv :],
-            arrivals=self._workspace.counters(items * metadata.num_seqs if chunks.split else 0),
+            arrivals=self._workspace.counters(items * (len(chunks.table) + metadata.num_seqs) if chunks.split else 0),
         )
         self._cut(plan, splits)
         return plan
@@ -239,6 +239,7 @@ class Decode:
             "PAIRS": pairs and not INTERPRETED,
             "SPLIT": plan.chunks.split,
             "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_dv))),
+            "FAN": FAN,
             "STAGES": plan.config.num_stages,
             "PDL": launches_early(self._spec.device),
             "EARLY": plan.early,

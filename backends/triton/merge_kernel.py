@@ -10,36 +10,22 @@ from headway.backends.triton.tiles import LN_2
 
 
 @triton.jit
-def merge_rows(
+def merge_parts(
     partial_ptr,  # float32 [.., BLOCK_DV]: normalised results, a row of a query tile each
     lse_ptr,  # float32 [..]: their log-sum-exp to the base 2
-    out_ptr,
-    sums_ptr,
-    sinks_ptr,
     first_slot,  # int64: of the first part's first row
-    slot_stride,  # int64: from one part to the next
+    slot_stride,  # from one part to the next
     num_parts,
-    token,  # the sequence's first
-    kv_head,
-    first_row,  # of these rows in the sequence's query
-    query_len,
-    v_scale,
-    out_stride_token,
-    out_stride_head,
-    sums_stride_head,
-    GROUP: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
     MERGED: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
 ):
-    """Combine the parts of ROWS rows by their log-sum-exp, MERGED at a time so that the loads overlap, and store the outcome."""
+    """Combine the parts of ROWS rows by their log-sum-exp, MERGED at a time so that the loads overlap.
+
+    Returns m [ROWS], l [ROWS] and acc [ROWS, BLOCK_DV]: the largest log-sum-exp, and the sums relative to it.
+    """
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_DV)
-    head = kv_head * GROUP + (first_row + r) % GROUP
-    live = first_row + r < query_len * GROUP
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
@@ -61,6 +47,41 @@ def merge_rows(
         l = l * shrink + tl.sum(weights, 0)
         acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
         m = m_new
+    return m, l, acc
+
+
+@triton.jit
+def merge_rows(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    sums_ptr,
+    sinks_ptr,
+    first_slot,
+    slot_stride,
+    num_parts,
+    token,  # the sequence's first
+    kv_head,
+    first_row,  # of these rows in the sequence's query
+    query_len,
+    v_scale,
+    out_stride_token,
+    out_stride_head,
+    sums_stride_head,
+    GROUP: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Combine all parts of ROWS rows, arguments as in `merge_parts`, and store the outcome."""
+    m, l, acc = merge_parts(partial_ptr, lse_ptr, first_slot, slot_stride, num_parts, BLOCK_DV, ROWS, MERGED)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_DV)
+    head = kv_head * GROUP + (first_row + r) % GROUP
+    live = first_row + r < query_len * GROUP
     if HAS_SINKS:
         l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
     if HAS_LSE:

@@ -13,11 +13,17 @@ from numpy.typing import NDArray
 from headway.backends.triton.configs import DecodeConfig, PrefillConfig
 from headway.backends.triton.work import Ints
 
-SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
+SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Splits of a sequence, those that were measured: what lies between them gains nothing."""
 
 MAX_ROUNDS = 40
 """Splits stop where every multiprocessor has this many programs: the partial results would cost more than the balance brings."""
+
+FAN = 8
+"""Partial results that one program merges; where a sequence has more, the results of such merges are merged."""
+
+FAN_ROUND = 8
+"""What the second go costs beside its parts: as much as so many of them."""
 
 FEWEST = 2
 """Programs a multiprocessor from which on the configurations that do not split are worth a look."""
@@ -59,7 +65,10 @@ def expected_us(
     if rest > 0:
         time += each * math.hypot(config.tile_us, rest * shared_us) + config.wave_us
     merge_us = config.merge_us + config.merge_row_us * rows
-    return time + (merge_us * math.ceil(tiles / each) if splits > 1 else 0.0)
+    parts = math.ceil(tiles / each)
+    if parts > FAN:
+        parts = FAN + math.ceil(parts / FAN) + FAN_ROUND
+    return time + (merge_us * parts if splits > 1 else 0.0)
 
 
 MOST_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
