@@ -170,12 +170,19 @@ class Decode:
         key = (strides, aligned(*pointers[:6]), new is None, lse is None or lse.stride(0))
         known = plan.launches.get(key)
         if known is None:
-            self._launch_first(key, tensors, cache, plan, new is not None, lse)
+            self._launch_first(key, tensors, pointers, cache, plan, new is not None, lse)
         else:
             known(*pointers)
 
     def _launch_first(
-        self, key: Hashable, tensors: tuple[Tensor, ...], cache: LayerCache, plan: DecodePlan, new: bool, lse: Tensor | None
+        self,
+        key: Hashable,
+        tensors: tuple[Tensor, ...],
+        pointers: list[int],
+        cache: LayerCache,
+        plan: DecodePlan,
+        new: bool,
+        lse: Tensor | None,
     ) -> None:
         """Launch for the first layer of a step, and prepare the launch for those that are like it."""
         q, _, _, out, k, v, _ = tensors
@@ -208,9 +215,9 @@ class Decode:
             *strides,
         )
         grid = (plan.items, len(plan.chunks.table), 1)
-        compiled = self._launch(compiled_for, grid, (*tensors, *rest), constants, num_warps=self._num_warps(plan))
-        if compiled is not None:
-            plan.launches[key] = Bound(compiled, grid, rest)
+        bound = self._launch.bind(compiled_for, grid, tensors, pointers, rest, constants, num_warps=self._num_warps(plan))
+        if bound is not None:
+            plan.launches[key] = bound
 
     def _num_warps(self, plan: DecodePlan) -> int:
         """The configuration's, or more where its warps could not hold the query tile and the sums in registers."""

@@ -64,30 +64,37 @@ class Launcher:
         self._kernel = kernel
         self._compiled: dict[Hashable, Compiled] = {}
 
-    def get(self, key: Hashable) -> Compiled | None:
-        """What a kernel was compiled to for a key; None where it was not launched yet."""
-        return self._compiled.get(key)
+    def bind(
+        self, key: Hashable, grid: Grid, first: Sequence[Any], pointers: Sequence[Any], rest: Sequence[Any],
+        constants: Mapping[str, Any], **options: int,
+    ) -> Bound | None:  # fmt: skip
+        """Run the kernel as `__call__` does, and return it bound to grid and `rest`; None under the interpreter.
 
-    def __call__(
-        self, key: Hashable, grid: Grid, arguments: Sequence[Any], constants: Mapping[str, Any], **options: int
-    ) -> Compiled | None:
+        first, rest: all arguments; pointers: the addresses of `first`, with which the bound kernel is called.
+        """
+        if key not in self._compiled:
+            self(key, grid, (*first, *rest), constants, **options)
+            return None if INTERPRETED else Bound(self._compiled[key], grid, rest)
+        bound = Bound(self._compiled[key], grid, rest)
+        bound(*pointers)
+        return bound
+
+    def __call__(self, key: Hashable, grid: Grid, arguments: Sequence[Any], constants: Mapping[str, Any], **options: int) -> None:
         """Run the kernel. arguments: in the kernel's order; constants: its compile-time constants by name, all of them.
 
         options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
-        for those before it. Returns what was launched, to be launched again with other arguments; None under the interpreter.
+        for those before it.
         """
         known = self._compiled.get(key)
         if known is not None:
             known(grid, *arguments)
-            return known
+            return
         if constants.get("PDL"):
             options["launch_pdl"] = True
         kernel = self._kernel[grid](*arguments, **constants, **options)
-        if INTERPRETED:
-            return None
-        names = self._kernel.arg_names[len(arguments) :]
-        known = self._compiled[key] = Compiled(kernel, tuple(constants[name] for name in names))
-        return known
+        if not INTERPRETED:
+            names = self._kernel.arg_names[len(arguments) :]
+            self._compiled[key] = Compiled(kernel, tuple(constants[name] for name in names))
 
 
 def aligned(*pointers: int) -> bool | tuple[bool, ...]:

@@ -125,29 +125,34 @@ class Prefill:
         key = (q.stride(), keys.stride(), values.stride(), out.stride(), aligned(*pointers[:4]), lse is None or lse.stride(0))
         known = plan.launches.get(key)
         if known is None:
-            self._launch_first(key, tensors, None if plan.dense else cache, plan, lse)
+            self._launch_first(key, tensors, pointers, cache, plan, lse)
             return
         kernel, merge, tma = known
         if tma:
-            pointers[1], pointers[2] = self._describe(keys, values, cache, plan, pointers)
+            pointers[1], pointers[2] = self._describe(keys, values, cache, plan)
         kernel(*pointers)
         if merge is not None:
             merge(pointers[3], pointers[4])
 
     def _launch_first(
-        self, key: Hashable, tensors: tuple[Tensor, ...], cache: LayerCache | None, plan: PrefillPlan, lse: Tensor | None
+        self,
+        key: Hashable,
+        tensors: tuple[Tensor, ...],
+        pointers: list[Any],
+        cache: LayerCache,
+        plan: PrefillPlan,
+        lse: Tensor | None,
     ) -> None:
         """Launch for the first layer of a step, and prepare the launch for those that are like it."""
         q, keys, values, out, sums = tensors
-        config = plan.config
-        split = plan.work.slots > 0
-        compiled_for = (plan.dense, config, split, lse is None, key)
+        config, split = plan.config, plan.work.slots > 0
+        compiled_for = (plan.dense, split, config, key)
         variant = self._variants.get(compiled_for)
         if variant is None:
-            variant = self._variants[compiled_for] = self._variant(keys, values, cache, config, lse is not None, split)
+            variant = self._variants[compiled_for] = self._variant(keys, values, cache, plan, lse is not None)
         read: tuple[Any, Any] = (keys, values)
         if variant.tma:
-            read = self._describe(keys, values, cache, plan, [tensor.data_ptr() for tensor in tensors])
+            pointers[1], pointers[2] = read = self._describe(keys, values, cache, plan)
         sums_stride = 0 if lse is None else lse.stride(0)
         rest = (
             plan.rows,
@@ -167,17 +172,17 @@ class Prefill:
         )
         grid = (self._spec.num_kv_heads, plan.work.programs, 1)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        arguments = (q, *read, out, sums, *rest)
-        kernel = self._launch(compiled_for, grid, arguments, variant.constants, **options)
+        first = (q, *read, out, sums)
+        kernel = self._launch.bind(compiled_for, grid, first, pointers, rest, variant.constants, **options)
         merge = None
         if split:
             v_scale, strides = self._layer.scalars["v_scale"], (out.stride(0), out.stride(1), sums_stride)
-            merged = (plan.rows[plan.work.programs :], self._layer.sinks, plan.partial, plan.lse, v_scale, *strides)
-            merge_grid = (self._spec.num_kv_heads, config.block_m // min(MERGE_ROWS, config.block_m), plan.work.merges)
-            compiled = self._launch_merge(compiled_for, merge_grid, (out, sums, *merged), self._merging(config, lse is not None))
-            merge = compiled and Bound(compiled, merge_grid, merged)
+            rest = (plan.rows[plan.work.programs :], self._layer.sinks, plan.partial, plan.lse, v_scale, *strides)
+            grid = (self._spec.num_kv_heads, config.block_m // min(MERGE_ROWS, config.block_m), plan.work.merges)
+            constants = self._merging(config, lse is not None)
+            merge = self._launch_merge.bind(compiled_for, grid, (out, sums), pointers[3:], rest, constants)
         if kernel is not None:
-            plan.launches[key] = (Bound(kernel, grid, rest), merge, variant.tma)
+            plan.launches[key] = (kernel, merge, variant.tma)
 
     def _merging(self, config: PrefillConfig, lse: bool) -> dict[str, Any]:
         """Compile-time constants of the merge."""
@@ -192,11 +197,10 @@ class Prefill:
             "PDL": self._pdl,
         }
 
-    def _variant(
-        self, keys: Tensor, values: Tensor, cache: LayerCache | None, config: PrefillConfig, lse: bool, split: bool
-    ) -> _Variant:
-        """Strides, and all that is compiled in, for one way to read keys; cache: None where they are this step's own."""
-        if cache is None:
+    def _variant(self, keys: Tensor, values: Tensor, cache: LayerCache, plan: PrefillPlan, lse: bool) -> _Variant:
+        """Strides, and all that is compiled in, for one way to read keys."""
+        config = plan.config
+        if plan.dense:
             strides = tuple(s for t in (keys, values) for s in (0, t.stride(0), t.stride(1), 1, 1))
             k_x = v_x = 1
             views = _one_block(keys, values)
@@ -204,7 +208,7 @@ class Prefill:
             addressing = Addressing.of(cache)
             strides, k_x, v_x = addressing.strides, addressing.k_x, addressing.v_x
             views = _blocks(cache) if k_x == v_x == 1 else []
-        whole = cache is None or self._block_size % config.block_n == 0
+        whole = plan.dense or self._block_size % config.block_n == 0
         equal = self._spec.head_dim == self._spec.v_head_dim and not self._spec.value_in_key
         tma = config.tma and whole and equal and bool(views) and all(map(_describable, views))
         constants = {
@@ -212,31 +216,31 @@ class Prefill:
             "BLOCK_SIZE": self._block_size,
             "K_X": k_x,
             "V_X": v_x,
-            "V_SLOTS_INNER": cache is not None and cache.logical_value.stride(1) == 1,
+            "V_SLOTS_INNER": not plan.dense and cache.logical_value.stride(1) == 1,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "PAGED": cache is not None,
+            "PAGED": not plan.dense,
             "TMA": tma,
             "HAS_LSE": lse,
             "STAGES": config.num_stages,
-            "SPLIT": split,
+            "SPLIT": plan.work.slots > 0,
             "PDL": self._pdl,
         }
         return _Variant(tma, strides, constants)
 
     def _describe(
-        self, keys: Tensor, values: Tensor, cache: LayerCache | None, plan: PrefillPlan, pointers: list[int]
+        self, keys: Tensor, values: Tensor, cache: LayerCache, plan: PrefillPlan
     ) -> tuple[TensorDescriptor, TensorDescriptor]:
         """Descriptors of the keys and values, made once for each memory: a cache stays where it is, buffers come back."""
-        key = (pointers[1], pointers[2], plan.dense, plan.config.block_n, keys.shape[0], keys.stride(), values.stride())
+        box = plan.config.block_n
+        key = (keys.data_ptr(), values.data_ptr(), plan.dense, box, keys.shape[0], keys.stride(), values.stride())
         known = self._descriptors.get(key)
         if known is None:
             if len(self._descriptors) >= _MOST_DESCRIPTORS:
                 self._descriptors.clear()
-            assert plan.dense or cache is not None
-            views = _one_block(keys, values) if plan.dense or cache is None else _blocks(cache)
-            box = [1, 1, plan.config.block_n, self._layer.block_d]
-            first, second = (TensorDescriptor(_memory(t), list(t.shape), list(t.stride()), box) for t in views)
+            views = _one_block(keys, values) if plan.dense else _blocks(cache)
+            boxes = [1, 1, box, self._layer.block_d]
+            first, second = (TensorDescriptor(_memory(t), list(t.shape), list(t.stride()), boxes) for t in views)
             known = self._descriptors[key] = first, second
         return known
 

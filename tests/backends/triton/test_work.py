@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy
 import pytest
@@ -39,7 +40,7 @@ def check(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int |
             mine = runs[seq, number]
             assert seen - BLOCK_N < mine[0][0] <= seen
             assert mine[-1][1] == newest + 1
-            assert all(end == following for (_, end), (following, _) in zip(mine, mine[1:], strict=False))
+            assert all(end == following for (_, end), (following, _) in pairwise(mine))
             assert all(first < end for first, end in mine)
             assert len(mine) <= parts
     merged = {}
