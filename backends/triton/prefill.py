@@ -220,6 +220,7 @@ class Prefill:
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "PAGED": not plan.dense,
+            "PEEK": not INTERPRETED and not (cache.logical_value.stride(1) == 1),
             "TMA": tma,
             "HAS_LSE": lse,
             "STAGES": config.num_stages,

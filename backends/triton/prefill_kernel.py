@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.triton.tiles import LN_2, block_numbers, cached_rows, dense_rows, head_offsets, softmax_step
+from headway.backends.triton.tiles import LN_2, block_numbers, cached_rows, dense_rows, head_offsets, peeked_blocks, softmax_step
 
 
 @triton.jit(
@@ -66,6 +66,7 @@ def varlen_attention(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGED: tl.constexpr,
+    PEEK: tl.constexpr,  # block numbers are read by `peeked_blocks`
     TMA: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -127,21 +128,21 @@ def varlen_attention(
             score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
         )  # fmt: skip
     m, l, acc = _walk(
         q, key, value, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions, slopes,
         score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        PAGED, PEEK, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
     m, l, acc = _walk(
         q, key, value, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions, slopes,
         score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
 
     if PDL:
@@ -173,7 +174,7 @@ def _walk(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    PAGED: tl.constexpr, PEEK: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +185,7 @@ def _walk(
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         if TMA:
             if PAGED:
-                block = tl.load(table + first // BLOCK_SIZE)
+                block = peeked_blocks(table, first, kv_len, BLOCK_SIZE, BLOCK_N).to(tl.int32)
                 slot = first % BLOCK_SIZE
             else:
                 block = 0
@@ -194,7 +195,10 @@ def _walk(
             if MASKED:  # a weight of 0 does not silence NaN: rows past the end are a neighbour's or nobody's
                 v = tl.where((first + n < kv_len)[:, None], v, 0.0).to(DOT)
         elif PAGED:
-            blocks = block_numbers(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
+            if PEEK:
+                blocks = peeked_blocks(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
+            else:
+                blocks = block_numbers(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
             k = cached_rows(
                 key + kv_head * k_stride_head, blocks, k_offsets, first, kv_len, k_stride_block, k_stride_slot,
                 K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, MASKED and VALUE_IN_KEY, False, DOT,
