@@ -292,3 +292,13 @@ def test_a_backend_that_cannot_be_captured_is_named_with_the_cost(caplog: pytest
     assert "uncapturable cannot be captured (graph_level: needs DECODE or higher, got NONE" in record.message
     assert re.search(r"takes the host \d+\.\d ms$", record.message)
     assert captured.for_step(step_of((1, 8), goes_on=True), lambda size: backends) == (None, "no graph was captured")
+
+
+def test_what_is_captured_is_one_rule() -> None:
+    class Exact(Walk):
+        capabilities = replace(Walk.capabilities, exact_host_lengths=True)
+
+    assert Walk.captures()
+    assert str(Walk.captures(4)).startswith("no: graph_level: needs UNIFORM or higher, got DECODE")
+    assert str(Exact.captures()).startswith("no: exact_host_lengths")
+    assert Uncapturable.captures().reasons[0].got == "NONE"
