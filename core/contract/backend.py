@@ -93,8 +93,8 @@ class AttentionBackend(ABC):
 
     @classmethod
     def captures(cls, query_len: int = 1) -> Support:
-        """Whether an engine runs its decode of `query_len` tokens a sequence as a CUDA graph's replay; whoever times or checks the
-        backend asks the same, so that what is timed is what runs.
+        """Whether an engine runs its decode of `query_len` tokens a sequence as a replay of a CUDA graph; whoever times or checks
+        the backend asks the same, so that what is timed is what runs.
         """
         needed = GraphLevel.DECODE if query_len == 1 else GraphLevel.UNIFORM
         hint = "--enforce-eager says that this is meant"
