@@ -105,7 +105,7 @@ def test_a_replay_is_fed_what_the_metadata_says(prompts: list[list[int]], spare:
         for scheduled in read:
             if scheduled.samples:
                 seq = scheduled.seq
-                scheduler.read(scheduled, [] if seq.finished else [len(seq.token_ids) % 7])
+                scheduler.read(seq, [] if seq.finished else [len(seq.token_ids) % 7])
         scheduler.remove_finished()
 
 
