@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headway.core.contract.backend import Backends
-from headway.core.engine.graph import CudaRecorder, DecodeGraph, GraphStep, Recorder, StaticInputs, name_of
+from headway.core.engine.graph import DecodeGraph, GraphStep, StaticInputs, name_of
+from headway.core.engine.recorder import Recorder
 from headway.core.engine.step import StepInput
 
 log = logging.getLogger("headway")
@@ -35,19 +36,16 @@ class DecodeGraphs:
         """The captured batch size for each number of sequences."""
         self._warned = False
 
-    def capture(
-        self, batch_sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: Recorder | None = None
-    ) -> None:
+    def capture(self, batch_sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: Recorder) -> None:
         """Capture the largest first, so that the others find their memory in its pool; says what it took.
 
         candidates: for a batch size, the backends worth a graph. One that cannot run in a graph, or memory that does not suffice,
-        leaves steps to run as single launches: the log says so once. recorder: in place of CUDA's.
+        leaves steps to run as single launches: the log says so once.
         """
         device, most = self._step.newest.device, self._step.padding_row
         wanted = {size: candidates(size) for size in sorted(batch_sizes, reverse=True) if size <= most}
         inputs = StaticInputs(max(wanted), self._step)
         started, before = time.perf_counter(), _used(device)
-        recorder = recorder or CudaRecorder()
         refused: set[str] = set()
         too_large: list[int] = []
         for size, choices in wanted.items():

@@ -163,7 +163,7 @@ class EngineLoop:
             if nan and not seq.finished:
                 found = in_flight.first_nan or "HEADWAY_DEBUG=1 says which layer made the first"
                 seq.fail(f"the logits of token {seq.num_tokens} hold a NaN; {found}")
-            if seq.status is Status.FINISHED:
+            if seq.finished:
                 ended.append(seq)
             elif self._propose is not None:
                 seq.draft_token_ids = list(self._propose(seq.token_ids))

@@ -37,6 +37,7 @@ from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import greedy
 from headway.registry import create_registry, hookimpl
+from taping import Tape
 from tiny import TinyModel
 
 BLOCK_SIZE = 4
@@ -65,17 +66,20 @@ def graph_step(attention: PagedAttention | None = None, block_size: int = BLOCK_
     return GraphStep(TinyModel(), attention, greedy, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len, 9)
 
 
-class Again:
+class Again(Tape):
     """Records a step by running it again: what a graph does, where there is none."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sizes: list[int] = []
         """The batch sizes that were replayed, in order."""
 
-    def record(self, graph: DecodeGraph) -> Callable[[], None]:
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        graph: DecodeGraph = run.__self__  # type: ignore[attr-defined]
+
         def replay() -> None:
             self.sizes.append(graph.size)
-            graph.run()
+            run()
 
         return replay
 
@@ -250,17 +254,19 @@ def test_steps_through_static_inputs_write_the_same_tokens(overlapped: bool, wis
     assert {reason for _, reason in expected} == {"stop", "length"}
     assert set(recorder.sizes) == {1, 2, 4, 6}
     assert fast.stats.num_graph_steps == len(recorder.sizes)
-    assert fast.stats.num_graph_steps + fast.stats.steps_without_graph.total() == fast.stats.num_steps
-    assert "a prompt in the step" in fast.stats.steps_without_graph
+    assert fast.stats.num_graph_steps + fast.stats.steps_in_pieces.total() == fast.stats.num_steps
+    assert "a prompt in the step" in fast.stats.steps_in_pieces
+    assert recorder.num_replays == 3 * fast.stats.steps_in_pieces.total(), "two attentions lie between three pieces"
+    assert not fast.stats.steps_without_graph
 
 
 class Short(Again):
     """Memory for batches of up to four."""
 
-    def record(self, graph: DecodeGraph) -> Callable[[], None]:
-        if graph.size > 4:
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        if run.__self__.size > 4:  # type: ignore[attr-defined]
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().record(graph)
+        return super().record(run)
 
 
 def test_sizes_for_which_memory_is_short_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
