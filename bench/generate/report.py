@@ -51,7 +51,7 @@ class OfflineCell(BaseModel):
     num_graph_steps: int
     """Steps that were one CUDA graph's replay."""
     steps_in_pieces: dict[str, int] = Field(default_factory=dict)
-    """Steps that were graphs' replays with attention launched between them, by the reason; empty in files of before 2026-11-22."""
+    """Steps that were graphs' replays with attention launched between them, by reason; empty in files of before 2026-11-22."""
     steps_without_graph: dict[str, int] = Field(default_factory=dict)
     """Steps that were launched kernel by kernel although graphs were in use, by the reason; likewise."""
     compilations: dict[str, int] = Field(default_factory=dict)
