@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
@@ -149,7 +148,7 @@ def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], 
         reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]
         raise UnsupportedError(f"a crossover table for {options.spec}", reasons)
     graphs = options.spec.device.type == "cuda" and any(
-        registry.backend(record.name).graph_level > GraphLevel.NONE for record in records if record.usable
+        registry.backend(record.name).captures() for record in records if record.usable
     )
     table = CrossoverTable(
         level="kernel",

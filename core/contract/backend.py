@@ -97,6 +97,19 @@ class AttentionBackend(ABC):
         return YES
 
     @classmethod
+    def captures(cls, query_len: int = 1) -> Support:
+        """Whether an engine runs its decode of `query_len` tokens a sequence as a replay of a CUDA graph; whoever times or checks
+        the backend asks the same, so that what is timed is what runs.
+        """
+        needed = GraphLevel.DECODE if query_len == 1 else GraphLevel.UNIFORM
+        hint = "--enforce-eager says that this is meant"
+        if cls.graph_level < needed:
+            return Support.no("graph_level", f"{needed.name} or higher", cls.graph_level.name, hint)
+        if cls.capabilities.exact_host_lengths:
+            return Support.no("exact_host_lengths", "a plan that needs no exact lengths on the host", "one that does", hint)
+        return YES
+
+    @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
         """Name of the kernel that will really run."""
         return cls.name
