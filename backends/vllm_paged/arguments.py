@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from headway.core.contract.spec import AttentionSpec
 
+CSRC = Path(__file__).parent / "csrc"
+"""The sources of the kernels."""
 TILE = 16
 """Keys of a tile, and tokens that a block of threads writes: TILE of layout.cuh."""
 MAX_WARPS = 8

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headway.backends.nvrtc.compiler import find_compiler
 from headway.backends.probe import at_least, has_gpu
 from headway.backends.vllm_paged.arguments import MAX_WARPS
-from headway.backends.vllm_paged.compiler import find_compiler
 from headway.backends.vllm_paged.decode import Decode, DecodePlan
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import FEATURES, Capabilities

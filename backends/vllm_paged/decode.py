@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from numpy import float32, int32
 from torch import Tensor
 
-from headway.backends.vllm_paged.arguments import TILE, address, per_head, scoring_of
-from headway.backends.vllm_paged.kernels import Variant, architecture, load
-from headway.backends.vllm_paged.launch import launch_config
+from headway.backends.nvrtc.arguments import Arguments
+from headway.backends.nvrtc.launch import Launch
+from headway.backends.nvrtc.store import load
+from headway.backends.nvrtc.variant import Variant, architecture
+from headway.backends.vllm_paged.arguments import CSRC, TILE, address, per_head, scoring_of
 from headway.backends.vllm_paged.plan import PARTITIONS, Cut, Machine, choose, shared_bytes, stages_of
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 
 _SOURCE = "paged_attention.cu"
+_OUT = (0,) * 3
+"""Places of the output: address, stride of a token, stride of a head; set by each layer, and ..."""
+_LAYER = (0,) * 5 + _OUT
+"""... before them those of q, as the output's, of the key and of the value."""
 _LONG = 64
 """Tiles from which lengths are rounded for the choice of a cut."""
 
@@ -27,14 +32,14 @@ class DecodePlan:
     """One step's decode."""
 
     cut: Cut
-    attention: Any
+    attention: Launch | None
     """How to launch the first kernel; None where there is no sequence ..."""
-    reduction: Any
+    reduction: Launch | None
     """... and the second; None where contexts have one partition."""
-    attention_arguments: tuple[Any, ...]
-    """Those that no layer changes, all after the strides. They point into the metadata's tensors: a captured graph reads what is
-    copied into these."""
-    reduction_arguments: tuple[Any, ...]
+    attention_arguments: Arguments
+    """A layer sets those of q, cache and out, which come first. The others point into the metadata's tensors: a captured graph
+    reads what is copied into these."""
+    reduction_arguments: Arguments
     kept: tuple[Tensor, ...]
     """What the arguments point to."""
 
@@ -80,16 +85,16 @@ class Decode:
         if metadata.num_seqs:
             stage_bytes, grid = cut.warps * self._warp_bytes, (items, cut.partitions, metadata.num_seqs)
             self._attention.allow_shared(stage_bytes)
-            attention = launch_config(grid, 32 * cut.warps, stage_bytes)
+            attention = Launch(grid, 32 * cut.warps, stage_bytes)
             if cut.partitions > 1:
                 grid = (items, min(rows, self._row_tile), metadata.num_seqs)
-                reduction = launch_config(grid, spec.head_dim, overlaps=self._overlaps)
+                reduction = Launch(grid, spec.head_dim, overlaps=self._overlaps)
         return DecodePlan(
             cut=cut,
             attention=attention,
             reduction=reduction,
-            attention_arguments=(*places, sinks, partial, state, *sizes, scale, cap, window),
-            reduction_arguments=(lens.data_ptr(), starts.data_ptr(), sinks, partial, state, *sizes, window),
+            attention_arguments=Arguments(*_LAYER, *places, sinks, partial, state, *sizes, scale, cap, window),
+            reduction_arguments=Arguments(*_OUT, lens.data_ptr(), starts.data_ptr(), sinks, partial, state, *sizes, window),
             kept=(buffer, table, lens, starts),
         )
 
@@ -97,11 +102,12 @@ class Decode:
         """q, out: [num_tokens, num_heads, head_dim]."""
         if plan.attention is None:
             return
-        q_strides, to = q.stride()[:2], (out.data_ptr(), *out.stride()[:2])
-        key, value = cache.key.data_ptr(), cache.value.data_ptr()
-        self._attention(plan.attention, q.data_ptr(), *q_strides, key, value, *to, *plan.attention_arguments)
+        to = out.data_ptr(), *out.stride()[:2]
+        plan.attention_arguments.set(q.data_ptr(), *q.stride()[:2], cache.key.data_ptr(), cache.value.data_ptr(), *to)
+        self._attention(plan.attention, plan.attention_arguments)
         if plan.reduction is not None:
-            self._reduce(plan.reduction, *to, *plan.reduction_arguments)
+            plan.reduction_arguments.set(*to)
+            self._reduce(plan.reduction, plan.reduction_arguments)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Most bytes the partial results take; many sequences are not partitioned, few need little."""
@@ -136,4 +142,4 @@ def tile_bytes(head_dim: int, kv_dtype: torch.dtype) -> int:
 def variant_of(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, arch: str) -> Variant:
     """The compilation that serves such layers."""
     stages = stages_of(tile_bytes(head_dim, kv_dtype), arch)
-    return Variant.of(_SOURCE, dtype, kv_dtype, head_dim, block_size, STAGES=stages)
+    return Variant.of(CSRC, _SOURCE, dtype, kv_dtype, head_dim, block_size, STAGES=stages)

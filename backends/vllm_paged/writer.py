@@ -6,9 +6,11 @@ import torch
 from numpy import float32, int32
 from torch import Tensor
 
-from headway.backends.vllm_paged.arguments import TILE
-from headway.backends.vllm_paged.kernels import Variant, load
-from headway.backends.vllm_paged.launch import launch_config
+from headway.backends.nvrtc.arguments import Arguments
+from headway.backends.nvrtc.launch import Launch
+from headway.backends.nvrtc.store import load
+from headway.backends.nvrtc.variant import Variant
+from headway.backends.vllm_paged.arguments import CSRC, TILE
 from headway.core.contract.layout import LayerCache
 
 _MANY_TOKENS = 1024
@@ -20,7 +22,7 @@ _COPY_PARTS = 8
 
 def variant_of(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int) -> Variant:
     """The compilation that writes such a cache."""
-    return Variant.of("cache.cu", dtype, kv_dtype, head_dim, block_size)
+    return Variant.of(CSRC, "cache.cu", dtype, kv_dtype, head_dim, block_size)
 
 
 def write_rows(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -45,12 +47,12 @@ def reshape_and_cache(
         return
     kernel = load(variant_of(k.dtype, key.dtype, head_dim, block_size), "reshape_and_cache", k.device)
     threads = 128 if num_tokens >= _MANY_TOKENS else 256
-    kernel(
-        launch_config((kv_heads, -(-num_tokens // TILE), 1), threads),
+    arguments = Arguments(
         *(tensor.data_ptr() for tensor in (k, v, key, value, slot_mapping)),
         *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         *(int32(num_tokens), int32(kv_heads), float32(k_scale), float32(v_scale)),
     )
+    kernel(Launch((kv_heads, -(-num_tokens // TILE), 1), threads), arguments)
 
 
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
@@ -70,7 +72,7 @@ def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pa
     if pairs.shape[0] == 0:
         return
     block_bytes = key[0].numel() * key.element_size()
-    kernel = load(Variant("blocks.cu"), "copy_blocks", pairs.device)
+    kernel = load(Variant(CSRC, "blocks.cu"), "copy_blocks", pairs.device)
     caches = (tensor.data_ptr() for tensor in (key, value, to_key, to_value))
-    config = launch_config((pairs.shape[0], _COPY_PARTS, 2), _COPY_THREADS)
-    kernel(config, *caches, pairs.data_ptr(), block_bytes // 16)
+    arguments = Arguments(*caches, pairs.data_ptr(), block_bytes // 16)
+    kernel(Launch((pairs.shape[0], _COPY_PARTS, 2), _COPY_THREADS), arguments)

@@ -79,6 +79,11 @@ class AttentionBackend(ABC):
         return YES
 
     @classmethod
+    def origin(cls) -> str:
+        """Where its library was found, of a backend that looks in several places; empty: nothing needs to be said."""
+        return ""
+
+    @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether it can serve this layer; the only place where that is decided. Extend it where a claim needs more words."""
         return cls.capabilities.check(spec, layout, block_size, phase) & layout.check(spec, block_size)

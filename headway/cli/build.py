@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from typing import Annotated
 
@@ -21,10 +22,11 @@ def build(
     """Compile kernels for layers of these shapes, half a second each; without it the first use of each does that."""
     import torch
 
-    from headway.backends.vllm_paged.compiler import find_compiler
+    from headway.backends.nvrtc.compiler import find_compiler
+    from headway.backends.nvrtc.store import build_all
+    from headway.backends.nvrtc.variant import Variant, architecture
+    from headway.backends.vllm_paged.arguments import CSRC
     from headway.backends.vllm_paged.decode import variant_of as attention_variant
-    from headway.backends.vllm_paged.kernels import Variant, architecture
-    from headway.backends.vllm_paged.kernels import build as compile_variant
     from headway.backends.vllm_paged.writer import variant_of as writer_variant
     from headway.core.contract.errors import ConfigError, UnsupportedError
     from headway.core.contract.spec import DTYPES, KV_DTYPES
@@ -43,13 +45,12 @@ def build(
     if arch is None and not torch.cuda.is_available():
         raise ConfigError("--arch", "an architecture such as sm_90, as there is no GPU here to ask", "none")
     target = arch or architecture(torch.device("cuda", torch.cuda.current_device()))
-    variants = [Variant("blocks.cu")]
+    variants = [Variant(CSRC, "blocks.cu")]
     for name, size, block in product(names, head_dim or [64, 128], block_size or [16]):
         cache_dtype = KV_DTYPES.get(kv_dtype, DTYPES[name])
         variants.append(attention_variant(DTYPES[name], cache_dtype, size, block, target))
         variants.append(writer_variant(DTYPES[name], cache_dtype, size, block))
     print(f"{backend}: {len(variants)} kernels for {target} with {compiler.name} ({compiler.version})")
-    for number, variant in enumerate(variants, 1):
-        print(f"[{number}/{len(variants)}] {variant}", flush=True)
-        path = compile_variant(variant, target, compiler)
-    print(f"kept in {path.parent}")
+    for number, (variant, built) in enumerate(build_all(variants, target, compiler, os.cpu_count() or 1), 1):
+        print(f"[{number}/{len(variants)}] {variant}: {built.seconds:.1f} s", flush=True)
+    print(f"kept in {built.path.parent}" if built.path else "kept nowhere: the folder cannot be written")

@@ -12,14 +12,17 @@ import numpy
 import pytest
 import torch
 
+from headway.backends.nvrtc.arguments import Arguments
+from headway.backends.nvrtc.launch import Launch
+from headway.backends.nvrtc.variant import Variant
 from headway.backends.vllm_paged import decode, writer
+from headway.backends.vllm_paged.arguments import CSRC
 from headway.backends.vllm_paged.decode import Decode
-from headway.backends.vllm_paged.kernels import SOURCES, Variant
 from headway.core.contract.layout import VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 
-pytest.importorskip("cuda.core")
+pytest.importorskip("cuda.bindings")
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, HEAD_DIM, KV_HEADS = 16, 64, 2
@@ -31,7 +34,7 @@ class Launched:
 
     function: str
     declared: list[tuple[str, str]]
-    config: Any
+    config: Launch
     arguments: dict[str, Any]
 
 
@@ -46,15 +49,15 @@ class Recorder:
     def allow_shared(self, shared_bytes: int) -> None:
         self.most_shared = max(self.most_shared, shared_bytes)
 
-    def __call__(self, config: Any, *arguments: Any) -> None:
-        assert config.shmem_size <= self.most_shared
+    def __call__(self, launch: Launch, arguments: Arguments) -> None:
+        assert launch.shared_bytes <= self.most_shared
         names = [name for _, name in self.declared]
-        self.launches.append(Launched(self.function, self.declared, config, dict(zip(names, arguments, strict=True))))
+        self.launches.append(Launched(self.function, self.declared, launch, dict(zip(names, arguments.values, strict=True))))
 
 
 def declared(source: str, function: str) -> list[tuple[str, str]]:
     """(type, name) of each parameter of a kernel in the sources."""
-    text = re.sub(r"//.*", "", (SOURCES / source).read_text())
+    text = re.sub(r"//.*", "", (CSRC / source).read_text())
     found = re.search(rf"{function}\(([^)]*)\) \{{", text)
     assert found is not None
     pairs = [parameter.rpartition(" ") for parameter in " ".join(found[1].split()).split(", ")]
@@ -62,7 +65,7 @@ def declared(source: str, function: str) -> list[tuple[str, str]]:
 
 
 def agrees(kind: str, value: object) -> bool:
-    """Whether cuda.core passes `value` with the size that the kernel reads."""
+    """Whether `Arguments` packs `value` with the size that the kernel reads."""
     if kind.endswith("*") or kind == "long long":
         return type(value) is int
     return type(value) is {"int": numpy.int32, "float": numpy.float32}[kind]
@@ -123,10 +126,10 @@ def test_decode_hands_in_what_the_kernels_declare(launches: list[Launched], chan
     assert (first.arguments["slopes"] != 0) == ("alibi_slopes" in changes)
     assert first.config.grid == (KV_HEADS, partitions, 3)
     assert first.config.block == (64, 1, 1)
-    assert not first.config.programmatic_stream_serialization
+    assert not first.config.overlaps
     if partitions > 1:
         assert launches[1].config.grid == (KV_HEADS, 4, 3)
-        assert launches[1].config.programmatic_stream_serialization, "the second kernel starts while the first still runs"
+        assert launches[1].config.overlaps, "the second kernel starts while the first still runs"
         assert launches[1].arguments["partials"] == first.arguments["partial"]
         assert launches[1].arguments["states"] == first.arguments["state"]
 

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.backends.vllm_paged.arguments import TILE
-from headway.backends.vllm_paged.kernels import SOURCES
+from headway.backends.vllm_paged.arguments import CSRC, TILE
 from headway.core.contract.layout import VLLM_5D, CacheGeometry
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -36,7 +35,7 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("layout")
     source, library = folder / "layout.cpp", folder / "layout.so"
     source.write_text(EXPORTS)
-    subprocess.run([str(COMPILER), "-std=c++17", "-shared", "-fPIC", f"-I{SOURCES}", "-o", library, source], check=True)
+    subprocess.run([str(COMPILER), "-std=c++17", "-shared", "-fPIC", f"-I{CSRC}", "-o", library, source], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.run.restype = ctypes.c_longlong
     loaded.run.argtypes = [ctypes.c_longlong, *[ctypes.c_int] * 4]
@@ -86,5 +85,5 @@ def test_both_sides_mean_the_same_tile(arithmetic: ctypes.CDLL) -> None:
 
 
 def test_the_header_alone_is_enough() -> None:
-    included = [path.name for path in Path(SOURCES).iterdir() if "#include <" in path.read_text()]
+    included = [path.name for path in Path(CSRC).iterdir() if "#include <" in path.read_text()]
     assert not included, "NVRTC compiles the kernels without the toolkit's headers"

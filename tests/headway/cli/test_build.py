@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.backends.vllm_paged.compiler import find_compiler
+from headway.backends.nvrtc.compiler import find_compiler
 from sandbox import Result
 
 Headway = Callable[..., Result]

@@ -62,7 +62,21 @@ def find_compiler() -> tuple[Compiler | None, Support]:
         return None, Support.no("NVRTC", "to be loadable", f"{type(error).__name__}: {text}", hint)
     if compiler.version.split(".")[0] != cuda_major():
         return None, Support.no("NVRTC", f"version {cuda_major()}, as torch's CUDA", compiler.version, hint)
-    return compiler, YES
+    return (compiler, YES) if (support := _driver_loads(compiler)) else (None, support)
+
+
+def _driver_loads(compiler: Compiler) -> Support:
+    """Whether the driver, if there is one here, is of the compiler's major version or newer, and so loads what it compiles."""
+    if not torch.cuda.is_available():
+        return YES  # compiling for another machine
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    found = f"{version // 1000}.{version % 1000 // 10}"
+    if int(found.split(".")[0]) >= int(compiler.version.split(".")[0]):
+        return YES
+    hint = "update the driver, or install torch and cuda-core for its CUDA version"
+    return Support.no("CUDA driver", f"one for CUDA {compiler.version.split('.')[0]} or newer, as NVRTC", found, hint)
 
 
 def cuda_major() -> str:
