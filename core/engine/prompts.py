@@ -43,7 +43,8 @@ class PromptInputs:
     def views(self, flat: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """(ids [size], slots [size], int64 [_LONGS], block table int32 [1, blocks]) of a flat buffer, and their length."""
         longs = 2 * (2 * size + _LONGS)
-        ids, slots, ends = flat[:longs].view(torch.int64).split([size, size, _LONGS])
+        numbers = flat[:longs].view(torch.int64)
+        ids, slots, ends = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
         end = longs + -(-size // self._block_size)
         return ids, slots, ends, flat[longs:end].view(1, -1), end
 
