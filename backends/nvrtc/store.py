@@ -17,6 +17,7 @@ import torch
 from headway.backends.nvrtc.compiler import Compiler, find_compiler
 from headway.backends.nvrtc.launch import Kernel
 from headway.backends.nvrtc.variant import Variant, architecture
+from headway.core.contract.compiled import announce
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.folders import cache_folder
 
@@ -94,7 +95,9 @@ def load(variant: Variant, function: str, device: torch.device, arch: str | None
     built = build(variant, arch or architecture(device), compiler)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes torch's context, if nobody has
-        return Kernel(built.cubin, function, device)
+        kernel = Kernel(built.cubin, function, device)
+    announce(f"{variant.owner}: {function} of {variant}")
+    return kernel
 
 
 def _read(path: Path) -> bytes | None:

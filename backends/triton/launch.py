@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from headway.backends.triton.ahead import COMPILES_ONLY
 from headway.backends.triton.layer import INTERPRETED
 
 PDL_CAPABILITY = (9, 0)
@@ -32,6 +33,10 @@ class Launcher:
         options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
         for those before it.
         """
+        if COMPILES_ONLY.get():
+            options |= {"launch_pdl": True} if constants.get("PDL") else {}
+            self._kernel.warmup(*arguments, grid=grid, **constants, **options)
+            return
         known = self._compiled.get(key)
         if known is not None:
             known[0][grid](*arguments, *known[1])

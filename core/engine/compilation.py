@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
+from headway.core.contract.compiled import listen
+
+log = logging.getLogger("headway")
+
+CompileAhead = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which launches start nothing, and at whose end all that they need is compiled."""
+
 
 class CompilationWatch:
-    """Collects the names of Triton kernels that are compiled from now on, by this process, for whomever.
+    """Collects the names of kernels that are compiled from now on, by this process, for whomever.
 
-    It hangs itself into Triton's own hook, behind whoever is there already, and only where Triton has been loaded: the engine
-    imports no kernel library. Libraries that compile by themselves are not seen.
+    Our own CUDA C++ tells of itself (`core/contract/compiled.py`). For Triton it hangs itself into Triton's hook, behind whoever
+    is there already, and only where Triton has been loaded: the engine imports no kernel library. Libraries that compile by
+    themselves are not seen.
     """
 
     def __init__(self) -> None:
+        self.serving = False
+        """Whether the engine is ready: from then on the log names each kernel, too."""
         self._names: list[str] = []
+        listen(self._add)
         runtime = getattr(sys.modules.get("triton.knobs"), "runtime", None)
         if runtime is None:  # not loaded, or a Triton before 3.4
             return
@@ -24,7 +38,7 @@ class CompilationWatch:
         def hook(**compiled: Any) -> Any:
             watching = watch()
             if watching is not None and not compiled.get("already_compiled"):
-                watching._names.append(_name(compiled))
+                watching._add(_name(compiled))
             return before(**compiled) if before is not None else None
 
         runtime.jit_post_compile_hook = hook
@@ -35,6 +49,11 @@ class CompilationWatch:
             return ()
         names, self._names = tuple(self._names), []
         return names
+
+    def _add(self, name: str) -> None:
+        self._names.append(name)
+        if self.serving:
+            log.warning("compiled after the engine was ready: %s; a step waited for it", name)
 
 
 def _name(compiled: dict[str, Any]) -> str:

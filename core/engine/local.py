@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,21 +15,29 @@ from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.warmup import StepLimits
 from headway.core.engine import pool
 from headway.core.engine.attention import PagedAttention
+from headway.core.engine.compilation import CompilationWatch, CompileAhead
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.executor import Capacity
 from headway.core.engine.graph import Recorder
 from headway.core.engine.graphs import capture_sizes
-from headway.core.engine.memory import cache_memory
+from headway.core.engine.memory import cache_memory, most_held
 from headway.core.engine.runner import Launched, Runner
 from headway.core.engine.step import StepInput
+from headway.core.engine.warming import Warming
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.selector import BackendSource, Selector
 from headway.core.select.workload import Workload
 
 log = logging.getLogger("headway")
+
+_TRIAL = 1024
+"""Tokens of a step that takes the kernels of the largest."""
+_MOST_ROUNDS = 3
+"""Of warm-up: the first compiles, the second finds nothing; a kernel that is compiled in every step would keep it from ending."""
 
 
 class LocalExecutor:
@@ -42,10 +51,12 @@ class LocalExecutor:
         config: EngineConfig,
         sampling: SamplingOps = TORCH_SAMPLING,
         costs: Mapping[AttentionSpec, CostTable] | None = None,
+        compile_ahead: CompileAhead | None = None,
+        max_decode_len: int = 1,
     ) -> None:
         """specs: of the model's layers, with the cache's element type as asked for. config: with its device's options filled in.
 
-        sampling, costs: see `Engine`.
+        sampling, costs, compile_ahead: see `Engine`. max_decode_len: query tokens of a decode, drafts included.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
@@ -60,6 +71,9 @@ class LocalExecutor:
         memory = config.pool_bytes
         if memory is None and device.type == "cuda":
             sizes = config.step_tokens, config.max_num_seqs
+            if compile_ahead is not None:  # the trial's kernels together, not one after the other
+                with compile_ahead():
+                    most_held(model, min(_TRIAL, sizes[0]), 1, device)
             memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
         layouts = [selector.layout_of(spec) for spec in specs]
         max_model_len = _max_model_len(config, model, specs, layouts, block_size, memory)
@@ -75,6 +89,9 @@ class LocalExecutor:
         self._runner = Runner(model, self.attention, selector, sampling, block_size, config.max_num_seqs, max_model_len)
         self._device = device
         self._config = config
+        self._compile_ahead = compile_ahead
+        limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, max_decode_len)
+        self._warming = Warming(self._runner, model, self.attention, selector, limits, block_size)
         log.info("attention: %s", self.selection)
         others = {layout.name for layout in layouts} - {self.selection.layout.name}
         if others:
@@ -82,16 +99,36 @@ class LocalExecutor:
         log.info("pool: %d blocks of %d tokens, %.2f GiB", size.num_blocks, block_size, size.num_bytes / pool.GIB)
 
     def capture(self, recorder: Recorder | None = None) -> None:
-        """Capture decode as CUDA graphs, where there are any and nothing speaks against them. Then the engine is ready.
+        """Compile what requests may need, and capture decode as CUDA graphs where there are any and nothing speaks against them.
 
-        recorder: records in place of CUDA's, on any device.
+        Then the engine is ready. recorder: records in place of CUDA's, on any device.
         """
-        config = self._config
+        config, watch = self._config, CompilationWatch()
+        if self._compile_ahead is not None:
+            began = time.perf_counter()
+            with self._compile_ahead():
+                self._warming.run()
+            log.info("warm-up: %d kernels compiled or loaded in %.1f s", len(watch.take()), time.perf_counter() - began)
         if self.attention.debug:
             log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
         elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
             self._runner.capture(config.cudagraph_capture_sizes or capture_sizes(config.max_num_seqs), recorder)
-        self._runner.watch_compilations()
+        if self._compile_ahead is not None:
+            self._settle(watch)
+        watch.serving = True
+        self._runner.watch_compilations(watch)
+
+    def _settle(self, watch: CompilationWatch) -> None:
+        """Run every kind of step until none of them compiles anything."""
+        for _ in range(_MOST_ROUNDS):
+            began = time.perf_counter()
+            watch.take()
+            self._warming.run()
+            compiled = watch.take()
+            log.info("warm-up: every kind of step ran in %.1f s, %d kernels compiled", time.perf_counter() - began, len(compiled))
+            if not compiled:
+                return
+        log.warning("warm-up: %s compiled in every round: requests will wait for them", ", ".join(sorted(set(compiled))))
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
         """Have every step's logits looked at: rows that sample, int32 [rows], and logits [rows, vocab_size] on the device.

@@ -27,7 +27,7 @@ def cache_memory(
 
     :raises ConfigError: the model alone takes more than the share.
     """
-    held = _most_held(model, max_num_tokens, max_num_seqs, device)
+    held = most_held(model, max_num_tokens, max_num_seqs, device)
     workspace = sum(backend.workspace_bytes(max_num_tokens, max_num_seqs) for by_spec in backends for backend in by_spec.values())
     free, total = torch.cuda.mem_get_info(device)
     left = int(total * utilization) - (total - free) - held - workspace - _SPARE
@@ -43,7 +43,7 @@ def cache_memory(
 
 
 @torch.inference_mode()
-def _most_held(model: Model, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> int:
+def most_held(model: Model, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> int:
     """Most bytes that a step needs beside weights and cache."""
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -104,9 +104,13 @@ class Runner:
         graphs.capture(batch_sizes, candidates, recorder)
         self._graphs = graphs
 
-    def watch_compilations(self) -> None:
+    def forget_tokens(self) -> None:
+        """Start every row anew: for steps that nobody asked for."""
+        self._newest.zero_()
+
+    def watch_compilations(self, watch: CompilationWatch) -> None:
         """From now on, tell of each step what was compiled for it."""
-        self._compilations = CompilationWatch()
+        self._compilations = watch
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
