@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -19,7 +18,7 @@ from headway.backends.nvrtc.launch import Kernel
 from headway.backends.nvrtc.variant import Variant, architecture
 from headway.core.contract.compiled import announce
 from headway.core.contract.errors import UnsupportedError
-from headway.core.contract.folders import cache_folder
+from headway.core.contract.folders import cache_folder, warn_unwritable, write_whole
 
 log = logging.getLogger("headway")
 
@@ -115,26 +114,9 @@ def _read(path: Path) -> bytes | None:
 
 def _write(path: Path, cubin: bytes) -> bool:
     """Keep a cubin; False, with a warning the first time, where that cannot be."""
-    part = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:
-            part = Path(file.name)
-            file.write(cubin + hashlib.sha256(cubin).digest())
-        part.replace(path)
+        write_whole(path, cubin + hashlib.sha256(cubin).digest())
     except OSError as error:
-        if part is not None:
-            part.unlink(missing_ok=True)
-        _warn_unwritable(path.parent, error.strerror or str(error))
+        warn_unwritable(path.parent, error.strerror or str(error))
         return False
     return True
-
-
-@cache
-def _warn_unwritable(folder: Path, why: str) -> None:
-    log.warning(
-        "kernel cache: %s cannot be written (%s): every process compiles its kernels again, about half a second each; "
-        "HEADWAY_CACHE names another folder",
-        folder,
-        why,
-    )
