@@ -24,6 +24,8 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+        self._ahead: set[Hashable] = set()
+        """Keys that were compiled ahead of the first launch."""
 
     def __call__(
         self, key: Hashable, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any], **options: int
@@ -34,8 +36,10 @@ class Launcher:
         for those before it.
         """
         if COMPILES_ONLY.get():
-            options |= {"launch_pdl": True} if constants.get("PDL") else {}
-            self._kernel.warmup(*arguments, grid=grid, **constants, **options)
+            if key not in self._ahead:
+                self._ahead.add(key)
+                options |= {"launch_pdl": True} if constants.get("PDL") else {}
+                self._kernel.warmup(*arguments, grid=grid, **constants, **options)
             return
         known = self._compiled.get(key)
         if known is not None:

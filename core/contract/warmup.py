@@ -30,7 +30,7 @@ class StepShape(NamedTuple):
     context_len: int
 
 
-_PREFILLS = (1, 2, 8)
+_PREFILLS = (1, 8)
 """Sequences of a prefill: more differ in the number of programs alone."""
 _MOST_PAIRS = 2**27
 """Query tokens times context tokens of a shape: larger ones take long, and choose as those of a shorter query or context do."""
@@ -42,8 +42,8 @@ def lattice(phase: Phase, limits: StepLimits) -> Iterator[StepShape]:
     They reach every kernel of a backend that chooses by these numbers and changes its mind at powers of two. One that chooses
     otherwise lists its own shapes (`AttentionBackend.warmup_shapes`).
     """
-    contexts = [0] if phase is Phase.PREFILL else sorted({max(limits.max_model_len - 1, 1), *(4**n for n in range(16))})
     decodes = phase is Phase.DECODE
+    contexts = [0] if phase is Phase.PREFILL else sorted({max(limits.max_model_len - 1, 1), *(4**n for n in range(16))})
     longest = limits.max_decode_len if decodes else limits.max_num_tokens
     for num_seqs in powers(limits.max_num_seqs) if decodes else _PREFILLS:
         if num_seqs > limits.max_num_seqs:

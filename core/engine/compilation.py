@@ -25,7 +25,9 @@ class CompilationWatch:
     themselves are not seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        """tell: is called with each name, too."""
+        self._tell = tell
         self.serving = False
         """Whether the engine is ready: from then on the log names each kernel, too."""
         self._names: list[str] = []
@@ -52,6 +54,8 @@ class CompilationWatch:
 
     def _add(self, name: str) -> None:
         self._names.append(name)
+        if self._tell is not None:
+            self._tell(name)
         if self.serving:
             log.warning("compiled after the engine was ready: %s; a step waited for it", name)
 

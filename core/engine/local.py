@@ -113,6 +113,8 @@ class LocalExecutor:
             log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
         elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
             self._runner.capture(config.cudagraph_capture_sizes or capture_sizes(config.max_num_seqs), recorder)
+            if compiled := watch.take():
+                log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
         if self._compile_ahead is not None:
             self._settle(watch)
         watch.serving = True

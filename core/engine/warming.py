@@ -47,16 +47,17 @@ class Warming:
         self._limits, self._block_size = limits, block_size
         self._device = attention.specs[0].device
         self._blocks = list(range(-(-limits.max_model_len // block_size)))
-        self._failed: set[tuple[str, Phase]] = set()
+        self._failed: set[str] = set()
 
     @torch.inference_mode()
     def run(self) -> None:
         """Run all steps once. A backend that raises is named in the log: its first such step will raise again."""
         for step in self._steps():
-            self._runner.launch(step).wait()
+            self._launch(step)
         for spec in dict.fromkeys(self._attention.specs):
             self._attend(spec)
         self._runner.forget_tokens()
+        self._selector.forget()
         for cache in self._attention.caches:
             for logical in (cache.logical_key, cache.logical_value):
                 logical[: len(self._blocks)].zero_()
@@ -131,13 +132,21 @@ class Warming:
             self._attention.begin(metadata, backends, backends)
             self._attention(layer, *(tensor[: metadata.num_tokens] for tensor in tensors))
         except Exception as error:
-            part = metadata.decode or metadata
-            failed = name_of(backends), part.phase
-            if failed not in self._failed:
-                self._failed.add(failed)
-                log.warning("warm-up: %s; a request that needs this ends with the same error", error)
-            if isinstance(error, torch.OutOfMemoryError):
-                torch.cuda.empty_cache()
+            self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
+
+    def _launch(self, step: StepInput) -> None:
+        try:
+            self._runner.launch(step).wait()
+        except Exception as error:
+            self._note("step", error)
+
+    def _note(self, where: str, error: Exception) -> None:
+        """Name what failed, once; there is no request that could end with it."""
+        if where not in self._failed:
+            self._failed.add(where)
+            log.warning("warm-up: %s; a request that needs this will end with the same error", error)
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
 
     def _tensors(self, wanted: int) -> list[Tensor]:
         """q, k and v of a layer for the largest step: zeros, with the strides that the model gives them."""

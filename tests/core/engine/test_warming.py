@@ -146,13 +146,14 @@ def test_a_backend_that_fails_in_warm_up_is_named_and_others_serve(caplog: pytes
         name = "breaks"
 
         def plan(self, metadata: AttentionMetadata) -> Any:
-            if metadata.phase is Phase.EXTEND:
-                raise RuntimeError("no extend today")
+            if metadata.phase is Phase.EXTEND or metadata.max_query_len == 33:
+                raise RuntimeError(f"no {metadata.phase.value} today")
             return super().plan(metadata)
 
     with caplog.at_level(logging.WARNING, "headway"):
         engine = engine_with(Breaks)
     assert caplog.text.count("no extend today") == 1
+    assert caplog.text.count("no prefill today") == 2, "in a whole step, and in attention alone"
     assert "backend breaks failed in extend" in caplog.text
     assert one(engine)
 
