@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from headway.core.engine.compilation import CompileAhead
+from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.compiled import compile_ahead as compile_all_ahead
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.models.operations import Operations, Plain
 
@@ -46,5 +46,5 @@ def compile_ahead(device: torch.device) -> CompileAhead | None:
     try:
         from headway.backends.triton.ahead import compile_ahead as of_triton
     except ImportError:
-        return nullcontext
+        return compile_all_ahead
     return of_triton

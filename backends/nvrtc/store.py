@@ -16,7 +16,7 @@ import torch
 from headway.backends.nvrtc.compiler import Compiler, find_compiler
 from headway.backends.nvrtc.launch import Kernel
 from headway.backends.nvrtc.variant import Variant, architecture
-from headway.core.contract.compiled import announce
+from headway.core.contract.compiled import AHEAD, announce
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.folders import cache_folder, warn_unwritable, write_whole
 
@@ -82,7 +82,7 @@ def build_all(variants: Sequence[Variant], arch: str, compiler: Compiler, worker
 
 @cache
 def load(variant: Variant, function: str, device: torch.device, arch: str | None = None) -> Kernel:
-    """One function of a variant, ready to launch on a device; compiled first if need be.
+    """One function of a variant, ready to launch on a device; compiled first if need be, ahead of its first launch in `AHEAD`.
 
     arch: in place of the device's, such as sm_90a for what Hopper alone can do.
 
@@ -91,11 +91,16 @@ def load(variant: Variant, function: str, device: torch.device, arch: str | None
     compiler, support = find_compiler()
     if compiler is None:
         raise UnsupportedError(f"attention backend {variant.owner}", support.reasons)
-    built = build(variant, arch or architecture(device), compiler)
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes torch's context, if nobody has
-        kernel = Kernel(built.cubin, function, device)
-    announce(f"{variant.owner}: {function} of {variant}")
+
+    def cubin() -> bytes:
+        built = build(variant, arch or architecture(device), compiler)
+        announce(f"{variant.owner}: {function} of {variant}")
+        return built.cubin
+
+    pool = AHEAD.get()
+    kernel = Kernel(cubin if pool is None else pool.submit(cubin).result, function, device)
+    if pool is None:
+        kernel.load()
     return kernel
 
 

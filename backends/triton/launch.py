@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from headway.backends.triton.ahead import COMPILES_ONLY
 from headway.backends.triton.layer import INTERPRETED
+from headway.core.contract.compiled import AHEAD
 
 PDL_CAPABILITY = (9, 0)
 """The first compute capability that launches a kernel before those it depends on have ended."""
@@ -35,7 +35,7 @@ class Launcher:
         options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
         for those before it.
         """
-        if COMPILES_ONLY.get():
+        if AHEAD.get() is not None:
             if key not in self._ahead:
                 self._ahead.add(key)
                 options |= {"launch_pdl": True} if constants.get("PDL") else {}

@@ -5,16 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 from weakref import ref
 
 from headway.core.contract.compiled import listen
 
 log = logging.getLogger("headway")
-
-CompileAhead = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which launches start nothing, and at whose end all that they need is compiled."""
 
 
 class CompilationWatch:
@@ -28,8 +24,6 @@ class CompilationWatch:
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
         """tell: is called with each name, too."""
         self._tell = tell
-        self.serving = False
-        """Whether the engine is ready: from then on the log names each kernel, too."""
         self._names: list[str] = []
         listen(self._add)
         runtime = getattr(sys.modules.get("triton.knobs"), "runtime", None)
@@ -52,12 +46,17 @@ class CompilationWatch:
         names, self._names = tuple(self._names), []
         return names
 
+    def take_late(self) -> tuple[str, ...]:
+        """As `take`, after a step that should have found everything compiled; the log names what it had to wait for."""
+        names = self.take()
+        for name in names:
+            log.warning("compiled after the engine was ready: %s; a step waited for it", name)
+        return names
+
     def _add(self, name: str) -> None:
         self._names.append(name)
         if self._tell is not None:
             self._tell(name)
-        if self.serving:
-            log.warning("compiled after the engine was ready: %s; a step waited for it", name)
 
 
 def _name(compiled: dict[str, Any]) -> str:

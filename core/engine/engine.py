@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine import deterministic
-from headway.core.engine.compilation import CompileAhead
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.local import LocalExecutor

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.model import Model
@@ -18,12 +20,12 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.warmup import StepLimits
 from headway.core.engine import pool
 from headway.core.engine.attention import PagedAttention
-from headway.core.engine.compilation import CompilationWatch, CompileAhead
+from headway.core.engine.compilation import CompilationWatch
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.executor import Capacity
 from headway.core.engine.graph import Recorder
 from headway.core.engine.graphs import capture_sizes
-from headway.core.engine.memory import cache_memory, most_held
+from headway.core.engine.memory import cache_memory, run_trial
 from headway.core.engine.runner import Launched, Runner
 from headway.core.engine.step import StepInput
 from headway.core.engine.warming import Warming
@@ -62,7 +64,10 @@ class LocalExecutor:
         """
         device = specs[0].device
         asked = config.attn_backend, config.kv_layout, config.block_size, config.attn_options
-        selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
+        with compile_ahead() if compile_ahead is not None else nullcontext():  # what backends and the trial need, together
+            selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
+            if compile_ahead is not None:
+                run_trial(model, min(_TRIAL, config.step_tokens), 1, device)
         self.selection = selector.selection
         """Which backend serves which phase, over which layout and block size."""
         if config.deterministic:
@@ -71,9 +76,6 @@ class LocalExecutor:
         memory = config.pool_bytes
         if memory is None and device.type == "cuda":
             sizes = config.step_tokens, config.max_num_seqs
-            if compile_ahead is not None:  # the trial's kernels together, not one after the other
-                with compile_ahead():
-                    most_held(model, min(_TRIAL, sizes[0]), 1, device)
             memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
         layouts = [selector.layout_of(spec) for spec in specs]
         max_model_len = _max_model_len(config, model, specs, layouts, block_size, memory)
@@ -117,7 +119,6 @@ class LocalExecutor:
                 log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
         if self._compile_ahead is not None:
             self._settle(watch)
-        watch.serving = True
         self._runner.watch_compilations(watch)
 
     def _settle(self, watch: CompilationWatch) -> None:

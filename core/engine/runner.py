@@ -115,6 +115,8 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
         """Start a step. On a CPU it has run when this returns."""
+        if self._compilations is not None:
+            self._compilations.take()  # for others in this process
         self._rows.update(step)
         if step.copies:
             copy_slots(self._attention.caches, step.copies)
@@ -138,7 +140,7 @@ class Runner:
                 newest = verified.newest
             self._newest.index_copy_(0, upload(torch.from_numpy(step.rows[step.samples]).long(), self._device), newest)
         backends = graph.backends if graph is not None else self._attention.serving
-        compiled = self._compilations.take() if self._compilations is not None else ()
+        compiled = self._compilations.take_late() if self._compilations is not None else ()
         counts, done = None, None
         if verified is not None:
             tokens, counts = verified.tokens, self._to_host(verified.counts)
