@@ -18,6 +18,8 @@ _SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""What Llama 3.1's RoPE has beside its base."""
 _SWITCHES = {"attention_bias": False, "mlp_bias": False}
 """With the default that they have in every architecture."""
 _KNOWN = {
@@ -47,10 +49,10 @@ def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
     flags = (*switches.values(), read.get("tie_word_embeddings"), read.get("use_sliding_window", False))
     if not all(type(flag) is bool for flag in flags) or type(read.get("hidden_act")) is not str:
         return None
-    dtype, theta, epsilon = read.get("dtype", read.get("torch_dtype")), _theta(read), read.get("rms_norm_eps")
+    dtype, rope, epsilon = read.get("dtype", read.get("torch_dtype")), _rope_parameters(read), read.get("rms_norm_eps")
     if dtype not in DTYPES or ("dtype" in read and "torch_dtype" in read):
         return None
-    if theta is None or type(epsilon) is not float or not _attends_to_all(kind, read):
+    if rope is None or type(epsilon) is not float or not _attends_to_all(kind, read):
         return None
     return SimpleNamespace(
         **{name: read[name] for name in (*_SIZES, "model_type", "hidden_act", "tie_word_embeddings", "eos_token_id")},
@@ -58,23 +60,28 @@ def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
         architectures=read.get("architectures"),
         head_dim=read.get("head_dim") or read["hidden_size"] // read["num_attention_heads"],
         rms_norm_eps=epsilon,
-        rope_parameters={"rope_theta": theta, "rope_type": "default"},
+        rope_parameters=rope,
         sliding_window=None,
         layer_types=None,
         dtype=DTYPES[dtype],
     )
 
 
-def _theta(read: Mapping[str, Any]) -> float | None:
-    """The base of unscaled RoPE, in the spelling of transformers 4 or 5."""
-    parameters = read.get("rope_parameters")
-    if parameters is None:
-        theta = read.get("rope_theta") if read.get("rope_scaling") is None else None
+def _rope_parameters(read: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Those of unscaled RoPE and of Llama 3.1's, in the spelling of transformers 4 or 5."""
+    scaling = read.get("rope_scaling")
+    if "rope_parameters" in read:
+        parameters = read["rope_parameters"]
+        if not isinstance(parameters, dict) or "rope_theta" in read or "rope_scaling" in read:
+            return None
+    elif scaling is None or isinstance(scaling, dict):
+        parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": read.get("rope_theta")}
     else:
-        known = isinstance(parameters, dict) and set(parameters) == {"rope_theta", "rope_type"}
-        alone = known and parameters["rope_type"] == "default" and not {"rope_theta", "rope_scaling"} & set(read)
-        theta = parameters["rope_theta"] if alone else None
-    return theta if type(theta) in (int, float) else None
+        return None
+    wanted = {"rope_theta", *(_LLAMA3 if parameters.get("rope_type") == "llama3" else ())}
+    if set(parameters) != {"rope_type", *wanted} or parameters["rope_type"] not in ("default", "llama3"):
+        return None
+    return parameters if all(type(parameters[name]) in (int, float) for name in wanted) else None
 
 
 def _attends_to_all(kind: str, read: Mapping[str, Any]) -> bool:

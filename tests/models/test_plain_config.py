@@ -40,10 +40,24 @@ PLAIN = {
     "qwen2": {**COMMON, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1},
     "qwen3": {**COMMON, "model_type": "qwen3", "head_dim": 32, "attention_bias": False, "rope_theta": 1000000},
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 CHANGES = {
     "rope_theta": [None, 500000, "many", 1e4],
-    "rope_scaling": [None, {"rope_type": "linear", "factor": 2.0}, {"type": "yarn", "factor": 4.0}],
+    "rope_scaling": [
+        LLAMA3,
+        {**LLAMA3, "extra": 1},
+        None,
+        {"rope_type": "linear", "factor": 2.0},
+        {"type": "yarn", "factor": 4.0},
+    ],
     "rope_parameters": [
+        {**LLAMA3, "rope_theta": 5e5},
         None,
         {"rope_theta": 5e5, "rope_type": "default"},
         {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0},
@@ -92,8 +106,28 @@ def test_an_ordinary_file_is_read_as_transformers_reads_it(tmp_path: Path, kind:
     assert fields(plain) == fields(by_transformers(tmp_path))
 
 
+@pytest.mark.parametrize("spelling", [{"rope_scaling": LLAMA3}, {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}}])
+def test_llama_3_1s_frequencies_are_transformers(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    changed = {**PLAIN["llama"], "rope_theta": 500000.0, **spelling}
+    if "rope_parameters" in spelling:
+        del changed["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    plain, whole = plain_config(changed), by_transformers(tmp_path)
+    assert plain is not None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    expected, factor = ROPE_INIT_FUNCTIONS["llama3"](whole, torch.device("cpu"))
+    found = DecoderConfig.from_transformers(plain)
+    assert torch.equal(found.inv_freq, expected)
+    assert found.rope_factor == factor == 1.0
+    ratios = (expected * 500000.0 ** (torch.arange(0, 16, 2) / 16)).tolist()
+    assert ratios[0] == pytest.approx(1), "a short wave is kept"
+    assert 0.13 < ratios[1] < 0.99, "one between is interpolated"
+    assert ratios[2] == pytest.approx(1 / 8), "a long one is stretched"
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(sorted(PLAIN)), st.dictionaries(st.sampled_from(sorted(CHANGES)), st.integers(0, 3), max_size=3))
+@given(st.sampled_from(sorted(PLAIN)), st.dictionaries(st.sampled_from(sorted(CHANGES)), st.integers(0, 5), max_size=3))
 def test_whatever_is_read_plainly_is_what_transformers_reads(tmp_path: Path, kind: str, chosen: dict[str, int]) -> None:
     changed = dict(PLAIN[kind])
     for name, number in chosen.items():
