@@ -54,10 +54,22 @@ def _vllm_paged() -> type[AttentionBackend]:
     return VllmPagedAttention
 
 
+def _hopper() -> type[AttentionBackend]:
+    from headway.backends.hopper.backend import HopperAttention
+
+    return HopperAttention
+
+
 def _flash_attn() -> type[AttentionBackend]:
     from headway.backends.flash_attn import FlashAttention2
 
     return FlashAttention2
+
+
+def _flash_attn_3() -> type[AttentionBackend]:
+    from headway.backends.flash_attn_3.backend import FlashAttention3
+
+    return FlashAttention3
 
 
 def _flash_attn_4() -> type[AttentionBackend]:
@@ -97,9 +109,16 @@ def headway_register_backends() -> list[BackendInfo]:
             "vllm_paged",
             "our paged attention in CUDA C++, compiled at first use; vLLM's layout",
             _vllm_paged,
-            "headway[vllm-paged]",
+            "headway[cuda]",
         ),
+        _info("hopper", "our prefill and extend in CUDA C++ for H100 and H200, compiled at first use", _hopper, "headway[cuda]"),
         _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
+        _info(
+            "flash_attn_3",
+            "FlashAttention 3, Hopper: upstream's, or the one inside vLLM or SGLang",
+            _flash_attn_3,
+            "flash-attn-3",
+        ),
         _info("flash_attn_4", "FlashAttention 4 (CuTe DSL), Hopper and Blackwell", _flash_attn_4, "headway[flash-attn-4]"),
         _info("torch_varlen", "torch's own FlashAttention 2, paged (torch.nn.attention.varlen)", _torch_varlen, "torch>=2.13"),
         _info("xformers", "CUTLASS or flash prefill, Triton split-K paged decode", _xformers, "headway[xformers]"),
@@ -108,17 +127,38 @@ def headway_register_backends() -> list[BackendInfo]:
     ]
 
 
-_PROMPTS = ("flash_attn_4", "flash_attn", "torch_varlen", "triton", "xformers", "sdpa", "sdpa.math")
+_PROMPTS = (
+    "hopper",
+    "flash_attn_3",
+    "flash_attn_4",
+    "flash_attn",
+    "torch_varlen",
+    "triton",
+    "xformers",
+    "sdpa",
+    "sdpa.math",
+)
 RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
     "cuda": {
         Phase.PREFILL: _PROMPTS,
         Phase.EXTEND: _PROMPTS,
-        Phase.DECODE: ("triton", "vllm_paged", "flash_attn", "torch_varlen", "xformers", "flash_attn_4", "sdpa", "sdpa.math"),
+        Phase.DECODE: (
+            "triton",
+            "flash_attn_3",
+            "vllm_paged",
+            "flash_attn",
+            "torch_varlen",
+            "xformers",
+            "flash_attn_4",
+            "sdpa",
+            "sdpa.math",
+        ),
     },
 }
 """Best first, by device type and phase, where nobody has measured this machine.
 
-From one H200 (bf16, head_dim 128, 32/8 heads). Prefill in TFLOP/s at 1x512, 1x2048, 1x8192, 1x32768 and 8x2048 tokens:
+From one H200 (bf16, head_dim 128, 32/8 heads). hopper leads flash_attn_3, the fastest library, in most prompts and extensions,
+and needs no library. The others' prefill in TFLOP/s at 1x512, 1x2048, 1x8192, 1x32768 and 8x2048 tokens:
 flash_attn_4 34, 211, 686, 652, 527; flash_attn 87, 222, 344, 374, 317; xformers 6 to 177 by CUTLASS, with flash as flash_attn
 but for the host time. So flash_attn_4 loses 40 us on a short prompt and halves the time of a long one, where the time goes. sdpa
 with torch's flash kernel reaches 57 to 351, but a step's mixed lengths take a call each, and a context is gathered first.

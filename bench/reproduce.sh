@@ -46,14 +46,14 @@ crossover() {
         run nhd bench crossover --geometry $geometry --layouts nhd --output "$file-nhd.json"
         run vllm_5d bench crossover --geometry $geometry --layouts vllm_5d --block-sizes 16 --output "$file-vllm.json"
         run merge table merge "$file-nhd.json" "$file-vllm.json" -o "$file.json" && rm -f "$file-nhd.json" "$file-vllm.json"
-        run regret table regret "$file.json" --points 48 --anywhere --output "$out/regret-$(echo $geometry | tr / -).json"
+        run regret table regret "$file.json" --points 96 --seed 1,2 --anywhere --output "$out/regret-$(echo $geometry | tr / -).json"
     done
     whole="bench crossover --level engine --model qwen3-0.6b --load-format dummy --dtype bfloat16 --cell-limit 60s"
     table="--crossover-table $out/crossover-16-8-128.json"
     run grid $whole $table --workload 32x1024+1024 --output "$out/crossover-engine.json"
     # 64 short prompts (128 in, 64 out) beside 4 documents (32,768 in, 64 out)
     run mixed $whole $table --workload long --repeat 3 --mixed 64q128s192_4q32ks32832 \
-        --backends auto,triton,flash_attn,flash_attn_4,xformers --output "$out/crossover-engine-mixed.json"
+        --backends auto,triton,flash_attn,flash_attn_3,flash_attn_4,xformers --output "$out/crossover-engine-mixed.json"
 }
 
 kernels() {
@@ -69,7 +69,7 @@ kernels() {
 }
 
 conformance() {  # every backend at once: most of the time goes into compiling kernels
-    for name in triton flash_attn flash_attn_4 torch_varlen xformers vllm_paged sdpa sdpa.math; do
+    for name in triton flash_attn flash_attn_3 flash_attn_4 torch_varlen xformers vllm_paged sdpa sdpa.math; do
         $HEADWAY check $name --device cuda --jobs 2 --json "$out/check-$name.json" >"$out/check-$name.log" 2>&1 &
         pids="${pids:-} $!:$name"
     done

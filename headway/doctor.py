@@ -31,6 +31,8 @@ class Package:
     """Memory of one compiler job, which is what bounds MAX_JOBS."""
     note: str = ""
     """What else an installation needs."""
+    generation: int | None = None
+    """The only major compute capability it has kernels for."""
 
 
 PACKAGES: Final = {
@@ -43,6 +45,7 @@ PACKAGES: Final = {
         build_time="5 minutes to 2 hours, by cores and MAX_JOBS",
         build_gib=9,
     ),
+    "flash-attn-3": Package("flash-attn-3", capability=(9, 0), generation=9),
     "flash-attn-4": Package("flash-attn-4>=4.0.0b36", "--pre", capability=(9, 0)),
     "xformers": Package(
         "xformers>=0.0.32",
@@ -51,6 +54,9 @@ PACKAGES: Final = {
     ),
 }
 """Library -> how it is installed. A backend names its library by BackendInfo.extra."""
+
+FA3_WHEELS: Final = {"2.11": "0.24.0", "2.14": "0.33.0"}
+"""torch -> the release of vLLM that was built for it, whose wheel holds FlashAttention 3 as one file that needs nothing else."""
 
 TORCH_BUILDS: Final = ((580, "13.0", "cu130"), (525, "12.6", "cu126"))
 """Oldest driver (its first number), CUDA version, and torch's wheel index for it; the newest first."""
@@ -99,6 +105,8 @@ def advise(extra: str, support: Support, devices: Collection[str] | None, machin
         return Advice(f"{name} {machine.installed[name]} is installed; nothing to install", note=hints)
     if not machine.installer:
         return Advice("this Python has neither pip nor uv: first install pip", (f"python -m ensurepip{_AGAIN}",))
+    if name == "flash-attn-3":
+        return _flash_attn_3(machine, hints)
     again = f"{name} {machine.installed[name]} is installed but does not load: install it again" if broken else ""
     force = "--force-reinstall --no-deps " if broken else ""
     if package is None:
@@ -135,6 +143,9 @@ def _gpu_in_the_way(package: Package | None, machine: Machine) -> Advice | None:
     if package is not None and package.capability is not None and newest < package.capability:
         need, got = ("{}.{}".format(*version) for version in (package.capability, newest))
         return Advice(f"needs compute capability {need}, the GPU has {got}; nothing to install")
+    if package is not None and package.generation not in (None, newest[0]):
+        got = "{}.{}".format(*newest)
+        return Advice(f"has kernels for compute capability {package.generation}.x alone, the GPU has {got}; nothing to install")
     if machine.cuda_works:
         return None
     major = int((machine.driver or "0").partition(".")[0] or 0)
@@ -177,4 +188,26 @@ def _compiled(name: str, package: Package, machine: Machine, again: str, force: 
     slow = "" if machine.ninja else "; without ninja it takes hours"
     return Advice(
         text, (wheel, *tools, build), f"without such a wheel the last command builds from source: {package.build_time}{slow}"
+    )
+
+
+def _flash_attn_3(machine: Machine, found: str) -> Advice:
+    """FlashAttention 3 has no wheel of its own: out of a wheel of vLLM's, which is not installed and brings no other torch.
+
+    found: hints of the libraries that were found and refused.
+    """
+    torch = ".".join(machine.torch.split("+")[0].split(".")[:2])
+    release = FA3_WHEELS.get(torch)
+    source = "build the folder hopper of https://github.com/Dao-AILab/flash-attention: nvcc, an hour"
+    if release is None or machine.installer != "python -m pip" or machine.arch != "x86_64":
+        return Advice(f"no wheel with FlashAttention 3 for torch {torch} is known; {source}", note=found)
+    folder = "fa3"
+    return Advice(
+        f"take it out of vLLM's wheel for torch {torch}, which need not be installed",
+        (
+            f"{machine.installer} download --no-deps --dest {folder} vllm=={release}",
+            f"python -m zipfile -e {folder}/vllm-{release}-*.whl {folder}",
+            f"export HEADWAY_FA3_LIBRARY=$PWD/{folder}/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so{_AGAIN}",
+        ),
+        f"or {source}",
     )

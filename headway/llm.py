@@ -19,6 +19,7 @@ from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.request import parse_backend_request
 from headway.core.select.selector import check_names
 from headway.engine_args import EngineArgs, takes_arguments_of
+from headway.heap import freeze_heap
 from headway.models.device_operations import compile_ahead, fastest_sampling
 from headway.models.loader import load_model
 from headway.outputs import RequestOutput
@@ -65,6 +66,7 @@ class LLM:
         self._request_ids = count()
         self._turns = Turns()
         """Who may use the engine and the processor: calls from several threads take turns, a step each."""
+        freeze_heap()
 
     def generate(
         self,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import HeadwayError
 from headway.testing.cells import PHASES, Cell
 from headway.testing.checks import answers, claims, engine, graphs, invariant, layouts, steps
@@ -114,7 +113,7 @@ class Kit:
             if cell is not None:
                 cells += [cell.plain("repeat", phase=phase), cell.plain("sync", phase=phase)]
                 cells += [cell.plain("lse", phase=phase)] if said.lse else []
-        graph_phases = ("decode", "verify") if backend.graph_level >= GraphLevel.UNIFORM else ("decode",)
+        graph_phases = ("decode", "verify") if backend.captures(2) else ("decode",)
         for cell, phases in [(whole, frozenset(p for p in PHASES if plain[p])), *rows]:
             cells += [cell.plain("graph", phase=phase) for phase in graph_phases if phase in phases]
             if cell.memory != "own":

@@ -34,6 +34,7 @@ def to_costs(table: CrossoverTable, source: str = "") -> CostTable:
             device_us(cell),
             cell.plan_us or 0.0,
             cell.host_us or 0.0,
+            cell.between,
         )
         for cell in table.cells
         if cell.phase in CORE_PHASE

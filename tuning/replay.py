@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.testing.cases import Case
@@ -23,8 +23,7 @@ def captures(backend: AttentionBackend, case: Case) -> bool:
     metadata = case.metadata
     if metadata.phase is not Phase.DECODE or metadata.query_start_loc.device.type != "cuda":
         return False
-    needed = GraphLevel.DECODE if metadata.max_query_len == 1 else GraphLevel.UNIFORM
-    return backend.graph_level >= needed
+    return bool(backend.captures(metadata.max_query_len))
 
 
 def graph_attempt(

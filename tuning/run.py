@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
@@ -27,6 +26,7 @@ from headway.tuning.halving import losers, surviving_pairs
 from headway.tuning.measure_point import Bench, Pair, measure_point
 from headway.tuning.points import Point, grid
 from headway.tuning.progress import on_device, progress_bar
+from headway.tuning.refine import ROUNDS, midpoints
 from headway.tuning.schema import Cell, CrossoverTable, PhaseName, SpecRecord
 from headway.tuning.ties import noise_of
 from headway.tuning.timing import Turns
@@ -49,6 +49,8 @@ class CrossoverOptions:
     block_sizes: Sequence[int] = BLOCK_SIZES
     grid: Sequence[Point] | None = None
     """None: the device's usual points."""
+    refine: int = ROUNDS
+    """Rounds of points added after the grid, within the budget, where the fastest backend changes between neighbours."""
     turns: Turns = field(default_factory=Turns)
     budget: float | None = None
     """Seconds of measuring, to which compiling kernels adds at most twice as many; None: everything is measured."""
@@ -74,15 +76,21 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
         table = _begin(options, registry, names, pairs)
         takers = [record.name for record in table.backends if record.usable]
         todo = list(grid(options.spec.device.type) if options.grid is None else options.grid)
-        done = {cell.point for cell in table.cells}
         bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget))
+        done = {cell.point for cell in table.cells}
         task = progress.add_task("crossover", total=len(todo), completed=sum((p.phase, p.case) in done for p in todo))
+        search = _Search(bench, takers, pairs)
         try:
-            for point, cells in _measure(todo, done, bench, takers, pairs, table.cells):
-                table.cells += cells
-                table.noise = noise_of(table.cells)
-                _save(table, options.output)
-                progress.update(task, advance=1, description=f"{point.phase} {point.case}")
+            for turn in range(1 + options.refine):
+                between = turn > 0
+                wanted = midpoints(table.cells, table.noise) if between else todo
+                if between:
+                    progress.update(task, total=len(wanted), completed=0)
+                for point, cells in search.measure(wanted, table.cells):
+                    table.cells += [cell.model_copy(update={"between": between}) for cell in cells]
+                    table.noise = noise_of(table.cells)
+                    _save(table, options.output)
+                    progress.update(task, advance=1, description=f"{point.phase} {point.case}")
         except KeyboardInterrupt:
             return table
         table.busy = table.busy or crowding()
@@ -92,33 +100,35 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
     return table
 
 
-def _measure(
-    todo: Sequence[Point],
-    done: set[tuple[str, str]],
-    bench: Bench,
-    names: Sequence[str],
-    pairs: Sequence[Pair],
-    cells: list[Cell],
-) -> Iterator[tuple[Point, list[Cell]]]:
-    """Points one by one, at least one of those that are left, until the time is up.
+class _Search:
+    """Points measured one after another. With a time limit losers are given up between the levels of the grid."""
 
-    With a time limit losers are given up between the levels of the grid.
-    """
-    dropped: dict[PhaseName, dict[str, str]] = {}
-    level, slowest = 0, 0.0
-    for point in todo:
-        remaining = bench.budget.left
-        if remaining is not None:
-            if slowest and remaining < slowest:
-                return
-            if point.level > level and cells:
-                level, pairs = point.level, surviving_pairs(cells, pairs)
-                dropped = {phase: losers(cells, phase, names) for phase in {cell.phase for cell in cells}}
-        if (point.phase, point.case) in done:
-            continue
-        before = bench.budget.spent
-        yield point, measure_point(point, bench, names, pairs, dropped.get(point.phase, {}))
-        slowest = max(0.5 * slowest, bench.budget.spent - before)
+    def __init__(self, bench: Bench, names: Sequence[str], pairs: Sequence[Pair]) -> None:
+        self._bench, self._names, self._pairs = bench, names, pairs
+        self._dropped: dict[PhaseName, dict[str, str]] = {}
+        self._level = 0
+        self._slowest = 0.0
+
+    def measure(self, todo: Sequence[Point], cells: list[Cell]) -> Iterator[tuple[Point, list[Cell]]]:
+        """Those of `todo` that `cells` has not, one by one until the time is up, in the first search at least one.
+
+        cells: of the table so far; the caller adds what it is given.
+        """
+        bench = self._bench
+        done = {cell.point for cell in cells}
+        for point in todo:
+            remaining = bench.budget.left
+            if remaining is not None:
+                if self._slowest and remaining < self._slowest:
+                    return
+                if point.level > self._level and cells:
+                    self._level, self._pairs = point.level, surviving_pairs(cells, self._pairs)
+                    self._dropped = {phase: losers(cells, phase, self._names) for phase in {cell.phase for cell in cells}}
+            if (point.phase, point.case) in done:
+                continue
+            before = bench.budget.spent
+            yield point, measure_point(point, bench, self._names, self._pairs, self._dropped.get(point.phase, {}))
+            self._slowest = max(0.5 * self._slowest, bench.budget.spent - before)
 
 
 def _names(asked: Sequence[str] | None, registry: Registry) -> list[str]:
@@ -138,7 +148,7 @@ def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], 
         reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]
         raise UnsupportedError(f"a crossover table for {options.spec}", reasons)
     graphs = options.spec.device.type == "cuda" and any(
-        registry.backend(record.name).graph_level > GraphLevel.NONE for record in records if record.usable
+        registry.backend(record.name).captures() for record in records if record.usable
     )
     table = CrossoverTable(
         level="kernel",

@@ -164,6 +164,8 @@ class Cell(BaseModel):
     """Host time of a step's plan, shared by the layers."""
     host_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Host time of one layer's call; None on a CPU and in a graph."""
+    between: bool = False
+    """Whether the point was added between neighbours of the grid, because the fastest backend is another at each of them."""
     relative_error: Annotated[FiniteFloat, Field(ge=0)] | None = None
     tolerance: Annotated[FiniteFloat, Field(ge=0)] | None = None
 

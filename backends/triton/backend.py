@@ -14,6 +14,7 @@ from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.layer import INTERPRETED, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan
+from headway.backends.triton.workspace import Workspace
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
@@ -49,7 +50,10 @@ class TritonAttention(AttentionBackend):
         batch_invariant=True,
     )
     graph_level = GraphLevel.UNIFORM
-    options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of every sequence in decode, in place of the built-in rule"}
+    options: ClassVar[Mapping[str, str]] = {
+        "num_splits": "splits of every sequence in decode, in place of the built-in rule",
+        "extend_splits": "splits of the longest query tile's keys in prefill and extend, in place of the built-in rule",
+    }
 
     def __init__(
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
@@ -64,8 +68,9 @@ class TritonAttention(AttentionBackend):
         equal = spec.head_dim == spec.v_head_dim and not spec.value_in_key
         self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
         layer = Layer.of(spec)
-        self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _num_splits(options))
-        self._prefill = Prefill(spec, layer, block_size, arch)
+        workspace = Workspace(spec.device)
+        self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _count(options, "num_splits"), workspace)
+        self._prefill = Prefill(spec, layer, block_size, arch, multiprocessors, _count(options, "extend_splits"), workspace)
 
     @classmethod
     def available(cls) -> Support:
@@ -146,12 +151,12 @@ class TritonAttention(AttentionBackend):
         self._decode.run(q, cache, plan, out, new=(k, v))
 
 
-def _num_splits(options: Mapping[str, str] | None) -> int | None:
-    text = (options or {}).get("num_splits")
+def _count(options: Mapping[str, str] | None, name: str) -> int | None:
+    text = (options or {}).get(name)
     if text is None:
         return None
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError("--attn-opt triton.num_splits", "a number of at least 1", repr(text))
+        raise ConfigError(f"--attn-opt triton.{name}", "a number of at least 1", repr(text))
     return int(text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from headway.backends.triton.chunk_kernel import cut_sequences
 from headway.backends.triton.chunks import Chunks, most_chunks
 from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
-from headway.backends.triton.launch import Launcher, aligned, launches_early
+from headway.backends.triton.launch import Bound, Launcher, aligned, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
-from headway.backends.triton.splits import MAX_ROUNDS, choose_cut
+from headway.backends.triton.splits import FAN, MAX_ROUNDS, choose_cut
+from headway.backends.triton.workspace import Workspace
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
@@ -43,6 +44,8 @@ class DecodePlan:
     lse: Tensor
     arrivals: Tensor
     """int32, zero between launches."""
+    launches: dict[Hashable, Bound] = field(default_factory=dict)
+    """What a layer launches, by all that its layers may differ in."""
     checked: AttentionMetadata | None = None
     """In debug mode: what the cache must be compared with before a launch."""
 
@@ -50,31 +53,6 @@ class DecodePlan:
     def early(self) -> bool:
         """Whether the kernel after it may start meanwhile."""
         return len(self.chunks.seq_lens) <= EARLY_SEQUENCES
-
-
-class Workspace:
-    """Buffers for partial results. They grow, and outgrown ones are kept: a captured graph may still use them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: list[Tensor] = []
-        self._floats = torch.empty(0, device=device)
-        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
-
-    def floats(self, count: int) -> Tensor:
-        """At least `count` float32, not initialised."""
-        if self._floats.numel() < count:
-            self._kept.append(self._floats)
-            self._floats = torch.empty(max(count, 2 * self._floats.numel()), device=self._device)
-        return self._floats
-
-    def counters(self, count: int) -> Tensor:
-        """At least `count` int32 that are zero between launches."""
-        if self._counters.numel() < count:
-            self._kept.append(self._counters)
-            size = max(count, 2 * self._counters.numel())
-            self._counters = torch.zeros(size, dtype=torch.int32, device=self._device)
-        return self._counters
 
 
 class Decode:
@@ -89,6 +67,7 @@ class Decode:
         arch: Architecture,
         multiprocessors: int,
         num_splits: int | None,
+        workspace: Workspace,
     ) -> None:
         self._spec = spec
         self._layer = layer
@@ -97,10 +76,10 @@ class Decode:
         self._block_size = block_size
         row = (max(layer.block_d, layer.block_dv), spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
         self.configs = decode_configs(arch, *row)
-        self._workspace = Workspace(spec.device)
+        self._workspace = workspace
         self._scalars = tuple(layer.scalars.values())
-        self._addressing: dict[Hashable, Addressing] = {}
-        self._constants: dict[Hashable, dict[str, Any]] = {}
+        self._constants: dict[Hashable, tuple[dict[str, Any], tuple[int, ...]]] = {}
+        """Compile-time constants and strides by everything they follow from."""
         self._launch = Launcher(split_kv_decode)
         self._launch_cut = Launcher(cut_sequences)
 
@@ -151,7 +130,7 @@ class Decode:
             config=config,
             partial=floats,
             lse=floats[results * self._layer.block_dv :],
-            arrivals=self._workspace.counters(items * metadata.num_seqs if chunks.split else 0),
+            arrivals=self._workspace.counters(items * (len(chunks.table) + metadata.num_seqs) if chunks.split else 0),
         )
         self._cut(plan, splits)
         return plan
@@ -184,28 +163,43 @@ class Decode:
             return
         assert new is None or plan.max_query_len == 1
         k, v = new or (q, q)  # placeholders where there is nothing to write
-        strides = (cache.key.stride(), cache.value.stride())
-        addressing = self._addressing.get(strides)
-        if addressing is None:
-            addressing = self._addressing[strides] = Addressing.of(cache)
-        kind = (plan.block_m, plan.rows, plan.max_query_len == 1, plan.chunks.split, plan.early, plan.config)
-        variant = (q.stride(), out.stride(), k.stride(), v.stride(), new is not None, lse is not None, *kind)
-        pointers = aligned(*(tensor.data_ptr() for tensor in (q, out, k, v, cache.key, cache.value)))
-        key = (strides, variant, pointers)
-        arguments = (
-            q,
-            cache.key,
-            cache.value,
-            out,
-            k,
-            v,
+        key_cache, value_cache = cache.key, cache.value
+        tensors = (q, key_cache, value_cache, out, k, v, q if lse is None else lse)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        strides = (q.stride(), key_cache.stride(), value_cache.stride(), out.stride(), k.stride(), v.stride())
+        key = (strides, aligned(*pointers[:6]), new is None, lse is None or lse.stride(0))
+        known = plan.launches.get(key)
+        if known is None:
+            self._launch_first(key, tensors, pointers, cache, plan, new is not None, lse)
+        else:
+            known(*pointers)
+
+    def _launch_first(
+        self,
+        key: Hashable,
+        tensors: tuple[Tensor, ...],
+        pointers: list[int],
+        cache: LayerCache,
+        plan: DecodePlan,
+        new: bool,
+        lse: Tensor | None,
+    ) -> None:
+        """Launch for the first layer of a step, and prepare the launch for those that are like it."""
+        q, _, _, out, k, v, _ = tensors
+        compiled_for = (key, plan.block_m, plan.rows, plan.max_query_len == 1, plan.chunks.split, plan.early, plan.config)
+        known = self._constants.get(compiled_for)
+        if known is None:
+            addressing = Addressing.of(cache)
+            constants = self._compile_time(plan, cache, addressing, new, lse is not None)
+            known = self._constants[compiled_for] = (constants, addressing.strides)
+        constants, strides = known
+        rest = (
             plan.block_table,
             plan.chunks.table,
             self._layer.slopes,
             self._layer.sinks,
             plan.partial,
             plan.lse,
-            plan.lse if lse is None else lse,
             plan.arrivals,
             *self._scalars,
             q.stride(0),
@@ -218,13 +212,12 @@ class Decode:
             v.stride(0),
             v.stride(1),
             plan.block_table.stride(0),
-            *addressing.strides,
+            *strides,
         )
-        constants = self._constants.get(key)
-        if constants is None:
-            constants = self._constants[key] = self._compile_time(plan, cache, addressing, new is not None, lse is not None)
         grid = (plan.items, len(plan.chunks.table), 1)
-        self._launch(key, grid, arguments, constants, num_warps=self._num_warps(plan))
+        bound = self._launch.bind(compiled_for, grid, tensors, pointers, rest, constants, num_warps=self._num_warps(plan))
+        if bound is not None:
+            plan.launches[key] = bound
 
     def _num_warps(self, plan: DecodePlan) -> int:
         """The configuration's, or more where its warps could not hold the query tile and the sums in registers."""
@@ -253,6 +246,7 @@ class Decode:
             "PAIRS": pairs and not INTERPRETED,
             "SPLIT": plan.chunks.split,
             "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_dv))),
+            "FAN": FAN,
             "STAGES": plan.config.num_stages,
             "PDL": launches_early(self._spec.device),
             "EARLY": plan.early,

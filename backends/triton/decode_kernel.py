@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.backends.triton.fold_kernel import fold_cached, fold_new
+from headway.backends.triton.merge_kernel import merge_parts, merge_rows
 from headway.backends.triton.tiles import LN_2
 from headway.backends.triton.write_kernel import store_kv
 
@@ -27,14 +28,14 @@ def split_kv_decode(
     out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
     new_k_ptr,  # NEW: [num_seqs, kv_heads, HEAD_DIM]
     new_v_ptr,
+    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
     table_ptr,  # int32 [num_seqs, max_blocks]
     chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
     slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads], log2(e) * sink
     partial_ptr,  # float32 [chunks, items, ROWS, BLOCK_DV]; items: grid axis 0
     lse_ptr,  # float32 [chunks, items, ROWS]
-    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
-    arrivals_ptr,  # int32 [num_seqs * items], zero between launches
+    arrivals_ptr,  # int32 [(chunks + num_seqs) * items], zero between launches
     score_scale,
     cap_log2,
     v_scale,
@@ -80,6 +81,7 @@ def split_kv_decode(
     PAIRS: tl.constexpr,  # an fp8 cache whose rows lie in one piece: read as pairs, which the tensor cores' loads can turn around
     SPLIT: tl.constexpr,  # a sequence may have more than one chunk
     MERGED: tl.constexpr,  # partial results merged at a time
+    FAN: tl.constexpr,  # partial results merged by one program, where there are more
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -218,7 +220,6 @@ def split_kv_decode(
         result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dv[None, :] < V_HEAD_DIM))
     else:
-        arrivals_ptr += seq * tl.num_programs(0) + tl.program_id(0)
         lse = m + tl.log2(l)  # of a row without a visible key in this chunk: -inf
         result = acc / tl.where(l > 0, l, 1.0)[:, None]
         item = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -226,74 +227,39 @@ def split_kv_decode(
         used = tl.arange(0, BLOCK_M) < ROWS
         tl.store(lse_ptr + slot, lse, mask=used)
         tl.store(partial_ptr + slot[:, None] * BLOCK_DV + dv[None, :], result, mask=used[:, None])
+        # Parts are merged in two goes where they are many: FAN neighbours by the last of them to arrive, then what is left.
+        number = tl.program_id(1) - first_chunk
+        fan = number // FAN * FAN
+        in_fan = tl.minimum(num_chunks - fan, FAN)
+        stride = tl.num_programs(0) * ROWS
+        first_slot = (first_chunk.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * ROWS
+        arrivals_ptr += tl.program_id(0)
+        fan_arrivals = arrivals_ptr + (first_chunk + fan) * tl.num_programs(0)
+        seq_arrivals = arrivals_ptr + (tl.num_programs(1) + seq) * tl.num_programs(0)
+        final = number < 0  # no
         tl.debug_barrier()  # the atomic below releases what all threads of this program stored
-        arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
-        if arrived == num_chunks - 1:
-            _merge(
-                partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, first_chunk, num_chunks, token, kv_head, first_row, query_len,
-                v_scale, out_stride_token, out_stride_head, sums_stride_head, GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED,
-                HAS_SINKS, HAS_LSE,
+        if tl.atomic_add(fan_arrivals, 1, sem="acq_rel", scope="gpu") == in_fan - 1:
+            tl.store(fan_arrivals, 0)
+            final = number >= 0
+            if num_chunks > FAN:
+                m_fan, l_fan, acc_fan = merge_parts(
+                    partial_ptr, lse_ptr, first_slot + fan * stride, stride, in_fan, BLOCK_DV, ROWS, MERGED
+                )
+                fan_slot = first_slot + fan * stride + tl.arange(0, ROWS)
+                tl.debug_barrier()  # all threads have read the part that the result replaces
+                tl.store(lse_ptr + fan_slot, m_fan + tl.log2(l_fan))
+                acc_fan = acc_fan / tl.where(l_fan > 0, l_fan, 1.0)[:, None]
+                tl.store(partial_ptr + fan_slot[:, None] * BLOCK_DV + dv[None, :], acc_fan)
+                tl.debug_barrier()
+                final = tl.atomic_add(seq_arrivals, 1, sem="acq_rel", scope="gpu") == tl.cdiv(num_chunks, FAN) - 1
+        if final:
+            left = num_chunks
+            if num_chunks > FAN:
+                tl.store(seq_arrivals, 0)
+                left = tl.cdiv(num_chunks, FAN)
+                stride = stride * FAN
+            merge_rows(
+                partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, first_slot, stride, left, token, kv_head, first_row,
+                query_len, v_scale, out_stride_token, out_stride_head, sums_stride_head,
+                GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED, HAS_SINKS, HAS_LSE,
             )  # fmt: skip
-            tl.store(arrivals_ptr, 0)
-
-
-@triton.jit
-def _merge(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    sums_ptr,
-    sinks_ptr,
-    first_chunk,
-    num_chunks,
-    token,
-    kv_head,
-    first_row,
-    query_len,
-    v_scale,
-    out_stride_token,
-    out_stride_head,
-    sums_stride_head,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    MERGED: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
-    """Combine the chunks of one query tile by their log-sum-exp, MERGED at a time so that the loads overlap."""
-    r = tl.arange(0, ROWS)
-    d = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + (first_row + r) % GROUP
-    live = first_row + r < query_len * GROUP
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for merged in range(0, num_chunks, MERGED):
-        number = merged + tl.arange(0, MERGED)
-        item = (first_chunk + number).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-        slot = item[:, None] * ROWS + r[None, :]
-        there = number < num_chunks
-        lse = tl.load(lse_ptr + slot, mask=there[:, None], other=float("-inf"), cache_modifier=".cg")
-        parts = tl.load(
-            partial_ptr + slot[:, :, None] * BLOCK_D + d[None, None, :],
-            mask=there[:, None, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weights = tl.exp2(lse - finite[None, :])
-        shrink = tl.exp2(m - finite)
-        l = l * shrink + tl.sum(weights, 0)
-        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        m = m_new
-    if HAS_SINKS:
-        l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
-    if HAS_LSE:
-        tl.store(sums_ptr + head * sums_stride_head + token + (first_row + r) // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
-    result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
-    out_rows = (token + (first_row + r) // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
-    inside = live[:, None] & (d[None, :] < HEAD_DIM)
-    tl.store(out_ptr + out_rows[:, None] + d[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)

@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.compiled import AHEAD
 
 PDL_CAPABILITY = (9, 0)
 """The first compute capability that launches a kernel before those it depends on have ended."""
+
+Grid = tuple[int, int, int]
+
+
+class Compiled:
+    """One compiled kernel. A launch costs the host what the driver takes and little more (docs/kernels.md)."""
+
+    def __init__(self, kernel: Any, constants: tuple[Any, ...]) -> None:
+        self._kernel = kernel
+        self._constants = constants
+
+    def __call__(self, grid: Grid, *arguments: Any) -> None:
+        """Launch on the current stream. arguments: in the kernel's order; addresses may stand for tensors.
+
+        An address saves the launcher a call into Python and one into the driver, which looks the pointer up.
+        """
+        kernel = self._kernel
+        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler listens
+            kernel[grid](*arguments, *self._constants)
+            return
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments, *self._constants)
+
+
+class Bound:
+    """A compiled kernel with its grid and all arguments but the first few, for the layers of one step."""
+
+    def __init__(self, compiled: Compiled, grid: Grid, rest: Sequence[Any]) -> None:
+        """rest: arguments after those of `__call__`; tensors among them are kept alive by the caller."""
+        self._compiled = compiled
+        self._grid = grid
+        self._rest = tuple(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in rest)
+
+    def __call__(self, *first: Any) -> None:
+        """Launch with the first arguments, addresses or tensors."""
+        self._compiled(self._grid, *first, *self._rest)
 
 
 class Launcher:
@@ -23,13 +63,29 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+        self._compiled: dict[Hashable, Compiled] = {}
         self._ahead: set[Hashable] = set()
         """Keys that were compiled ahead of the first launch."""
 
-    def __call__(
-        self, key: Hashable, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any], **options: int
-    ) -> None:
+    def bind(
+        self, key: Hashable, grid: Grid, first: Sequence[Any], pointers: Sequence[Any], rest: Sequence[Any],
+        constants: Mapping[str, Any], **options: int,
+    ) -> Bound | None:  # fmt: skip
+        """Run the kernel as `__call__` does, and return it bound to grid and `rest`; None where nothing was launched by address:
+        under the interpreter, and while kernels are compiled ahead.
+
+        first, rest: all arguments; pointers: the addresses of `first`, with which the bound kernel is called.
+        """
+        known = self._compiled.get(key)
+        if known is None or AHEAD.get() is not None:
+            self(key, grid, (*first, *rest), constants, **options)
+            known = self._compiled.get(key)
+            return None if known is None else Bound(known, grid, rest)
+        bound = Bound(known, grid, rest)
+        bound(*pointers)
+        return bound
+
+    def __call__(self, key: Hashable, grid: Grid, arguments: Sequence[Any], constants: Mapping[str, Any], **options: int) -> None:
         """Run the kernel. arguments: in the kernel's order; constants: its compile-time constants by name, all of them.
 
         options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
@@ -43,19 +99,22 @@ class Launcher:
             return
         known = self._compiled.get(key)
         if known is not None:
-            known[0][grid](*arguments, *known[1])
+            known(grid, *arguments)
             return
         if constants.get("PDL"):
             options["launch_pdl"] = True
-        compiled = self._kernel[grid](*arguments, **constants, **options)
+        kernel = self._kernel[grid](*arguments, **constants, **options)
         if not INTERPRETED:
             names = self._kernel.arg_names[len(arguments) :]
-            self._compiled[key] = (compiled, tuple(constants[name] for name in names))
+            self._compiled[key] = Compiled(kernel, tuple(constants[name] for name in names))
 
 
-def aligned(*pointers: int) -> tuple[bool, ...]:
-    """Which addresses Triton compiles 16-byte accesses for."""
-    return tuple(pointer % 16 == 0 for pointer in pointers)
+def aligned(*pointers: int) -> bool | tuple[bool, ...]:
+    """Which addresses Triton compiles 16-byte accesses for; True: all."""
+    together = 0
+    for pointer in pointers:
+        together |= pointer
+    return together % 16 == 0 or tuple(pointer % 16 == 0 for pointer in pointers)
 
 
 def launches_early(device: torch.device) -> bool:

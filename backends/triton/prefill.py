@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,13 +11,22 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headway.backends.triton.configs import ANY_PROMPT, Architecture, PrefillConfig, prefill_config
-from headway.backends.triton.launch import Launcher, aligned
-from headway.backends.triton.layer import Addressing, Layer
+from headway.backends.triton.launch import Bound, Launcher, aligned, launches_early
+from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
+from headway.backends.triton.merge_kernel import merge_tiles
 from headway.backends.triton.prefill_kernel import varlen_attention
+from headway.backends.triton.splits import RunRule
+from headway.backends.triton.work import Work, list_work
+from headway.backends.triton.workspace import Workspace
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
+
+MERGE_ROWS = 8
+"""Rows of a query tile that one program merges: few, so that many programs share the work."""
+_MOST_DESCRIPTORS = 256
+"""Descriptors that are kept: those of the caches of a large model, and of the buffers for k and v that its steps use in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +35,16 @@ class PrefillPlan:
 
     dense: bool
     """No sequence has a context: this step's k and v are all the keys there are."""
-    tiles: Tensor
-    """int32 [num_tiles, 2]: sequence and tile number of each program.
-
-    Sequence by sequence, the longest first, so that programs side by side share keys in the L2 cache. In each the last tile,
-    which has most keys, comes first, so that no long one starts last.
-    """
+    work: Work
+    rows: Tensor
+    """`work.rows` on the device."""
     block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
     config: PrefillConfig
+    partial: Tensor
+    """float32, results of programs that share the keys of a query tile; shared by all plans of a backend."""
+    lse: Tensor
+    launches: dict[Hashable, tuple[Bound, Bound | None, bool]] = field(default_factory=dict)
+    """What a layer launches, by all that its layers may differ in: the kernel, the merge, and whether keys are read by TMA."""
     checked: AttentionMetadata | None = None
     """In debug mode: what the cache must be compared with before a launch."""
 
@@ -43,46 +52,62 @@ class PrefillPlan:
 class Prefill:
     """Prefill and extend of one layer kind."""
 
-    def __init__(self, spec: AttentionSpec, layer: Layer, block_size: int, arch: Architecture) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        layer: Layer,
+        block_size: int,
+        arch: Architecture,
+        multiprocessors: int,
+        num_splits: int | None,
+        workspace: Workspace,
+    ) -> None:
         self._spec = spec
         self._layer = layer
         self._block_size = block_size
         self._arch = arch
+        self._multiprocessors = multiprocessors
+        self._num_splits = 1 if spec.batch_invariant and num_splits is None else num_splits
+        self._workspace = workspace
         self._scalars = tuple(layer.scalars.values())
         self._launch = Launcher(varlen_attention)
+        self._launch_merge = Launcher(merge_tiles)
+        self._pdl = launches_early(spec.device)
         self._variants: dict[Hashable, _Variant] = {}
         self._descriptors: dict[Hashable, tuple[TensorDescriptor, TensorDescriptor]] = {}
 
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan:
-        """List the query tiles of all sequences."""
-        # An fp8 cache is read back even so, or the answer would hang on how a prompt was cut into chunks.
-        # A batch invariant answer is read back too: whether the step is PREFILL or EXTEND hangs on all of its sequences.
-        rereads = self._spec.cache_dtype != self._spec.dtype or self._spec.batch_invariant
+        """List what the programs do."""
+        # An fp8 cache is read back even so, or the answer would depend on how a prompt was cut into chunks.
+        # A batch invariant answer is read back too: whether the step is PREFILL or EXTEND depends on all of its sequences.
+        spec = self._spec
+        rereads = spec.cache_dtype != spec.dtype or spec.batch_invariant
         dense = metadata.phase is Phase.PREFILL and not rereads
         paged = 0 if dense else self._block_size
-        row = (max(self._layer.block_d, self._layer.block_dv), self._spec.dtype.itemsize)
-        longest = ANY_PROMPT if self._spec.batch_invariant else metadata.max_query_len
-        config = prefill_config(self._arch, *row, longest, self._spec.group_size, paged)
-        tiles = self._tiles(metadata, config.block_m)
+        row = (max(self._layer.block_d, self._layer.block_dv), spec.dtype.itemsize)
+        longest = ANY_PROMPT if spec.batch_invariant else metadata.max_query_len
+        config = prefill_config(self._arch, *row, longest, spec.group_size, paged)
+        rule = RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self._multiprocessors, self._num_splits)
+        work = list_work(
+            metadata.query_start_loc_cpu.diff().long().numpy(),
+            metadata.seq_lens_cpu.long().numpy(),
+            spec.group_size,
+            config.block_m,
+            config.block_n,
+            spec.sliding_window,
+            rule.longest_run,
+        )
+        results = work.slots * spec.num_kv_heads * config.block_m
+        floats = self._workspace.floats(results * (self._layer.block_dv + 1))
         return PrefillPlan(
             dense=dense,
-            tiles=upload(tiles, metadata.seq_lens.device),
+            work=work,
+            rows=upload(torch.from_numpy(work.rows), metadata.seq_lens.device),
             block_table=metadata.block_table,
-            seq_lens=metadata.seq_lens,
-            query_start_loc=metadata.query_start_loc,
             config=config,
+            partial=floats,
+            lse=floats[results * self._layer.block_dv :],
         )
-
-    def _tiles(self, metadata: AttentionMetadata, block_m: int) -> Tensor:
-        group = self._spec.group_size
-        kv_lens = metadata.seq_lens_cpu.long()
-        query_lens = metadata.query_start_loc_cpu.diff().long()
-        counts = -(-(query_lens * group) // block_m) * (kv_lens > 0)
-        longest_first = kv_lens.argsort(descending=True, stable=True)
-        counts = counts[longest_first]
-        seqs = torch.repeat_interleave(longest_first, counts)
-        numbers = torch.repeat_interleave(counts.cumsum(0), counts) - 1 - torch.arange(len(seqs))
-        return torch.stack([seqs, numbers], 1).int()
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None
@@ -91,27 +116,49 @@ class Prefill:
 
         k, v: [num_tokens, num_kv_heads, head_dim or v_head_dim], read where there is no context.
         """
-        if plan.tiles.shape[0] == 0:
+        if plan.work.programs == 0:
             return
-        config = plan.config
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)
-        pointers = aligned(q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr())
-        key = (plan.dense, config, keys.stride(), values.stride(), q.stride(), out.stride(), pointers, lse is not None)
-        variant = self._variants.get(key)
+        sums = q if lse is None else lse  # a placeholder where none is wanted
+        tensors = (q, keys, values, out, sums)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        key = (q.stride(), keys.stride(), values.stride(), out.stride(), aligned(*pointers[:4]), lse is None or lse.stride(0))
+        known = plan.launches.get(key)
+        if known is None:
+            self._launch_first(key, tensors, pointers, cache, plan, lse)
+            return
+        kernel, merge, tma = known
+        if tma:
+            pointers[1], pointers[2] = self._describe(keys, values, cache, plan)
+        kernel(*pointers)
+        if merge is not None:
+            merge(pointers[3], pointers[4])
+
+    def _launch_first(
+        self,
+        key: Hashable,
+        tensors: tuple[Tensor, ...],
+        pointers: list[Any],
+        cache: LayerCache,
+        plan: PrefillPlan,
+        lse: Tensor | None,
+    ) -> None:
+        """Launch for the first layer of a step, and prepare the launch for those that are like it."""
+        q, keys, values, out, sums = tensors
+        config, split = plan.config, plan.work.slots > 0
+        compiled_for = (plan.dense, split, config, key)
+        variant = self._variants.get(compiled_for)
         if variant is None:
-            variant = self._variants[key] = self._variant(keys, values, None if plan.dense else cache, config, lse is not None)
+            variant = self._variants[compiled_for] = self._variant(keys, values, cache, plan, lse is not None)
         read: tuple[Any, Any] = (keys, values)
         if variant.tma:
-            read = self._describe(_one_block(keys, values), config) if plan.dense else self._paged_descriptors(cache, config)
-        arguments = (
-            q,
-            *read,
-            out,
-            plan.tiles if lse is None else lse,
-            plan.tiles,
+            pointers[1], pointers[2] = read = self._describe(keys, values, cache, plan)
+        sums_stride = 0 if lse is None else lse.stride(0)
+        rest = (
+            plan.rows,
+            plan.partial,
+            plan.lse,
             plan.block_table,
-            plan.seq_lens,
-            plan.query_start_loc,
             self._layer.slopes,
             self._layer.sinks,
             *self._scalars,
@@ -119,17 +166,41 @@ class Prefill:
             q.stride(1),
             out.stride(0),
             out.stride(1),
-            0 if lse is None else lse.stride(0),
+            sums_stride,
             plan.block_table.stride(0),
             *variant.strides,
         )
-        grid = (self._spec.num_kv_heads, plan.tiles.shape[0], 1)
+        grid = (self._spec.num_kv_heads, plan.work.programs, 1)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        self._launch(key, grid, arguments, variant.constants, **options)
+        first = (q, *read, out, sums)
+        kernel = self._launch.bind(compiled_for, grid, first, pointers, rest, variant.constants, **options)
+        merge = None
+        if split:
+            v_scale, strides = self._layer.scalars["v_scale"], (out.stride(0), out.stride(1), sums_stride)
+            rest = (plan.rows[plan.work.programs :], self._layer.sinks, plan.partial, plan.lse, v_scale, *strides)
+            grid = (self._spec.num_kv_heads, config.block_m // min(MERGE_ROWS, config.block_m), plan.work.merges)
+            constants = self._merging(config, lse is not None)
+            merge = self._launch_merge.bind(compiled_for, grid, (out, sums), pointers[3:], rest, constants)
+        if kernel is not None:
+            plan.launches[key] = (kernel, merge, variant.tma)
 
-    def _variant(self, keys: Tensor, values: Tensor, cache: LayerCache | None, config: PrefillConfig, lse: bool) -> _Variant:
-        """Strides, and all that is compiled in, for one way to read keys; cache: None where they are this step's own."""
-        if cache is None:
+    def _merging(self, config: PrefillConfig, lse: bool) -> dict[str, Any]:
+        """Compile-time constants of the merge."""
+        shared = ("NUM_KV_HEADS", "GROUP", "V_HEAD_DIM", "BLOCK_DV", "HAS_SINKS")
+        rows = min(MERGE_ROWS, config.block_m)
+        return {
+            **{name: self._layer.constants[name] for name in shared},
+            "BLOCK_M": config.block_m,
+            "ROWS": rows,
+            "MERGED": max(1, min(8, 4096 // (rows * self._layer.block_dv))),
+            "HAS_LSE": lse,
+            "PDL": self._pdl,
+        }
+
+    def _variant(self, keys: Tensor, values: Tensor, cache: LayerCache, plan: PrefillPlan, lse: bool) -> _Variant:
+        """Strides, and all that is compiled in, for one way to read keys."""
+        config = plan.config
+        if plan.dense:
             strides = tuple(s for t in (keys, values) for s in (0, t.stride(0), t.stride(1), 1, 1))
             k_x = v_x = 1
             views = _one_block(keys, values)
@@ -137,7 +208,7 @@ class Prefill:
             addressing = Addressing.of(cache)
             strides, k_x, v_x = addressing.strides, addressing.k_x, addressing.v_x
             views = _blocks(cache) if k_x == v_x == 1 else []
-        whole = cache is None or self._block_size % config.block_n == 0
+        whole = plan.dense or self._block_size % config.block_n == 0
         equal = self._spec.head_dim == self._spec.v_head_dim and not self._spec.value_in_key
         tma = config.tma and whole and equal and bool(views) and all(map(_describable, views))
         constants = {
@@ -145,27 +216,34 @@ class Prefill:
             "BLOCK_SIZE": self._block_size,
             "K_X": k_x,
             "V_X": v_x,
-            "V_SLOTS_INNER": cache is not None and cache.logical_value.stride(1) == 1,
+            "V_SLOTS_INNER": not plan.dense and cache.logical_value.stride(1) == 1,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "PAGED": cache is not None,
+            "PAGED": not plan.dense,
+            "PEEK": not INTERPRETED and not (cache.logical_value.stride(1) == 1),
             "TMA": tma,
             "HAS_LSE": lse,
             "STAGES": config.num_stages,
+            "SPLIT": plan.work.slots > 0,
+            "PDL": self._pdl,
         }
         return _Variant(tma, strides, constants)
 
-    def _paged_descriptors(self, cache: LayerCache, config: PrefillConfig) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Those of a cache, made once: it lies where it lies."""
-        key = (cache.key.data_ptr(), cache.value.data_ptr(), config.block_n)
-        if key not in self._descriptors:
-            self._descriptors[key] = self._describe(_blocks(cache), config)
-        return self._descriptors[key]
-
-    def _describe(self, views: list[Tensor], config: PrefillConfig) -> tuple[TensorDescriptor, TensorDescriptor]:
-        box = [1, 1, config.block_n, self._layer.block_d]
-        key, value = (TensorDescriptor(t, list(t.shape), list(t.stride()), box) for t in views)
-        return key, value
+    def _describe(
+        self, keys: Tensor, values: Tensor, cache: LayerCache, plan: PrefillPlan
+    ) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Descriptors of the keys and values, made once for each memory: a cache stays where it is, buffers come back."""
+        box = plan.config.block_n
+        key = (keys.data_ptr(), values.data_ptr(), plan.dense, box, keys.shape[0], keys.stride(), values.stride())
+        known = self._descriptors.get(key)
+        if known is None:
+            if len(self._descriptors) >= _MOST_DESCRIPTORS:
+                self._descriptors.clear()
+            views = _one_block(keys, values) if plan.dense else _blocks(cache)
+            boxes = [1, 1, box, self._layer.block_d]
+            first, second = (TensorDescriptor(_memory(t), list(t.shape), list(t.stride()), boxes) for t in views)
+            known = self._descriptors[key] = first, second
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +269,19 @@ def _describable(view: Tensor) -> bool:
     """Whether the tensor memory accelerator can address it: 16-byte aligned rows, elements side by side."""
     size = view.element_size()
     return view.stride(3) == 1 and view.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in view.stride()[:3])
+
+
+class _Memory:
+    """Stands for a tensor in a descriptor, which would keep it alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._address = tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        """Its address."""
+        return self._address
+
+
+def _memory(tensor: Tensor) -> Any:
+    return tensor if INTERPRETED else _Memory(tensor)

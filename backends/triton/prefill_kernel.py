@@ -1,20 +1,23 @@
-"""Varlen prefill and extend: one program a tile of query rows, all keys of the sequence up to the tile's last position.
+"""Varlen prefill and extend: each program folds a run of keys into a tile of query rows; `work.py` lists which.
 
 FlashAttention's forward pass (Dao et al. 2022, 2023) with FlashInfer's head packing. The keys come from this step's k and v (no
-context) or through the block table. With TMA they are read by tensor descriptors over the same memory, one box a tile.
+context) or through the block table. With TMA they are read by tensor descriptors over the same memory, one box a tile. Where
+tiles are too few for the GPU, several programs share the keys of one (flash-decoding, Dao et al. 2023) and `merge_tiles` combines
+what they leave.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.triton.tiles import LN_2, block_numbers, cached_rows, dense_rows, head_offsets, softmax_step
+from headway.backends.triton.tiles import LN_2, block_numbers, cached_rows, dense_rows, head_offsets, peeked_blocks, softmax_step
 
 
 @triton.jit(
     do_not_specialize=["window", "table_stride", "sums_stride_head"],
-    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "query_start_ptr", "sums_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "sums_ptr"],
 )
 def varlen_attention(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
@@ -22,10 +25,10 @@ def varlen_attention(
     value,
     out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
     sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the log-sum-exp of each row
-    tiles_ptr,  # int32 [num_tiles, 2]: sequence and tile number of each program, the longest first
+    work_ptr,  # int32 [programs, 8], see work.WORK_FIELDS
+    partial_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M, BLOCK_DV]
+    lse_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M]
     table_ptr,  # int32 [num_seqs, max_blocks]
-    seq_lens_ptr,  # int32 [num_seqs]
-    query_start_ptr,  # int32 [num_seqs + 1]
     slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
     sinks_ptr,  # float32 [num_heads], log2(e) * sink
     score_scale,
@@ -63,6 +66,7 @@ def varlen_attention(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGED: tl.constexpr,
+    PEEK: tl.constexpr,  # block numbers are read by `peeked_blocks`
     TMA: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -72,14 +76,22 @@ def varlen_attention(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,  # a tile's keys may be shared by programs
+    PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
-    """Grid (NUM_KV_HEADS, num_tiles). Row r of a sequence is token r // GROUP, head r % GROUP of the kv head's group."""
+    """Grid (NUM_KV_HEADS, programs). Row r of a sequence is token r // GROUP, head r % GROUP of the kv head's group."""
+    if PDL:
+        gdc_wait()
     kv_head = tl.program_id(0)
-    seq = tl.load(tiles_ptr + 2 * tl.program_id(1))
-    first_row = tl.load(tiles_ptr + 2 * tl.program_id(1) + 1) * BLOCK_M
-    start = tl.load(query_start_ptr + seq)
-    query_len = tl.load(query_start_ptr + seq + 1) - start
-    kv_len = tl.load(seq_lens_ptr + seq)
+    work = work_ptr + tl.program_id(1) * 8
+    seq = tl.load(work)
+    first_row = tl.load(work + 1) * BLOCK_M
+    start = tl.load(work + 2)
+    query_len = tl.load(work + 3)
+    kv_len = tl.load(work + 4)
+    begin = tl.load(work + 5) * BLOCK_N  # a number of tiles there, so that the compiler sees a multiple
+    end = tl.load(work + 6)
+    slot = tl.load(work + 7)
     context = kv_len - query_len
 
     row = first_row + tl.arange(0, BLOCK_M)
@@ -103,50 +115,55 @@ def varlen_attention(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     table = table_ptr + seq * table_stride
 
-    # Keys the tile's first row sees, those its last row sees, and in between the part that needs no mask.
+    # Between the keys that the tile's last row no longer sees and those that its first row does not see yet, none is masked.
     oldest = context + first_row // GROUP
-    newest = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
-    begin = 0
-    full_begin = 0
+    full_begin = begin
+    full_end = tl.maximum(tl.minimum((oldest + 1) // BLOCK_N * BLOCK_N, end), begin)
     if HAS_WINDOW:
-        begin = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
+        newest = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
         full_begin = tl.cdiv(tl.maximum(newest - window + 1, 0), BLOCK_N) * BLOCK_N
-    full_end = tl.maximum((oldest + 1) // BLOCK_N * BLOCK_N, begin)
-    if HAS_WINDOW:
-        full_begin = tl.minimum(full_begin, full_end)
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
         m, l, acc = _walk(
             q, key, value, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions, slopes,
             score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
         )  # fmt: skip
     m, l, acc = _walk(
         q, key, value, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions, slopes,
         score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        PAGED, PEEK, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
     m, l, acc = _walk(
-        q, key, value, m, l, acc, table, kv_head, start, full_end, newest + 1, kv_len, positions, slopes,
+        q, key, value, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions, slopes,
         score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
 
+    if PDL:
+        gdc_launch_dependents()
     if HAS_SOFTCAP or HAS_ALIBI:
         score_scale = 1.0
-    if HAS_SINKS:
-        l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m * score_scale)
-    if HAS_LSE:
-        tl.store(sums_ptr + head * sums_stride_head + start + row // GROUP, (m * score_scale + tl.log2(l)) * LN_2, mask=live)
-    result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
-    out_rows = (start + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
+    m = m * score_scale
     dv = tl.arange(0, BLOCK_DV)
-    out_mask = live[:, None] & (dv[None, :] < V_HEAD_DIM)
-    tl.store(out_ptr + out_rows[:, None] + dv[None, :], result.to(out_ptr.dtype.element_ty), mask=out_mask)
+    if not SPLIT or slot < 0:
+        if HAS_SINKS:
+            l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
+        if HAS_LSE:
+            tl.store(sums_ptr + head * sums_stride_head + start + row // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
+        result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+        out_rows = (start + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
+        out_mask = live[:, None] & (dv[None, :] < V_HEAD_DIM)
+        tl.store(out_ptr + out_rows[:, None] + dv[None, :], result.to(out_ptr.dtype.element_ty), mask=out_mask)
+    else:
+        part = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(lse_ptr + part, m + tl.log2(l))  # of a row without a visible key in this run: -inf
+        tl.store(partial_ptr + part[:, None] * BLOCK_DV + dv[None, :], acc / tl.where(l > 0, l, 1.0)[:, None], mask=live[:, None])
 
 
 @triton.jit
@@ -157,7 +174,7 @@ def _walk(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGED: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    PAGED: tl.constexpr, PEEK: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +185,7 @@ def _walk(
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         if TMA:
             if PAGED:
-                block = tl.load(table + first // BLOCK_SIZE)
+                block = peeked_blocks(table, first, kv_len, BLOCK_SIZE, BLOCK_N).to(tl.int32)
                 slot = first % BLOCK_SIZE
             else:
                 block = 0
@@ -178,7 +195,10 @@ def _walk(
             if MASKED:  # a weight of 0 does not silence NaN: rows past the end are a neighbour's or nobody's
                 v = tl.where((first + n < kv_len)[:, None], v, 0.0).to(DOT)
         elif PAGED:
-            blocks = block_numbers(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
+            if PEEK:
+                blocks = peeked_blocks(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
+            else:
+                blocks = block_numbers(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
             k = cached_rows(
                 key + kv_head * k_stride_head, blocks, k_offsets, first, kv_len, k_stride_block, k_stride_slot,
                 K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, MASKED and VALUE_IN_KEY, False, DOT,

@@ -45,6 +45,8 @@ class Trial(BaseModel):
 
     phase: str
     case: str
+    seed: int | None = None
+    """Of the draw of points that it is of; None where none was drawn, and in files of before 2026-11-22."""
     chosen: str
     best: str
     chosen_us: float
@@ -81,6 +83,7 @@ class RegretReport(BaseModel):
     selection: str
     layers: int
     seed: int
+    """The first, where points were drawn by several."""
     geometric_mean: float
     worst: float
     geometric_mean_anywhere: float
@@ -90,21 +93,27 @@ class RegretReport(BaseModel):
     untimed: list[str]
     """Points at which the choice, or every backend, had no time; with the reasons."""
 
+    def of_seed(self, seed: int) -> tuple[float, float]:
+        """Geometric mean and worst regret of one draw's points."""
+        regrets = [trial.regret for trial in self.trials if trial.seed == seed] or [1.0]
+        return _geometric_mean(regrets), max(regrets)
+
 
 def measure_regret(
     table: CrossoverTable,
     registry: Registry,
     device: torch.device,
     count: int,
-    seed: int,
+    seeds: Sequence[int],
     workload: Workload,
     layers: int = LAYERS,
     console: Console | None = None,
     anywhere: bool = False,
 ) -> RegretReport:
-    """Measure `count` random points within the grid's range that are not on it, in the order drawn, as steps of one engine.
+    """Measure `count` random points of each seed, within the grid's range but not on it, in the order drawn.
 
-    Every candidate is timed in turns with the others, over the layout and block size that `auto` fixes for the workload.
+    They are steps of one engine: what served last may stay within the noise. Every candidate is timed in turns with the others,
+    over the layout and block size that `auto` fixes for the workload.
     anywhere: over all others of the table as well.
 
     :raises ConfigError: the table has no times for any layout, so there is no choice to judge.
@@ -116,8 +125,8 @@ def measure_regret(
     chosen = selector.selection
     usable = {record.name for record in table.backends if record.usable}
     names = [name for name in registry.backends if name in usable and registry.availability(name)]
-    points = held_out(device.type, count, seed, {cell.case for cell in table.cells})
-    bench = Bench(registry, spec, Turns(rounds=5), table.graph_len or GRAPH_LEN, seed)
+    known = {cell.case for cell in table.cells}
+    points = [(seed, point) for seed in seeds for point in held_out(device.type, count, seed, known)]
     pairs = [(chosen.layout, chosen.block_size)]
     if anywhere:
         others = [(registry.layout(layout).layout, size) for layout, size in pairs_of(table) if layout and size]
@@ -126,20 +135,21 @@ def measure_regret(
     untimed: list[str] = []
     with torch.no_grad(), on_device(device), progress_bar(console) as progress:
         task = progress.add_task("regret", total=len(points))
-        for point in points:
+        for seed, point in points:
+            bench = Bench(registry, spec, Turns(rounds=5), table.graph_len or GRAPH_LEN, seed)
             cells = measure_point(point, bench, names, pairs, {})
             shape = point.shape
             backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
             name = next(iter(backends.values())).name
             place = f"{chosen.layout.name} {chosen.block_size}"
-            trial = _trial(point.phase, point.case, name, _times_us(cells, layers), place)
+            trial = _trial(point.phase, point.case, name, _times_us(cells, layers), place, seed)
             if trial is None:
                 reasons = "; ".join(f"{cell.backend} {cell.status} {cell.reason}" for cell in cells if cell.median_us is None)
                 untimed.append(f"{point.phase} {point.case}, choice {name}: {reasons}")
             else:
                 trials.append(trial)
             progress.update(task, advance=1, description=f"{point.phase} {point.case}")
-    return _report(table, identify_device(device), str(chosen), layers, seed, trials, untimed)
+    return _report(table, identify_device(device), str(chosen), layers, seeds[0], trials, untimed)
 
 
 def read_report(path: Path) -> RegretReport:
@@ -184,7 +194,7 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
         name = selection.names[phase]
         if phase in chooser.names:
             name = chooser.choose(phase, 1 + len(others), query_len, kv_len) or name
-        trial = _trial(old.phase, old.case, name, old.times_us, place)
+        trial = _trial(old.phase, old.case, name, old.times_us, place, old.seed)
         if trial is None:
             untimed.append(f"{old.phase} {old.case}, choice {name} {place}: no time in the report")
         else:
@@ -257,12 +267,21 @@ def _times_us(cells: Iterable[Cell], layers: int) -> dict[str, float]:
     }
 
 
-def _trial(phase: str, case: str, chosen: str, times_us: Mapping[str, float], place: str) -> Trial | None:
+def _trial(
+    phase: str, case: str, chosen: str, times_us: Mapping[str, float], place: str, seed: int | None = None
+) -> Trial | None:
     """A choice made over `place`, such as `nhd 256`; None if it has no time there."""
     here = {key.removesuffix(f" {place}"): us for key, us in times_us.items() if key.endswith(f" {place}") or " " not in key}
     if chosen not in here:
         return None
     best = min(here, key=here.__getitem__)
     return Trial(
-        phase=phase, case=case, chosen=chosen, best=best, chosen_us=here[chosen], best_us=here[best], times_us=dict(times_us)
+        phase=phase,
+        case=case,
+        seed=seed,
+        chosen=chosen,
+        best=best,
+        chosen_us=here[chosen],
+        best_us=here[best],
+        times_us=dict(times_us),
     )

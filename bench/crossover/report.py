@@ -126,6 +126,11 @@ def notes(view: View) -> list[str]:
         more = f" and {len(named) - 3} more" if len(named) > 3 else ""
         lines.append(f"{reason} [{', '.join(named[:3])}{more}]")
     lines += unsteady(table)
+    if view.between:
+        lines.append(
+            f"{view.between} more points were measured between these, where the fastest backend changes; auto uses them, and "
+            "--export table.csv lists them"
+        )
     if not table.complete:
         lines.append("not complete: interrupted, or the budget ended; --resume goes on")
     lines.append(f"measured {table.date}; median spread of the times {table.noise:.1%}; {TIE_RULE}; ~: a clear loser, few runs")

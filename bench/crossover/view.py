@@ -74,6 +74,12 @@ class View:
     backends: list[str]
     """Those that were tried over it."""
     blocks: list[Block]
+    """Points of the grid."""
+
+    @property
+    def between(self) -> int:
+        """Points that were measured between those of the grid, and are not among the rows."""
+        return len({cell.point for cell in self.table.cells if cell.between})
 
     @property
     def elsewhere(self) -> dict[str, list[PairName]]:
@@ -112,7 +118,7 @@ def view(table: CrossoverTable, layout: str | None = None, block_size: int | Non
     if not fitting:
         need = f"one that was measured: {', '.join(f'{name} {size}' for name, size in pairs)}"
         raise ConfigError("layout and block size", need, f"{layout or 'any'} {block_size or 'any'}")
-    by_point = points(table.cells)
+    by_point = points([cell for cell in table.cells if not cell.between])
     pair = min(fitting, key=lambda pair: _mean_log(list(by_point.values()), pair))
     rows = [Row({cell.backend: cell for cell in _over(cells, pair)}) for cells in by_point.values()]
     rows = sorted((row for row in rows if row.cells), key=_order)

@@ -49,7 +49,13 @@ class OfflineCell(BaseModel):
     """Operations of the prompts over the device's matrix rate."""
     num_steps: int
     num_graph_steps: int
-    """Steps that were a CUDA graph's replay."""
+    """Steps that were one CUDA graph's replay."""
+    steps_in_pieces: dict[str, int] = Field(default_factory=dict)
+    """Steps that were graphs' replays with attention launched between them, by reason; empty in files of before 2026-11-22."""
+    steps_without_graph: dict[str, int] = Field(default_factory=dict)
+    """Steps that were launched kernel by kernel although graphs were in use, by the reason; likewise."""
+    compilations: dict[str, int] = Field(default_factory=dict)
+    """Kernels that were compiled during the pass, by name; likewise."""
     num_preemptions: int
     host_ms_per_step: float
     """The host's own work, without waiting for the device."""

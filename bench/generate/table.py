@@ -23,7 +23,7 @@ COLUMNS = (
 )
 """One row for each workload. "spread": half of fastest less slowest. "of floor": the least time over the time it took, the
 roofline's share. Times: to the first token, per later token, the host's own work per step.
-"graphs": steps that were replays."""
+"graphs": steps that were one graph's replay; notes below the table say what the others were."""
 _ROOMY = 90
 """Characters from which the columns need not stand close."""
 
@@ -73,6 +73,15 @@ def notes(report: OfflineReport) -> list[str]:
         for cell in report.cells
         if cell.fastest > (1 + MOST_DRIFT / 2) * cell.slowest
     ]
+    for cell in report.cells:
+        for what, counted in (
+            ("steps in pieces of graphs", cell.steps_in_pieces),
+            ("steps launched kernel by kernel", cell.steps_without_graph),
+            ("kernels compiled while it ran", cell.compilations),
+        ):
+            if counted:
+                told = ", ".join(f"{reason} ({count})" for reason, count in counted.items())
+                lines.append(f"{cell.label}: {sum(counted.values())} {what}: {told}")
     return lines + [
         f"{cell.label}: {cell.num_preemptions} preemptions, for the pool has room for {report.settings['pool_tokens']} tokens"
         for cell in report.cells

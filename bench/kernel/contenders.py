@@ -13,6 +13,7 @@ from headway.bench.kernel.results import Contender, Owner
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD, CacheLayout, CacheWriter
+from headway.core.contract.metadata import Phase
 from headway.core.contract.support import YES, Support
 from headway.registry import Registry
 from headway.tuning.attempt import writer_name
@@ -124,7 +125,7 @@ def _backend_entries(
 
 def _peer_entry(peer: Peer, work: Work, rows: Sequence[Entry]) -> Entry:
     support = peer.supports(work)
-    if work.phase == "decode":
+    if work.phase == "decode" or (peer.extends and work.attention_phase is Phase.EXTEND):
         return Entry(peer.name, "peer", NHD, peer.block_size, support, peer=peer)
     # Dense: it reads no cache, so it joins the first case there is instead of filling one more.
     shared = next((row for row in rows if row.support), None)

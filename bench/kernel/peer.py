@@ -36,6 +36,8 @@ class Peer(ABC):
     phases: frozenset[PhaseName] = frozenset({"decode", "prefill"})
     uniform_query_len: int = 1
     """Most query tokens a sequence in decode, the same for all."""
+    extends: bool = False
+    """Whether its prefill reads a context out of a cache of `block_size`."""
 
     @property
     def version(self) -> str:
@@ -69,7 +71,7 @@ class Peer(ABC):
             support &= Support.no("kv_dtype", "that of the layer", str(spec.cache_dtype).removeprefix("torch."))
         if spec.head_dim > 256:
             support &= Support.no("head_dim", "at most 256", spec.head_dim)
-        if work.attention_phase is Phase.EXTEND:
+        if work.attention_phase is Phase.EXTEND and not self.extends:
             support &= Support.no("phase", "prefill without context", "extend")
         query_lens = {query_len for query_len, _ in work.lens}
         if work.phase == "decode" and (len(query_lens) > 1 or max(query_lens) > self.uniform_query_len):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.bench.kernel.peer import Call, Peer
+from headway.bench.kernel.peer_fa3 import FlashAttn3
 from headway.core.contract.metadata import AttentionMetadata
 from headway.testing.cases import Case
 from headway.tuning.work import PhaseName
@@ -204,6 +205,7 @@ def all_peers() -> list[Peer]:
         FlashInfer("fa2"),
         FlashInfer("fa3"),
         FlashInfer("cuda_cores"),
+        FlashAttn3(),
         FlashAttn4(),
         XFormers("splitk", "triton_splitk", "decode"),
         XFormers("cutlass", "cutlass", "prefill"),

@@ -79,6 +79,11 @@ class AttentionBackend(ABC):
         return YES
 
     @classmethod
+    def origin(cls) -> str:
+        """Where its library was found, of a backend that looks in several places; empty: nothing needs to be said."""
+        return ""
+
+    @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether it can serve this layer; the only place where that is decided. Extend it where a claim needs more words."""
         return cls.capabilities.check(spec, layout, block_size, phase) & layout.check(spec, block_size)
@@ -90,6 +95,19 @@ class AttentionBackend(ABC):
             return Support.no(
                 "cache", "blocks that are one piece of memory each", "strided blocks", f"another backend than {cls.name}"
             )
+        return YES
+
+    @classmethod
+    def captures(cls, query_len: int = 1) -> Support:
+        """Whether an engine runs its decode of `query_len` tokens a sequence as a replay of a CUDA graph; whoever times or checks
+        the backend asks the same, so that what is timed is what runs.
+        """
+        needed = GraphLevel.DECODE if query_len == 1 else GraphLevel.UNIFORM
+        hint = "--enforce-eager says that this is meant"
+        if cls.graph_level < needed:
+            return Support.no("graph_level", f"{needed.name} or higher", cls.graph_level.name, hint)
+        if cls.capabilities.exact_host_lengths:
+            return Support.no("exact_host_lengths", "a plan that needs no exact lengths on the host", "one that does", hint)
         return YES
 
     @classmethod

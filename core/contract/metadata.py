@@ -167,40 +167,76 @@ class AttentionMetadata:
         num_prefills = num_seqs - sum(decodes)
         assert not any(decodes[:num_prefills]), "sequences that prefill or extend must come before those that decode"
 
-        query = torch.tensor(query_lens, dtype=torch.int32)
-        context = torch.tensor(context_lens, dtype=torch.int32)
-        seq_lens = query + context
-        starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
-        torch.cumsum(query, 0, out=starts[1:])
-        widest = max((len(row) for row in block_tables), default=0)
-        numbers = numpy.zeros((num_seqs, max(widest, 1)), dtype=numpy.int32)  # torch takes ten times as long for many rows
+        query, context = (numpy.asarray(each, dtype=numpy.int32) for each in (query_lens, context_lens))
+        num_tokens, widest = int(query.sum()), max((len(row) for row in block_tables), default=0)
+        # All that the device needs lies in one piece of memory: a copy costs more than what it carries.
+        packed = _Packed(
+            slots=2 * num_tokens, starts=num_seqs + 1, seq_lens=num_seqs, contexts=num_seqs, table=num_seqs * max(widest, 1)
+        )
+        starts, seq_lens = packed.host("starts"), packed.host("seq_lens")
+        numpy.cumsum(query, out=starts[1:])
+        numpy.add(query, context, out=seq_lens)
+        numpy.maximum(context, 0, out=packed.host("contexts"))
+        table = packed.host("table").reshape(num_seqs, max(widest, 1))
         for row, blocks in enumerate(block_tables):
-            numbers[row, : len(blocks)] = blocks
-        table = torch.from_numpy(numbers)
-        num_tokens = int(starts[-1])
+            table[row, : len(blocks)] = blocks
+        num_prefill_tokens = int(starts[num_prefills])
 
-        rows = torch.repeat_interleave(torch.arange(num_seqs), query)  # [num_tokens]: the sequence of each token
-        positions = torch.arange(num_tokens) - starts[rows] + context[rows]
-        blocks_of = table[rows, positions.clamp_min(0) // block_size].long()
-        slots = torch.where(positions < 0, -1, blocks_of * block_size + positions % block_size)
+        rows = numpy.repeat(numpy.arange(num_seqs), query)  # [num_tokens]: the sequence of each token
+        positions = numpy.arange(num_tokens) - (starts[:-1] - context)[rows]
+        numpy.multiply(table[rows, numpy.maximum(positions, 0) // block_size], block_size, out=packed.slots, dtype=numpy.int64)
+        packed.slots += positions % block_size
+        packed.slots[positions < 0] = -1
 
-        device = torch.device(device)
+        packed.upload(torch.device(device))
         return cls(
             num_prefills=num_prefills,
             num_decodes=num_seqs - num_prefills,
-            num_prefill_tokens=int(starts[num_prefills]),
-            num_decode_tokens=num_tokens - int(starts[num_prefills]),
-            query_start_loc=upload(starts, device),
-            seq_lens=upload(seq_lens, device),
-            context_lens=upload(context.clamp_min(0), device),
-            block_table=upload(table, device),
-            slot_mapping=upload(slots, device),
+            num_prefill_tokens=num_prefill_tokens,
+            num_decode_tokens=num_tokens - num_prefill_tokens,
+            query_start_loc=packed.device("starts"),
+            seq_lens=packed.device("seq_lens"),
+            context_lens=packed.device("contexts"),
+            block_table=packed.device("table").view(table.shape),
+            slot_mapping=packed.device("slots").view(torch.int64),
             block_size=block_size,
             max_query_len=max(query_lens, default=0),
             max_seq_len=int(seq_lens.max()) if num_seqs else 0,
-            query_start_loc_cpu=starts,
-            seq_lens_cpu=seq_lens,
-            block_table_cpu=table,
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens_cpu=torch.from_numpy(seq_lens),
+            block_table_cpu=torch.from_numpy(table),
             num_blocks=num_blocks,
             upper_bound_lens=upper_bound_lens,
         )
+
+
+_ALIGN = 4
+"""Fields begin at multiples of 16 bytes, which kernels may rely on."""
+
+
+class _Packed:
+    """Several int32 fields in one piece of host memory, and then in one of the device's."""
+
+    def __init__(self, **lengths: int) -> None:
+        """Fields by name, with their numbers of int32 elements; all are zero. `slots`, the first, holds int64 numbers."""
+        self._at: dict[str, slice] = {}
+        end = 0
+        for name, length in lengths.items():
+            start = -(-end // _ALIGN) * _ALIGN
+            end = start + length
+            self._at[name] = slice(start, end)
+        self._host = numpy.zeros(end, dtype=numpy.int32)
+        self._device = torch.empty(0)
+        self.slots = self.host("slots").view(numpy.int64)
+
+    def host(self, name: str) -> NDArray[numpy.int32]:
+        """A field in host memory."""
+        return self._host[self._at[name]]
+
+    def upload(self, device: torch.device) -> None:
+        """Copy all fields; host memory must not change any more."""
+        self._device = upload(torch.from_numpy(self._host), device)
+
+    def device(self, name: str) -> Tensor:
+        """A field on the device."""
+        return self._device[self._at[name]]

@@ -5,18 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import count
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.backend import Backends, Plan
+from headway.core.contract.backend import AttentionBackend, Backends, Plan
 from headway.core.contract.errors import BackendError, HeadwayError
 from headway.core.contract.layout import CacheWriter, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 
 Plans = dict[AttentionSpec, Plan]
+
+
+class _Part(NamedTuple):
+    """A part of a step: the tokens that one backend serves in one phase. Its instances and plans are by kind of layer."""
+
+    phase: Phase
+    tokens: slice
+    backends: list[AttentionBackend]
+    plans: list[Plan]
 
 
 class PagedAttention:
@@ -32,12 +42,14 @@ class PagedAttention:
         assert len(specs) == len(caches)
         self.specs = list(specs)
         self._kinds = list(dict.fromkeys(specs))
+        self._kind_of = [self._kinds.index(spec) for spec in specs]
+        """Of each layer. A spec is no key of what every layer looks up: its hash takes longer than the rest of the call."""
         self.caches = list(caches)
         self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
         self._metadata: AttentionMetadata | None = None
-        self._parts: list[tuple[Phase, slice, Backends, Plans]] = []
-        self._decode_writes: frozenset[AttentionSpec] = frozenset()
-        """Specs whose backend writes k and v itself in the step set up last."""
+        self._parts: list[_Part] = []
+        self._decode_writes: list[bool] = []
+        """For each kind, whether its backend writes k and v itself in the step set up last."""
         self.debug = os.environ.get("HEADWAY_DEBUG") == "1"
         self.first_nan: str | None = None
         """With HEADWAY_DEBUG=1: what made the first NaN of the last step."""
@@ -47,7 +59,7 @@ class PagedAttention:
     def begin(self, metadata: AttentionMetadata, prefill: Backends, decode: Backends) -> None:
         """Plan one step: `prefill` serves its first part (prefill and extend), `decode` the rest."""
         self._metadata = metadata
-        self._decode_writes = _writing(metadata, decode)
+        self._decode_writes = self._writing(metadata, decode)
         self.first_nan = None
         self._parts = []
         start = 0
@@ -57,10 +69,9 @@ class PagedAttention:
             try:
                 plans = {spec: backends[spec].plan(view) for spec in self._kinds}
             except Exception as error:
-                raise _blame(
-                    error, backends, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens"
-                ) from error
-            self._parts.append((view.phase, slice(start, start + view.num_tokens), backends, plans))
+                name = next(iter(backends.values())).name
+                raise _blame(error, name, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens") from error
+            self._parts.append(self._part(view.phase, slice(start, start + view.num_tokens), backends, plans))
             start += view.num_tokens
 
     def begin_graph(self, metadata: AttentionMetadata, decode: Backends) -> Plans:
@@ -72,13 +83,21 @@ class PagedAttention:
     def resume_graph(self, metadata: AttentionMetadata, decode: Backends, plans: Plans) -> None:
         """Set up the step of `begin_graph` once more, after others."""
         self._metadata = metadata
-        self._decode_writes = _writing(metadata, decode)
-        self._parts = [(Phase.DECODE, slice(0, metadata.num_tokens), decode, plans)]
+        self._decode_writes = self._writing(metadata, decode)
+        self._parts = [self._part(Phase.DECODE, slice(0, metadata.num_tokens), decode, plans)]
+
+    def _part(self, phase: Phase, tokens: slice, backends: Backends, plans: Plans) -> _Part:
+        return _Part(phase, tokens, [backends[spec] for spec in self._kinds], [plans[spec] for spec in self._kinds])
+
+    def _writing(self, metadata: AttentionMetadata, decode: Backends) -> list[bool]:
+        """For each kind, whether its backend writes k and v itself: none in a step that is more than decode of one token each."""
+        plain = not metadata.num_prefills and metadata.max_query_len == 1
+        return [plain and decode[spec].decode_writes for spec in self._kinds]
 
     @property
     def serving(self) -> tuple[str, ...]:
         """Names of the backends that serve the step set up last."""
-        return tuple(dict.fromkeys(next(iter(backends.values())).name for _, _, backends, _ in self._parts))
+        return tuple(dict.fromkeys(part.backends[0].name for part in self._parts))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
@@ -89,25 +108,28 @@ class PagedAttention:
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Body of the op `headway::attention`."""
         assert self._metadata is not None, "begin() a step first"
-        cache, spec = self.caches[layer], self.specs[layer]
+        cache, kind = self.caches[layer], self._kind_of[layer]
         if self.debug:
             self._look_for_nan(layer, "the model's operations before", q, k, v)
-        decode_writes = spec in self._decode_writes
+        decode_writes = self._decode_writes[kind]
         if not decode_writes:
             self._writers[layer](k, v, cache, self._metadata.slot_mapping)
         mixed = len(self._parts) > 1
         for phase, tokens, backends, plans in self._parts:
+            backend, plan = backends[kind], plans[kind]
             queries, result = (q[tokens], out[tokens]) if mixed else (q, out)
             try:
                 if decode_writes:
-                    backends[spec].write_and_decode(queries, k, v, cache, plans[spec], result)
+                    backend.write_and_decode(queries, k, v, cache, plan, result)
                 elif phase is Phase.DECODE:
-                    backends[spec].decode(queries, cache, plans[spec], result)
+                    backend.decode(queries, cache, plan, result)
+                elif mixed:
+                    backend.prefill(queries, k[tokens], v[tokens], cache, plan, result)
                 else:
-                    backends[spec].prefill(queries, k[tokens], v[tokens], cache, plans[spec], result)
+                    backend.prefill(queries, k, v, cache, plan, result)
             except Exception as error:
                 shapes = f"layer {layer}, q {list(queries.shape)}, cache {list(cache.key.shape)} in {cache.layout.name}"
-                raise _blame(error, backends, phase, shapes) from error
+                raise _blame(error, backend.name, phase, shapes) from error
         if self.debug:
             self._look_for_nan(layer, f"{' or '.join(self.serving)}, in", out)
 
@@ -117,18 +139,10 @@ class PagedAttention:
             self.first_nan = f"the first came from {where} attention layer {layer}"
 
 
-def _writing(metadata: AttentionMetadata, decode: Backends) -> frozenset[AttentionSpec]:
-    """The specs whose backend writes k and v itself: none in a step that is more than decode of one token a sequence."""
-    if metadata.num_prefills or metadata.max_query_len != 1:
-        return frozenset()
-    return frozenset(spec for spec, backend in decode.items() if backend.decode_writes)
-
-
-def _blame(error: Exception, backends: Backends, phase: Phase, work: str) -> HeadwayError:
+def _blame(error: Exception, name: str, phase: Phase, work: str) -> HeadwayError:
     """An error that names the backend, the phase and the shapes."""
     if isinstance(error, HeadwayError):
         return error
-    name = next(iter(backends.values())).name
     return BackendError(f"backend {name} failed in {phase.value} ({work}): {type(error).__name__}: {error}")
 
 

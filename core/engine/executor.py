@@ -29,11 +29,15 @@ class InFlight(Protocol):
 
     @property
     def graph(self) -> bool:
-        """Whether it is the replay of a CUDA graph."""
+        """Whether it is the replay of one CUDA graph."""
+
+    @property
+    def piecewise(self) -> bool:
+        """Whether it is graphs' replays with attention launched between them."""
 
     @property
     def no_graph(self) -> str:
-        """Where graphs are in use and this step is none, why; else empty."""
+        """Where graphs are in use and this step is not one graph, why; else empty."""
 
     @property
     def compiled(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy
 import torch
@@ -16,6 +15,7 @@ from headway.core.contract.errors import BackendError, HeadwayError
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.model import Model
 from headway.core.engine.attention import PagedAttention
+from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
 
 _LONGS = 2
@@ -117,7 +117,7 @@ class DecodeGraph:
         :raises BackendError: something in it cannot be captured.
         """
         try:
-            self._replay = recorder.record(self)
+            self._replay = recorder.record(self.run)
         except (HeadwayError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
@@ -179,34 +179,6 @@ class DecodeGraph:
             self._by_spec[spec].plan_for_replay(plan, metadata)
         self._replay()
         return self._step.logits[: len(at)], self.tokens[: len(at)]
-
-
-class Recorder(Protocol):
-    """How a step is recorded."""
-
-    def record(self, graph: DecodeGraph) -> Callable[[], None]:
-        """Record `graph.run()`; what is returned runs it again."""
-
-
-class CudaRecorder:
-    """Records CUDA graphs, whose memory comes from one pool."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def record(self, graph: DecodeGraph) -> Callable[[], None]:
-        """See Recorder."""
-        recorded = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        # Not torch.cuda.graph, which collects Python's garbage before each capture: longer than the capture itself.
-        with torch.cuda.stream(self._stream):
-            recorded.capture_begin(pool=self._pool)
-            try:
-                graph.run()
-            finally:
-                recorded.capture_end()
-        return recorded.replay
 
 
 def name_of(backends: Backends) -> str:

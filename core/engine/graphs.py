@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from headway.core.contract.backend import AttentionBackend, Backends, GraphLevel
-from headway.core.contract.support import Reason
-from headway.core.engine.graph import CudaRecorder, DecodeGraph, GraphStep, Recorder, StaticInputs, name_of
+from headway.core.contract.backend import Backends
+from headway.core.engine.graph import DecodeGraph, GraphStep, StaticInputs, name_of
+from headway.core.engine.recorder import Recorder
 from headway.core.engine.step import StepInput
 
 log = logging.getLogger("headway")
@@ -36,19 +36,16 @@ class DecodeGraphs:
         """The captured batch size for each number of sequences."""
         self._warned = False
 
-    def capture(
-        self, batch_sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: Recorder | None = None
-    ) -> None:
+    def capture(self, batch_sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: Recorder) -> None:
         """Capture the largest first, so that the others find their memory in its pool; says what it took.
 
         candidates: for a batch size, the backends worth a graph. One that cannot run in a graph, or memory that does not suffice,
-        leaves steps to run as single launches: the log says so once. recorder: in place of CUDA's.
+        leaves steps to run as single launches: the log says so once.
         """
         device, most = self._step.newest.device, self._step.padding_row
         wanted = {size: candidates(size) for size in sorted(batch_sizes, reverse=True) if size <= most}
         inputs = StaticInputs(max(wanted), self._step)
         started, before = time.perf_counter(), _used(device)
-        recorder = recorder or CudaRecorder()
         refused: set[str] = set()
         too_large: list[int] = []
         for size, choices in wanted.items():
@@ -56,7 +53,7 @@ class DecodeGraphs:
                 name = name_of(backends)
                 if name in refused:
                     continue
-                if any(_refusal(backend) is not None for backend in backends.values()):
+                if not all(backend.captures() for backend in backends.values()):
                     refused.add(name)
                     self._explain(backends)
                     continue
@@ -87,14 +84,14 @@ class DecodeGraphs:
 
     def _explain(self, backends: Backends) -> None:
         """Say why there are no graphs, and what a step costs without: the host's time to launch one, measured."""
-        backend, reason = next((each, found) for each in backends.values() if (found := _refusal(each)) is not None)
+        backend, refusal = next((each, found) for each in backends.values() if not (found := each.captures()))
         graph = DecodeGraph(self._step, StaticInputs(1, self._step), 1, backends)
         started = time.perf_counter()
         graph.run()
         log.warning(
             "CUDA graphs: %s cannot be captured (%s); launching a decode step kernel by kernel takes the host %.1f ms",
             backend.name,
-            reason,
+            refusal.brief,
             1e3 * (time.perf_counter() - started),
         )
 
@@ -123,16 +120,6 @@ class DecodeGraphs:
         fastest = backends(size)
         graph = self._graphs.get((size, name_of(fastest)))
         return graph, "" if graph is not None else f"no graph of {name_of(fastest)} for {size} sequences"
-
-
-def _refusal(backend: AttentionBackend) -> Reason | None:
-    """Why a backend's decode is not captured."""
-    hint = "--enforce-eager says that this is meant"
-    if backend.graph_level < GraphLevel.DECODE:
-        return Reason("graph_level", "DECODE or higher", backend.graph_level.name, hint)
-    if backend.capabilities.exact_host_lengths:
-        return Reason("exact_host_lengths", "a plan that needs no exact lengths on the host", "one that does", hint)
-    return None
 
 
 def _used(device: torch.device) -> int:

@@ -23,9 +23,10 @@ from headway.core.engine.attention import PagedAttention
 from headway.core.engine.compilation import CompilationWatch
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.executor import Capacity
-from headway.core.engine.graph import Recorder
 from headway.core.engine.graphs import capture_sizes
 from headway.core.engine.memory import cache_memory, run_trial
+from headway.core.engine.pieces import piece_sizes
+from headway.core.engine.recorder import CudaRecorder, Recorder
 from headway.core.engine.runner import Launched, Runner
 from headway.core.engine.step import StepInput
 from headway.core.engine.warming import Warming
@@ -101,7 +102,8 @@ class LocalExecutor:
         log.info("pool: %d blocks of %d tokens, %.2f GiB", size.num_blocks, block_size, size.num_bytes / pool.GIB)
 
     def capture(self, recorder: Recorder | None = None) -> None:
-        """Compile what requests may need, and capture decode as CUDA graphs where there are any and nothing speaks against them.
+        """Compile what requests may need; capture decode, and pieces of all other steps, as CUDA graphs, where there are any and
+        nothing speaks against them.
 
         Then the engine is ready. recorder: records in place of CUDA's, on any device.
         """
@@ -114,7 +116,8 @@ class LocalExecutor:
         if self.attention.debug:
             log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
         elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
-            self._runner.capture(config.cudagraph_capture_sizes or capture_sizes(config.max_num_seqs), recorder)
+            sizes = config.cudagraph_capture_sizes or capture_sizes(config.max_num_seqs)
+            self._runner.capture(sizes, piece_sizes(config.step_tokens), recorder or CudaRecorder())
             if compiled := watch.take():
                 log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
         if self._compile_ahead is not None:

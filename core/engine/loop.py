@@ -18,7 +18,7 @@ from headway.core.engine.executor import Executor, InFlight
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.prepare import prepare
 from headway.core.engine.scheduler import ScheduledSequence, Scheduler
-from headway.core.engine.sequence import Sequence
+from headway.core.engine.sequence import Sequence, Status
 from headway.core.engine.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import NOT_A_TOKEN
@@ -59,8 +59,8 @@ class EngineLoop:
         self._ahead = bool(config.async_scheduling) and proposer is None  # guesses are made from tokens that the host has seen
         self._live: dict[str, list[Sequence]] = {}
         """The unfinished sequences of each request."""
-        self._in_flight: deque[tuple[InFlight, list[ScheduledSequence]]] = deque()
-        """Steps that have been launched and not read yet."""
+        self._in_flight: deque[tuple[InFlight, list[Sequence], list[Sequence]]] = deque()
+        """Steps that have been launched and not read yet, with their sequences and those of them that sample."""
         self._unreported: list[OutputDelta] = []
         """What `step` is to return; it outlives an interrupt."""
         self._seeds = torch.Generator().manual_seed(config.seed)
@@ -116,12 +116,15 @@ class EngineLoop:
         if scheduled:
             step = prepare(scheduled, self.blocks.block_size)
             try:
-                self._in_flight.append((self._executor.launch(step), scheduled))
+                launched = self._executor.launch(step)
             except Exception as error:  # whatever a backend raises
                 failure = error
             else:
+                seqs = [each.seq for each in scheduled]
+                sampling = seqs if step.goes_on else [each.seq for each in scheduled if each.samples]
+                self._in_flight.append((launched, seqs, sampling))
                 self.scheduler.launched(scheduled)
-                self.stats.count(step, self._in_flight[-1][0])
+                self.stats.count(step, launched)
         ahead = self._ahead and scheduled and failure is None
         self._read_until(1 if ahead else 0)
         if failure is not None:
@@ -140,8 +143,8 @@ class EngineLoop:
             self._read(*self._in_flight[0])
             self._in_flight.popleft()
 
-    def _read(self, in_flight: InFlight, step: list[ScheduledSequence]) -> None:
-        """Wait for a step's tokens and append them."""
+    def _read(self, in_flight: InFlight, step: list[Sequence], sampling: list[Sequence]) -> None:
+        """Wait for a step's tokens and append them to the sequences that sample."""
         started = time.perf_counter()
         try:
             sampled = in_flight.wait()
@@ -150,13 +153,13 @@ class EngineLoop:
             return
         self.stats.wait_seconds += time.perf_counter() - started
         ended: list[Sequence] = []
-        for scheduled, tokens in zip((each for each in step if each.samples), sampled.token_lists(), strict=True):
-            seq = scheduled.seq
-            if seq.finished:
-                self.scheduler.read(scheduled, [])
+        read, report = self.scheduler.read, self._unreported.append
+        for seq, tokens in zip(sampling, sampled.token_lists(), strict=True):
+            if seq.status is Status.FINISHED:
+                read(seq, [])
                 continue
             nan = tokens[-1] == NOT_A_TOKEN
-            new = self.scheduler.read(scheduled, tokens[:-1] if nan else tokens)
+            new = read(seq, tokens[:-1] if nan else tokens)
             if nan and not seq.finished:
                 found = in_flight.first_nan or "HEADWAY_DEBUG=1 says which layer made the first"
                 seq.fail(f"the logits of token {seq.num_tokens} hold a NaN; {found}")
@@ -164,7 +167,7 @@ class EngineLoop:
                 ended.append(seq)
             elif self._propose is not None:
                 seq.draft_token_ids = list(self._propose(seq.token_ids))
-            self._unreported.append(_delta(seq, new))
+            report(_delta(seq, new))
         self._remove(ended)
 
     def _recover(self, step: list[ScheduledSequence], error: Exception) -> None:
@@ -175,7 +178,7 @@ class EngineLoop:
         tokens = sum(scheduled.num_new_tokens for scheduled in step)
         smallest = 1 if self.config.enable_chunked_prefill else max(scheduled.num_new_tokens for scheduled in step)
         if not isinstance(error, torch.OutOfMemoryError) or tokens <= smallest:
-            self._fail(step, error)
+            self._fail([scheduled.seq for scheduled in step], error)
             return
         torch.cuda.empty_cache()
         self.scheduler.not_launched(step)
@@ -187,9 +190,9 @@ class EngineLoop:
             self.scheduler.max_num_batched_tokens,
         )
 
-    def _fail(self, step: Iterable[ScheduledSequence], error: Exception) -> None:
+    def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
         """End the sequences of a step for a fault in it."""
-        failed = [scheduled.seq for scheduled in step if not scheduled.seq.finished]
+        failed = [seq for seq in step if not seq.finished]
         log.error("a step of %d sequences failed: %s", len(failed), error)
         for seq in failed:
             seq.fail(str(error))

@@ -16,9 +16,10 @@ def prepare(step: list[ScheduledSequence], block_size: int) -> StepInput:
     token_ids: list[int] = []
     num_newest = 0
     for seq, count, context_len, _, drafts in step:
-        sent, row = seq.num_blocks_sent, seq.row
-        assert row is not None, "a scheduled sequence has a row"
+        sent = seq.num_blocks_sent
         if sent < len(seq.blocks):
+            row = seq.row
+            assert row is not None, "a scheduled sequence has a row"
             if sent == 0:
                 started.append(StartedRow(row, seq.params, seq.seed))
             new_blocks.append(NewBlocks(row, sent, seq.blocks[sent:]))
@@ -34,14 +35,13 @@ def prepare(step: list[ScheduledSequence], block_size: int) -> StepInput:
             assert len(known) == count - drafts, "only a decoding sequence runs ahead of the host"
             token_ids += known
             token_ids += seq.draft_token_ids[:drafts]
-    fields = [(seq.row, count, context_len, drafts, samples) for seq, count, context_len, samples, drafts in step]
-    rows, query_lens, context_lens, num_draft_tokens, samples = numpy.array(fields, dtype=numpy.int32).T
+    seqs, counts, contexts, samples, drafts_of = zip(*step, strict=True)
     return StepInput(
-        rows,
-        query_lens,
-        context_lens,
-        num_draft_tokens,
-        samples.astype(numpy.bool_),
+        numpy.array([seq.row for seq in seqs], dtype=numpy.int32),
+        numpy.array(counts, dtype=numpy.int32),
+        numpy.array(contexts, dtype=numpy.int32),
+        numpy.array(drafts_of, dtype=numpy.int32),
+        numpy.array(samples, dtype=numpy.bool_),
         numpy.array(token_ids, dtype=numpy.int64),
         num_newest == len(step),
         tuple(started),

@@ -17,8 +17,10 @@ from headway.core.contract.transfer import upload
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.compilation import CompilationWatch
 from headway.core.engine.copies import copy_slots
-from headway.core.engine.graph import DecodeGraph, GraphStep, Recorder
+from headway.core.engine.graph import DecodeGraph, GraphStep
 from headway.core.engine.graphs import DecodeGraphs
+from headway.core.engine.pieces import PieceGraphs
+from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
 from headway.core.engine.step import NEWEST, Sampled, StepInput
 from headway.core.sampling.sampler import SamplingOps, sample
@@ -41,6 +43,7 @@ class Launched:
     """None where the step ran at once."""
     backends: tuple[str, ...] = ()
     graph: bool = False
+    piecewise: bool = False
     no_graph: str = ""
     compiled: tuple[str, ...] = ()
     first_nan: str | None = None
@@ -88,12 +91,17 @@ class Runner:
         self._max_model_len = max_model_len
         self._rows = Rows(max_num_seqs, -(-max_model_len // block_size))
         self._graphs: DecodeGraphs | None = None
+        self._pieces = PieceGraphs(model, attention, self._device)
         self._compilations: CompilationWatch | None = None
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
         """Called in every step with the rows that sample and their logits, which the next step overwrites."""
 
-    def capture(self, batch_sizes: Sequence[int], recorder: Recorder | None = None) -> None:
-        """Capture decode steps of these many sequences as CUDA graphs; see DecodeGraphs for what may be refused."""
+    def capture(self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: Recorder) -> None:
+        """Capture decode steps of these many sequences, and pieces of other steps of these many tokens, as CUDA graphs.
+
+        See DecodeGraphs for what may be refused.
+        """
+        self._pieces.capture(token_counts, recorder)
         sizes = self._block_size, self._max_model_len, self._num_blocks
         graphs = DecodeGraphs(GraphStep(self._model, self._attention, self._sampling.greedy, self._newest, *sizes))
         selector = self._selector
@@ -121,7 +129,7 @@ class Runner:
         if step.copies:
             copy_slots(self._attention.caches, step.copies)
         graph, no_graph = self._graph(step)
-        order, verified = None, None
+        order, verified, piecewise = None, None, False
         if graph is not None:
             # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
             order = numpy.argsort(-step.context_lens, kind="stable")
@@ -131,7 +139,9 @@ class Runner:
             if tokens is not best:  # those are in their places already
                 self._newest.index_copy_(0, graph.rows[: step.num_seqs], tokens)
         else:
-            logits = self._run(step)
+            logits, piecewise = self._run(step)
+            if self._graphs is not None and not piecewise and self._pieces.largest:
+                no_graph = f"more than {self._pieces.largest} tokens"
             rows, positions = _sampled_at(step)
             tokens = self._sample(logits, self._sampling.greedy(logits), rows, positions)
             newest = tokens
@@ -148,7 +158,8 @@ class Runner:
         if self._device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return Launched(tokens, counts, order, done, backends, graph is not None, no_graph, compiled, self._attention.first_nan)
+        graphs = graph is not None, piecewise, no_graph
+        return Launched(tokens, counts, order, done, backends, *graphs, compiled, self._attention.first_nan)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if self._device.type == "cpu":
@@ -164,8 +175,8 @@ class Runner:
         kv_len = int(step.context_lens.sum()) // step.num_seqs + 1
         return self._graphs.for_step(step, lambda size: self._selector.backends_for(Phase.DECODE, size, 1, kv_len))
 
-    def _run(self, step: StepInput) -> Tensor:
-        """The step as single launches; logits of the tokens after which something is sampled."""
+    def _run(self, step: StepInput) -> tuple[Tensor, bool]:
+        """The step in pieces or as single launches: logits of the tokens after which something is sampled; whether in pieces."""
         lens = step.query_lens.tolist(), step.context_lens.tolist()
         tables = self._rows.tables
         ends = ((step.context_lens + step.query_lens - 1) // self._block_size + 1).tolist()
@@ -177,11 +188,12 @@ class Runner:
         input_ids, positions = self._inputs(step)
         prefill, decode = self._backends(metadata.prefill, Phase.PREFILL), self._backends(metadata.decode, Phase.DECODE)
         self._attention.begin(metadata, prefill, decode)
-        hidden = self._model(input_ids, positions, self._attention)
+        in_pieces = self._pieces.run(input_ids, positions)
+        hidden = self._model(input_ids, positions, self._attention) if in_pieces is None else in_pieces
         wanted = _logit_indices(step)
         if len(wanted) < len(hidden):  # none, in the middle of a prompt
             hidden = hidden.index_select(0, upload(torch.from_numpy(wanted), self._device))
-        return self._model.compute_logits(hidden)
+        return self._model.compute_logits(hidden), in_pieces is not None
 
     def _backends(self, part: AttentionMetadata | None, phase: Phase) -> Backends:
         """Those that serve a part of the step; `phase` is that of a part without sequences."""

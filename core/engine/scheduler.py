@@ -76,9 +76,14 @@ class Scheduler:
         prompts: list[ScheduledSequence] = []
         decodes: list[ScheduledSequence] = []  # within each part first come, first served
         preempted = skipped = False
-        position = 0
+        position, block_size = 0, self.blocks.block_size
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
+            if seq.goes_on(block_size):  # what most sequences do in most steps, found without asking further
+                decodes.append(ScheduledSequence(seq, 1, seq.num_computed, True))
+                budget -= 1
+                position += 1
+                continue
             count = self._num_tokens(seq, budget)
             if count == 0:
                 skipped = skipped or seq.num_to_compute > 0
@@ -168,21 +173,20 @@ class Scheduler:
         for scheduled in step:
             self.blocks.drop_prefix_copy(scheduled.seq)
 
-    def read(self, scheduled: ScheduledSequence, tokens: list[int]) -> list[int]:
+    def read(self, seq: Sequence, tokens: list[int]) -> list[int]:
         """Append what a launched step has sampled for a sequence: the verified drafts, and the token after them.
 
         Returns the tokens that were appended: fewer where one of them ends the sequence. The k and v of drafts that were refused
         count as not computed; the next step overwrites them.
         """
-        seq = scheduled.seq
         seq.num_pending -= 1
-        if seq.num_unverified:  # else the sequence was preempted meanwhile, and is computed again
-            seq.num_computed -= scheduled.num_draft_tokens + 1 - len(tokens)
+        if seq.num_unverified:  # else there were no drafts, or the sequence was preempted meanwhile and is computed again
+            seq.num_computed -= seq.num_unverified + 1 - len(tokens)
             seq.newest_at = seq.num_computed
             seq.num_unverified = 0
         for count, token in enumerate(tokens, start=1):
             seq.append(token)
-            if seq.finished:
+            if seq.status is Status.FINISHED:
                 return tokens[:count]
         return tokens
 

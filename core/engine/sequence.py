@@ -85,6 +85,17 @@ class Sequence:
         known = len(self.token_ids) + self.num_pending
         return known - self.num_computed if known < self.max_len and not self.num_unverified else 0
 
+    def goes_on(self, block_size: int) -> bool:
+        """Whether it decodes one token next, without drafts, for which its blocks have room."""
+        computed, known = self.num_computed, len(self.token_ids) + self.num_pending
+        return (
+            known - computed == 1
+            and 0 < computed < len(self.blocks) * block_size
+            and known < self.max_len
+            and not self.draft_token_ids
+            and not self.num_unverified
+        )
+
     @property
     def prompt_token_ids(self) -> list[int]:
         """The prompt."""

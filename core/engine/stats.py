@@ -16,7 +16,7 @@ class EngineStats:
 
     num_steps: int = 0
     num_graph_steps: int = 0
-    """Steps that were a CUDA graph's replay."""
+    """Steps that were one CUDA graph's replay."""
     num_prefill_tokens: int = 0
     """Tokens computed beyond those of decoding sequences."""
     num_decode_tokens: int = 0
@@ -30,7 +30,9 @@ class EngineStats:
     steps_by_backend: Counter[str] = field(default_factory=Counter)
     """Steps in which a backend served a phase."""
     steps_without_graph: Counter[str] = field(default_factory=Counter)
-    """Where CUDA graphs are in use: the steps that were none, by reason."""
+    """Where CUDA graphs are in use: the steps that were launched kernel by kernel, by reason."""
+    steps_in_pieces: Counter[str] = field(default_factory=Counter)
+    """Steps that were replays of CUDA graphs with attention launched between them, by the reason why they were not one graph."""
     compilations: Counter[str] = field(default_factory=Counter)
     """Triton kernels that were compiled after the engine was ready, by name: each has delayed a step."""
 
@@ -41,7 +43,7 @@ class EngineStats:
         self.steps_by_backend.update(launched.backends)
         self.compilations.update(launched.compiled)
         if launched.no_graph:
-            self.steps_without_graph[launched.no_graph] += 1
+            (self.steps_in_pieces if launched.piecewise else self.steps_without_graph)[launched.no_graph] += 1
         if step.goes_on:  # the commonest step, counted without masks: the host's time counts where a step is short
             self.num_decode_tokens += step.num_seqs
             self.kv_tokens_read += int(step.context_lens.sum(dtype=int)) + step.num_seqs

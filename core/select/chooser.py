@@ -24,7 +24,7 @@ class Chooser:
         self.costs = costs
         self.names = names
         self._choices: dict[tuple[Phase, int, int, int], _Choice | None] = {}
-        self._candidates: dict[tuple[int, int], list[str]] = {}
+        self._candidates: dict[int, list[str]] = {}
         self._current: dict[Phase, str] = {}
         self._said: set[Phase] = set()
 
@@ -56,20 +56,19 @@ class Chooser:
         """No backend is in use any more: for steps that nobody asked for."""
         self._current.clear()
 
-    def decode_candidates(self, batch: int, query_len: int = 1) -> list[str]:
+    def decode_candidates(self, batch: int) -> list[str]:
         """Backends worth a captured graph of this batch size, at most two.
 
         The first is best over all measured lengths; a second one wins somewhere by more than the noise.
         """
-        key = (batch, query_len)
-        if key not in self._candidates:
-            self._candidates[key] = self._find_candidates(batch, query_len)
-        return self._candidates[key]
+        if batch not in self._candidates:
+            self._candidates[batch] = self._find_candidates(batch)
+        return self._candidates[batch]
 
     def _work_out(self, shape: Shape) -> _Choice | None:
         names = self.names[shape.phase]
-        if shape.phase is Phase.DECODE:  # no third one is captured
-            names = self.decode_candidates(shape.batch, shape.query_len)
+        if shape.phase is Phase.DECODE and shape.query_len == 1:  # no third one is captured; drafts are verified outside graphs
+            names = self.decode_candidates(shape.batch)
         if not self.costs.covers(shape) and shape.phase not in self._said:
             self._said.add(shape.phase)
             log.info("crossover table: %s lies beyond what was measured; the nearest measured edge decides", shape)
@@ -79,11 +78,11 @@ class Chooser:
         fastest, least = ranked[0]
         return fastest, dict(ranked), least * (1 + self.costs.noise)
 
-    def _find_candidates(self, batch: int, query_len: int) -> list[str]:
+    def _find_candidates(self, batch: int) -> list[str]:
         names = list(self.names[Phase.DECODE])
         lengths = sorted({shape.kv_len for shape in self.costs.shapes(Phase.DECODE)})
         between = [round(math.sqrt(low * high)) for low, high in pairwise(lengths)]
-        shapes = [Shape(Phase.DECODE, batch, query_len, max(kv_len, query_len)) for kv_len in sorted({*lengths, *between})]
+        shapes = [Shape(Phase.DECODE, batch, 1, kv_len) for kv_len in sorted({*lengths, *between})]
         times = {name: [self.costs.step_us(name, shape) for shape in shapes] for name in names}
         if not times or not shapes:
             return names[:1]

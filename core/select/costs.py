@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.core.contract.metadata import Phase
+from headway.core.select.surface import Axes, Leaf, Surface
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,11 @@ class Sample:
     """Host time per step, shared by its layers."""
     host_us: float = 0.0
     """Host time of the call where it is launched each time: the longer of the two counts. 0: a graph, or not known."""
+    between: bool = False
+    """Whether it was measured between points of the grid, to refine it where the fastest backend changes."""
 
 
-_AXES: dict[Phase, Callable[[Shape], tuple[int, ...]]] = {
+_AXES: dict[Phase, Callable[[Shape], Axes]] = {
     Phase.PREFILL: lambda shape: (shape.batch, shape.query_len),
     Phase.EXTEND: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
     Phase.DECODE: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
@@ -85,18 +87,23 @@ class CostTable:
         """Where the times come from, in words: for the log."""
         self.excluded = dict(excluded or {})
         kept = [sample for sample in samples if sample.backend not in self.excluded]
-        self.shapes: dict[Phase, list[Shape]] = {
-            phase: list(dict.fromkeys(sample.shape for sample in kept if sample.shape.phase is phase)) for phase in Phase
-        }
-        """The measured points of each phase."""
-        times: dict[_Key, dict[Shape, _Leaf]] = {}
+        self.shapes = _by_phase(sample for sample in kept if not sample.between)
+        """The points of each phase's grid."""
+        self.between = _by_phase(sample for sample in kept if sample.between)
+        """Those that were measured between them."""
+        times: dict[_Key, dict[Shape, Leaf]] = {}
         for sample in kept:
             if sample.layer_us is not None:
                 key = (sample.shape.phase, sample.backend, sample.layout, sample.block_size)
                 # a graph or a rough time has no host time: the device's stands in, for a line towards a point that has one
                 leaf = sample.layer_us, max(sample.plan_us, 1e-3), sample.host_us or sample.layer_us
                 times.setdefault(key, {})[sample.shape] = tuple(map(math.log, leaf))
-        self._surfaces = {key: _surface(key[0], self.shapes[key[0]], found) for key, found in times.items()}
+        self._surfaces = {key: self._surface(key[0], found) for key, found in times.items()}
+
+    def _surface(self, phase: Phase, found: Mapping[Shape, Leaf]) -> Surface:
+        axes, nothing = _AXES[phase], (math.inf,) * 3
+        points = (self.shapes[phase], self.between[phase])
+        return Surface(*({axes(shape): found.get(shape, nothing) for shape in shapes} for shapes in points))
 
     def at(self, shape: Shape, backend: str, layout: str, block_size: int) -> tuple[float, float]:
         """(microseconds per layer, microseconds per step for the plan); infinite where the backend has no time."""
@@ -104,7 +111,7 @@ class CostTable:
         surface = surface or self._surfaces.get((shape.phase, backend, None, None))
         if surface is None:
             return math.inf, math.inf
-        device, plan, host = _interpolate(surface, [math.log(max(value, 1)) for value in _AXES[shape.phase](shape)])
+        device, plan, host = surface.at(_AXES[shape.phase](shape))
         return math.exp(max(device, host)), math.exp(plan)
 
     def covers(self, shape: Shape) -> bool:
@@ -141,12 +148,17 @@ class StepCosts:
         return sorted((pair for pair in times if math.isfinite(pair[1])), key=lambda pair: pair[1])
 
     def shapes(self, phase: Phase) -> list[Shape]:
-        """Measured points of a phase."""
+        """Points of a phase's grid."""
         return list(dict.fromkeys(shape for table, _ in self.parts for shape in table.shapes[phase]))
+
+    def between(self, phase: Phase) -> list[Shape]:
+        """Points of a phase that were measured between those of the grid."""
+        return list(dict.fromkeys(shape for table, _ in self.parts for shape in table.between[phase]))
 
     def winners(self, phase: Phase, names: Sequence[str]) -> list[str]:
         """Backends that are fastest at some measured point of a phase, the one that wins most first."""
-        wins = [ranked[0][0] for shape in self.shapes(phase) if (ranked := self.ranking(shape, names))]
+        shapes = [*self.shapes(phase), *self.between(phase)]
+        wins = [ranked[0][0] for shape in shapes if (ranked := self.ranking(shape, names))]
         return sorted(dict.fromkeys(wins), key=lambda name: -wins.count(name))
 
     def covers(self, shape: Shape) -> bool:
@@ -154,38 +166,6 @@ class StepCosts:
         return all(table.covers(shape) for table, _ in self.parts)
 
 
-_Leaf = tuple[float, ...]
-"""Logarithms of a layer's device time, of the plan's, and of a layer's host time."""
-_Node = tuple[list[float], list["_Node | _Leaf"]]
-
-
-def _surface(phase: Phase, points: Sequence[Shape], times: Mapping[Shape, _Leaf]) -> _Node:
-    """Nested axes of a phase's points, each with logarithms of the times there."""
-    rows = [(_AXES[phase](point), times.get(point, (math.inf,) * 3)) for point in points]
-    return _nest(rows)
-
-
-def _nest(rows: Sequence[tuple[tuple[int, ...], _Leaf]]) -> _Node:
-    groups: dict[int, list[tuple[tuple[int, ...], _Leaf]]] = {}
-    for axes, leaf in rows:
-        groups.setdefault(axes[0], []).append((axes[1:], leaf))
-    keys = sorted(groups)
-    children = [_nest(groups[key]) if groups[key][0][0] else groups[key][-1][1] for key in keys]
-    return [math.log(key) for key in keys], children
-
-
-def _interpolate(node: _Node | _Leaf, at: Sequence[float]) -> _Leaf:
-    if not at:
-        return node  # type: ignore[return-value]
-    keys, children = node
-    assert isinstance(keys, list)
-    assert isinstance(children, list)
-    right = bisect_right(keys, at[0])
-    if right == 0 or right == len(keys):
-        return _interpolate(children[max(right - 1, 0)], at[1:])
-    share = (at[0] - keys[right - 1]) / (keys[right] - keys[right - 1])
-    low = _interpolate(children[right - 1], at[1:])
-    if share < 1e-9:  # exactly on a point: its neighbour may have no time
-        return low
-    high = _interpolate(children[right], at[1:])
-    return tuple((1 - share) * a + share * b for a, b in zip(low, high, strict=True))
+def _by_phase(samples: Iterable[Sample]) -> dict[Phase, list[Shape]]:
+    shapes = list(dict.fromkeys(sample.shape for sample in samples))
+    return {phase: [shape for shape in shapes if shape.phase is phase] for phase in Phase}

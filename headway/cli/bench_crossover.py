@@ -59,6 +59,9 @@ def crossover(
     input_lens: Annotated[str | None, typer.Option(help="Comma-separated lengths, instead of the device's usual ones.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     budget: Annotated[str | None, typer.Option(help="Stop after this long (120s, 5m); what matters most comes first.")] = None,
+    refine: Annotated[
+        int, typer.Option(min=0, help="Rounds of points that are added between neighbours where the fastest backend changes.")
+    ] = 2,
     graph_len: Annotated[
         int | None, typer.Option(min=1, help="Context for which decode graphs are captured. Default: 32,768.")
     ] = None,
@@ -119,6 +122,7 @@ def crossover(
         layouts=names_of(layouts),
         block_sizes=sizes_of("--block-sizes", block_sizes) or BLOCK_SIZES,
         grid=grid(place.type, [phase for phase in PHASES if phase in chosen], batches, lens),
+        refine=refine,
         budget=parse_seconds("--budget", budget),
         graph_len=graph_len or GRAPH_LEN,
         seed=seed,

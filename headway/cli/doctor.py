@@ -56,6 +56,7 @@ def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
                 "kind": entry.owner,
                 "summary": entry.info.summary,
                 "available": bool(support),
+                "origin": registry.backend(name).origin() if support else "",
                 "reasons": [reason._asdict() for reason in support.reasons],
                 "advice": asdict(advice),
             }
@@ -71,7 +72,8 @@ def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]
     for row in findings["backends"]:
         advice = row["advice"]
         if row["available"]:
-            lines += _entry(row["name"], row["summary"], width, Text("ready".ljust(_STATE), "green"))
+            where = f" (from {row['origin']})" if row["origin"] else ""
+            lines += _entry(row["name"], row["summary"] + where, width, Text("ready".ljust(_STATE), "green"))
             continue
         lines += _entry(row["name"], _short("; ".join(map(_why, row["reasons"]))), width, Text("missing".ljust(_STATE), "red"))
         lines += _indented(advice["text"], width)

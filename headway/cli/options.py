@@ -19,16 +19,17 @@ def names_of(text: str | None) -> list[str] | None:
     return names or None
 
 
-def sizes_of(option: str, text: str | None) -> Sequence[int] | None:
-    """Positive numbers from a comma-separated text; None where there are none.
+def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:
+    """Numbers of at least `least` from a comma-separated text; None where there are none.
 
     :raises ConfigError: something else is among them.
     """
     names = names_of(text)
     if names is None:
         return None
-    if not all(name.isdigit() and int(name) > 0 for name in names):
-        raise ConfigError(option, "positive numbers, comma-separated, such as 16,256", repr(text))
+    if not all(name.isdigit() and int(name) >= least for name in names):
+        need = "positive numbers" if least else "numbers"
+        raise ConfigError(option, f"{need}, comma-separated, such as 16,256", repr(text))
     return [int(name) for name in names]
 
 

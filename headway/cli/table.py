@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -13,6 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.core.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.bench.crossover.regret import RegretReport
 
 table = typer.Typer(help="Crossover tables: show, compare, merge, draw, check, judge.", no_args_is_help=True)
 
@@ -141,17 +145,20 @@ def merge(
 
 @table.command()
 def regret(
-    file: Annotated[Path | None, _FILE] = None,
-    points: Annotated[int, typer.Option(min=1, help="Held-out random points to measure.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the points and their inputs.")] = 1,
+    files: Annotated[list[Path] | None, typer.Argument(help="Table files. Default: the newest that auto keeps here.")] = None,
+    points: Annotated[int, typer.Option(min=1, help="Held-out random points to measure, of each seed.")] = 40,
+    seed: Annotated[str, typer.Option(help="Seeds of the points and their inputs, comma-separated.")] = "1",
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
     without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave each point of the table out.")] = False,
     anywhere: Annotated[bool, typer.Option("--anywhere", help="Also against every other layout and block size.")] = False,
     trials: Annotated[Path | None, typer.Option(help="Measure nothing: judge by the times of this earlier --output.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the results to this JSON file; for several tables a folder, a file for each.")
+    ] = None,
 ) -> None:
-    """Measure how much auto, obeying this table, loses to the best backend at points that are not in it."""
+    """Measure how much auto, obeying a table, loses to the best backend at points that are not in it."""
     from headway.bench.crossover.regret import judge_again, leave_one_out, measure_regret, read_report
+    from headway.cli.options import sizes_of
     from headway.core.select.workload import Workload
     from headway.registry import create_registry
     from headway.testing.json_files import write_json
@@ -159,40 +166,61 @@ def regret(
     from headway.tuning.device import resolve_device
     from headway.tuning.files import read_table
 
+    paths = files or [_found(None)]
     if without and trials is not None:
         raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
-    known = read_table(_found(file))
-    if without:
-        report = leave_one_out(known)
-    elif trials is not None:
-        report = judge_again(read_report(trials), known, Workload.parse(workload))
-    else:
-        device = resolve_device(None if known.device.type == "cuda" else known.device.type)
-        if device.type == "cpu":
-            set_threads(known.device.threads)
-        expected, progress = Workload.parse(workload), Console(stderr=True)
-        here = (known, create_registry(), device, points, seed, expected)
-        report = measure_regret(*here, console=progress, anywhere=anywhere)
-    shown = Table(title=report.selection, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    if trials is not None and len(paths) > 1:
+        raise ConfigError("headway table regret --trials", "one table, which the times are of", f"{len(paths)} tables")
+    seeds = sizes_of("--seed", seed, least=0) or [1]
+    tables = [read_table(path) for path in paths]
+    expected, registry = Workload.parse(workload), create_registry()
+    reports: list[RegretReport] = []
+    for path, known in zip(paths, tables, strict=True):
+        if without:
+            report = leave_one_out(known)
+        elif trials is not None:
+            report = judge_again(read_report(trials), known, expected)
+        else:
+            device = resolve_device(None if known.device.type == "cuda" else known.device.type)
+            if device.type == "cpu":
+                set_threads(known.device.threads)
+            here = (known, registry, device, points, seeds, expected)
+            report = measure_regret(*here, console=Console(stderr=True), anywhere=anywhere)
+        reports.append(report)
+        print_regret(report, path, seeds, anywhere or trials is not None)
+        if output is not None:
+            target = output if len(paths) == 1 else output / f"regret-{path.stem.removeprefix('crossover-')}.json"
+            write_json(report, target)
+            _console().print(Text(f"written to {target}"), soft_wrap=True)
+    if len(reports) > 1:
+        count = sum(len(report.trials) for report in reports)
+        worst = max(report.worst for report in reports)
+        means = ", ".join(f"{report.geometric_mean:.3f}" for report in reports)
+        _console().print(Text(f"{len(reports)} tables, {count} points: geometric means {means}, worst {worst:.3f}", "bold"))
+
+
+def print_regret(report: RegretReport, path: Path, seeds: Sequence[int], anywhere: bool) -> None:
+    """Every point with the choice and the best, then the means."""
+    console = _console()
+    shown = Table(title=f"{path}: {report.selection}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("phase", "case", "auto", "best", "auto us", "best us", "regret"):
         shown.add_column(column, justify="right" if column in ("auto us", "best us", "regret") else "left")
     for trial in report.trials:
         row = (trial.phase, trial.case, trial.chosen, trial.best, f"{trial.chosen_us:.0f}", f"{trial.best_us:.0f}")
         shown.add_row(*row, f"{trial.regret:.3f}", style="bold" if trial.regret > 1.05 else "")
-    console = _console()
     console.print(shown)
     for line in report.untimed:
         console.print(Text(f"no time: {line}"), soft_wrap=True)
+    for seed in seeds if len({trial.seed for trial in report.trials}) > 1 else ():
+        mean, worst = report.of_seed(seed)
+        console.print(Text(f"seed {seed}: geometric mean {mean:.3f}, worst {worst:.3f}"))
     summary = (
         f"regret over {len(report.trials)} held-out points: geometric mean {report.geometric_mean:.3f}, worst {report.worst:.3f}"
     )
     console.print(Text(summary, "bold"))
-    if anywhere or trials:
+    if anywhere:
         mean, worst = report.geometric_mean_anywhere, report.worst_anywhere
         console.print(Text(f"against the best of every layout and block size: geometric mean {mean:.3f}, worst {worst:.3f}"))
-    if output is not None:
-        write_json(report, output)
-        console.print(Text(f"written to {output}"), soft_wrap=True)
 
 
 def _found(file: Path | None) -> Path:

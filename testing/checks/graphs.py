@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headway.core.contract.backend import GraphLevel, Plan
+from headway.core.contract.backend import Plan
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cells import Cell
@@ -27,12 +27,10 @@ _ALIGN = 4
 
 def graph(stage: Stage, cell: Cell) -> str:
     """Captured at the longest, replayed at that, at ragged lengths with padding rows, at short ones and at the longest again."""
-    backend = stage.subject.backend
-    need = GraphLevel.UNIFORM if cell.phase == "verify" else GraphLevel.DECODE
-    if backend.graph_level < need:
-        raise Skipped(f"graph_level: {need.name} is not declared, so no engine captures it")
-    if backend.capabilities.exact_host_lengths:
-        raise Skipped("exact_host_lengths: it is never captured")
+    captures = stage.subject.backend.captures(4 if cell.phase == "verify" else 1)
+    if not captures:
+        what, need, got, _ = captures.reasons[0]
+        raise Skipped(f"{what}: needs {need}, got {got}, so no engine captures it")
     without_stray_reads(lambda poison: _replays(stage, cell, poison), stage.poison)
     return ""
 

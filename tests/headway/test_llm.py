@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from pathlib import Path
+from weakref import ref
 
 import pytest
 
@@ -162,3 +164,17 @@ def test_turns_are_taken_in_order_and_an_interrupt_gives_its_turn_back() -> None
         raise KeyboardInterrupt
     with turns:
         pass
+
+
+def test_an_llm_is_freed_with_its_last_holder_without_a_collection(tiny_model_folder: Path) -> None:
+    """What is frozen for the collector's sake must hold no cycle, or the memory of the cache would never come back."""
+    llm = LLM(str(tiny_model_folder), kv_cache_memory="1MiB", num_threads=1, block_size=16)
+    assert gc.get_freeze_count() > 0
+    llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
+    left = [ref(each) for each in (llm, llm.engine, llm.engine.executor.caches[0], llm.model.decoder)]
+    gc.disable()
+    try:
+        del llm
+        assert [each() for each in left] == [None] * 4
+    finally:
+        gc.enable()

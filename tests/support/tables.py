@@ -61,5 +61,12 @@ def a_table(*cells: Cell, **changes: object) -> CrossoverTable:
 
 def quick(**changes: object) -> CrossoverOptions:
     """A run of seconds on a CPU."""
-    found: dict[str, object] = {"spec": SPEC, "layouts": ["nhd"], "block_sizes": [16], "grid": POINTS, "turns": QUICK}
+    found: dict[str, object] = {
+        "spec": SPEC,
+        "layouts": ["nhd"],
+        "block_sizes": [16],
+        "grid": POINTS,
+        "turns": QUICK,
+        "refine": 0,
+    }
     return CrossoverOptions(**(found | changes))

@@ -222,7 +222,7 @@ def test_regret_is_what_the_choice_loses_at_points_nobody_measured(monkeypatch: 
     table = run_kernel_level(quick(backends=["sdpa", "slow"], block_sizes=[16]), registry)
     points = [Point("decode", 3, 1, 30), Point("prefill", 2, 11, 11)]
     monkeypatch.setattr("headway.bench.crossover.regret.held_out", lambda *_: points)
-    report = measure_regret(table, registry, CPU, 2, 0, Workload(1, 16, 16), layers=4)
+    report = measure_regret(table, registry, CPU, 2, [0], Workload(1, 16, 16), layers=4)
     assert [(trial.phase, trial.case) for trial in report.trials] == [("decode", "3q1s30"), ("prefill", "2q11")]
     decode = report.trials[0]
     assert (decode.chosen, decode.best) == ("sdpa", "sdpa")
@@ -234,11 +234,22 @@ def test_regret_is_what_the_choice_loses_at_points_nobody_measured(monkeypatch: 
     assert report.worst_anywhere == report.worst
 
 
+def test_points_of_several_seeds_are_told_apart(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> None:
+    table = run_kernel_level(quick(block_sizes=[16]), registry)
+    drawn = {1: Point("decode", 3, 1, 30), 2: Point("decode", 2, 1, 33)}
+    monkeypatch.setattr("headway.bench.crossover.regret.held_out", lambda device, count, seed, known: [drawn[seed]])
+    report = measure_regret(table, registry, CPU, 1, [1, 2], Workload(1, 16, 16), layers=4)
+    assert [(trial.seed, trial.case) for trial in report.trials] == [(1, "3q1s30"), (2, "2q1s33")]
+    for seed, trial in zip((1, 2), report.trials, strict=True):
+        assert report.of_seed(seed) == pytest.approx((trial.regret, trial.regret))
+    assert report.worst == max(trial.regret for trial in report.trials)
+
+
 def test_regret_is_also_judged_against_layouts_that_were_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = with_backend("slow", decode=slow)
     table = run_kernel_level(quick(backends=["sdpa"], layouts=["nhd", "hnd"], block_sizes=[16]), registry)
     monkeypatch.setattr("headway.bench.crossover.regret.held_out", lambda *_: [Point("decode", 3, 1, 30)])
-    report = measure_regret(table, registry, CPU, 1, 0, Workload(1, 16, 16), layers=4, anywhere=True)
+    report = measure_regret(table, registry, CPU, 1, [0], Workload(1, 16, 16), layers=4, anywhere=True)
     (trial,) = report.trials
     assert set(trial.times_us) == {"sdpa nhd 16", "sdpa hnd 16"}
     (other,) = (key for key, us in trial.times_us.items() if us != trial.chosen_us)

@@ -83,6 +83,27 @@ def test_all_but_a_prefill_pay_for_the_write_into_the_cache(registry: Registry, 
     assert min(timed.values()) > 5
 
 
+def test_points_are_added_where_the_fastest_backend_changes() -> None:
+    """`odd` sleeps above 20 tokens, `sdpa.math` everywhere a little: they cross between 8 and 2,048."""
+
+    def decode(self, q, cache, plan, out):
+        SDPA.decode(self, q, cache, plan, out)
+        time.sleep(2e-3 if plan.metadata.max_seq_len > 20 else 0.0)
+
+    registry = with_backend("odd", decode=decode)
+    ends = [Point("decode", 1, 1, 8), Point("decode", 1, 1, 512)]
+    table = run_kernel_level(quick(backends=["odd", "sdpa"], grid=ends, refine=2), registry)
+    assert table.complete
+    added = [cell for cell in table.cells if cell.between]
+    grid_cells = [cell for cell in table.cells if not cell.between]
+    assert {cell.kv_len for cell in grid_cells} == {8, 512}
+    assert {cell.backend for cell in added} <= {"odd", "sdpa"}
+    if added:  # on a busy machine the two may be told apart at 8 already
+        assert added[0].kv_len == 64
+    plain = run_kernel_level(quick(backends=["odd", "sdpa"], grid=ends, refine=0), registry)
+    assert not any(cell.between for cell in plain.cells)
+
+
 def wrong_at_five(self, q, cache, plan, out):
     SDPA.decode(self, q, cache, plan, out)
     if len(q) == 5:

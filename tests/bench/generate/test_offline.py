@@ -176,3 +176,13 @@ def test_the_gpu_is_busy_part_of_the_time(tmp_path: Path) -> None:
     assert cell.num_graph_steps > 0
     assert 0 < cell.roofline_share < 1
     assert "kernel" in (tmp_path / "t.json").read_text()
+
+
+def test_what_ran_outside_of_a_graph_is_told_below_the_table(report: OfflineReport) -> None:
+    cell = report.cells[0].model_copy(
+        update={"steps_in_pieces": {"a prompt in the step": 3}, "steps_without_graph": {"more than 2048 tokens": 9}}
+    )
+    text = markdown(report.model_copy(update={"cells": [cell]}), None)
+    assert "4 x 40/12: 3 steps in pieces of graphs: a prompt in the step (3)." in text
+    assert "4 x 40/12: 9 steps launched kernel by kernel: more than 2048 tokens (9)." in text
+    assert "pieces" not in markdown(report, None)

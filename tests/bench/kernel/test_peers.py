@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from fake_flash_attn_3 import FlashAttn3
+from headway.backends.flash_attn_3.binding import Operators
+from headway.backends.flash_attn_3.library import Library
 from headway.bench import kernel
 from headway.bench.kernel.peer import Peer
 from headway.bench.kernel.peers import all_peers, page_lists
@@ -29,6 +33,24 @@ def test_absent_peers_are_listed_with_the_reason(registry: Registry) -> None:
         assert not peer.available
         assert "device: needs cuda, got cpu" in peer.reason
     assert [cell.backend for cell in report.cells] == ["sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "case"), [("prefill", "2q9"), ("prefill", "1q5s300_2q3s40"), ("decode", "3q1s200"), ("decode", "2q4s40")]
+)
+def test_flash_attention_3_bare_serves_every_phase(monkeypatch: pytest.MonkeyPatch, phase: str, case: str) -> None:
+    fake = FlashAttn3()
+    found = Library("a stand-in", Path("/nowhere"), Operators.of(fake.namespace))
+    monkeypatch.setattr("headway.bench.kernel.peer_fa3.find_library", lambda: (found, YES))
+    peer = next(peer for peer in all_peers() if peer.name == "flash_attn_3.bare")
+    assert peer.available(torch.device("cuda"))
+    assert peer.version == "a stand-in"
+    assert peer.supports(cell_of(phase, case, dtype=torch.bfloat16))
+    built = build_case(cell_of(phase, case), NHD, peer.block_size, 0)
+    out = peer.prepare(built)()
+    right = reference(built)
+    assert float((out.double() - right).norm() / right.norm()) < 1e-6
+    assert fake.names == ["fwd"]
 
 
 def test_a_missing_package_is_a_reason_before_the_device_is() -> None:

@@ -37,6 +37,7 @@ from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import greedy
 from headway.registry import create_registry, hookimpl
+from taping import Tape
 from tiny import TinyModel
 
 BLOCK_SIZE = 4
@@ -65,17 +66,20 @@ def graph_step(attention: PagedAttention | None = None, block_size: int = BLOCK_
     return GraphStep(TinyModel(), attention, greedy, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len, 9)
 
 
-class Again:
+class Again(Tape):
     """Records a step by running it again: what a graph does, where there is none."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sizes: list[int] = []
         """The batch sizes that were replayed, in order."""
 
-    def record(self, graph: DecodeGraph) -> Callable[[], None]:
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        graph: DecodeGraph = run.__self__  # type: ignore[attr-defined]
+
         def replay() -> None:
             self.sizes.append(graph.size)
-            graph.run()
+            run()
 
         return replay
 
@@ -105,7 +109,7 @@ def test_a_replay_is_fed_what_the_metadata_says(prompts: list[list[int]], spare:
         for scheduled in read:
             if scheduled.samples:
                 seq = scheduled.seq
-                scheduler.read(scheduled, [] if seq.finished else [len(seq.token_ids) % 7])
+                scheduler.read(seq, [] if seq.finished else [len(seq.token_ids) % 7])
         scheduler.remove_finished()
 
 
@@ -250,17 +254,19 @@ def test_steps_through_static_inputs_write_the_same_tokens(overlapped: bool, wis
     assert {reason for _, reason in expected} == {"stop", "length"}
     assert set(recorder.sizes) == {1, 2, 4, 6}
     assert fast.stats.num_graph_steps == len(recorder.sizes)
-    assert fast.stats.num_graph_steps + fast.stats.steps_without_graph.total() == fast.stats.num_steps
-    assert "a prompt in the step" in fast.stats.steps_without_graph
+    assert fast.stats.num_graph_steps + fast.stats.steps_in_pieces.total() == fast.stats.num_steps
+    assert "a prompt in the step" in fast.stats.steps_in_pieces
+    assert recorder.num_replays == 3 * fast.stats.steps_in_pieces.total(), "two attentions lie between three pieces"
+    assert not fast.stats.steps_without_graph
 
 
 class Short(Again):
     """Memory for batches of up to four."""
 
-    def record(self, graph: DecodeGraph) -> Callable[[], None]:
-        if graph.size > 4:
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        if run.__self__.size > 4:  # type: ignore[attr-defined]
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().record(graph)
+        return super().record(run)
 
 
 def test_sizes_for_which_memory_is_short_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -292,3 +298,13 @@ def test_a_backend_that_cannot_be_captured_is_named_with_the_cost(caplog: pytest
     assert "uncapturable cannot be captured (graph_level: needs DECODE or higher, got NONE" in record.message
     assert re.search(r"takes the host \d+\.\d ms$", record.message)
     assert captured.for_step(step_of((1, 8), goes_on=True), lambda size: backends) == (None, "no graph was captured")
+
+
+def test_what_is_captured_is_one_rule() -> None:
+    class Exact(Walk):
+        capabilities = replace(Walk.capabilities, exact_host_lengths=True)
+
+    assert Walk.captures()
+    assert str(Walk.captures(4)).startswith("no: graph_level: needs UNIFORM or higher, got DECODE")
+    assert str(Exact.captures()).startswith("no: exact_host_lengths")
+    assert Uncapturable.captures().reasons[0].got == "NONE"

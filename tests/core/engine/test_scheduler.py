@@ -174,7 +174,7 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
         for scheduled in read:
             seq = scheduled.seq
             if scheduled.samples:
-                scheduler.read(scheduled, [] if seq.finished else verified(scheduled))
+                scheduler.read(seq, [] if seq.finished else verified(scheduled))
                 ahead = range(seq.num_tokens, seq.num_tokens + drafts)
                 seq.draft_token_ids = [next_token(place) ^ (place % 5 == 0) for place in ahead]
         scheduler.remove_finished()
@@ -195,7 +195,7 @@ def run_step(scheduler: Scheduler) -> list[ScheduledSequence]:
     scheduler.launched(step)
     for scheduled in step:
         if scheduled.samples:
-            scheduler.read(scheduled, [1])
+            scheduler.read(scheduled.seq, [1])
     scheduler.remove_finished()
     return step
 

@@ -78,6 +78,14 @@ def test_candidates_are_those_of_the_batch_size_and_never_three() -> None:
     assert {three.choose(D, 1, 1, kv_len) for kv_len in range(64, 16384, 64)} <= set(three.decode_candidates(1))
 
 
+def test_verification_runs_outside_graphs_and_may_take_a_third() -> None:
+    lens = {"a": 64, "b": 1024, "c": 16384}
+    shapes = [Shape(D, 1, query_len, kv_len) for query_len in (1, 8) for kv_len in LENGTHS]
+    samples = [Sample(s, name, "nhd", 16, 1.0 if s.kv_len == own else 2.0) for s in shapes for name, own in lens.items()]
+    one = Chooser(StepCosts([(CostTable(samples, 0.02), 1)], "nhd", 16), {D: list(lens)})
+    assert [one.choose(D, 1, 8, kv_len) for kv_len in LENGTHS] == ["a", "b", "c"]
+
+
 def test_a_lookup_costs_a_step_next_to_nothing() -> None:
     one = chooser(**crossing(2000))
     steps = [(batch, kv_len) for batch in (1, 8, 64) for kv_len in range(100, 8000, 100)]

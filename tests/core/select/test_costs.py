@@ -25,8 +25,9 @@ def sample(
     place: tuple[str | None, int | None] = HERE,
     plan: float = 0,
     host: float = 0,
+    between: bool = False,
 ) -> Sample:
-    return Sample(shape, backend, *place, us, plan, host)
+    return Sample(shape, backend, *place, us, plan, host, between)
 
 
 def layer_us(table: CostTable, shape: Shape, backend: str = "a") -> float:
@@ -94,6 +95,51 @@ def test_nothing_is_guessed_next_to_a_point_without_a_time(failed: Sample | None
     for between in (100, 512, 1000):
         assert layer_us(table, decode(1, between), "b") == math.inf
         assert layer_us(table, decode(1, between), "a") == pytest.approx(5)
+
+
+def test_a_point_between_corrects_its_surroundings_and_nothing_beyond_the_next_lines() -> None:
+    grid = [sample(decode(batch, n), 10.0) for batch in (1, 16, 256) for n in (64, 1024, 16384)]
+    flat, table = CostTable(grid, 0.02), CostTable([*grid, sample(decode(16, 256), 40.0, between=True)], 0.02)
+    assert layer_us(table, decode(16, 256)) == pytest.approx(40)
+    assert layer_us(table, decode(16, 128)) == pytest.approx(20)  # halfway, in logarithms
+    assert layer_us(table, decode(4, 256)) == pytest.approx(20)
+    assert layer_us(table, decode(64, 512)) == pytest.approx(10 * 4**0.25)
+    for shape in (decode(16, 64), decode(16, 1024), decode(16, 4096), decode(1, 256), decode(256, 256), decode(300, 256)):
+        assert layer_us(table, shape) == pytest.approx(layer_us(flat, shape)) == pytest.approx(10)
+    assert decode(16, 256) not in table.shapes[Phase.DECODE]
+    assert StepCosts([(table, 1)], *HERE).between(Phase.DECODE) == [decode(16, 256)]
+
+
+def test_a_point_between_others_that_were_measured_between() -> None:
+    ends = [sample(decode(1, n), 10.0) for n in (64, 1024)]
+    more = [sample(decode(1, 256), 40.0, between=True), sample(decode(1, 128), 25.0, between=True)]
+    table = CostTable([*ends, *more], 0.02)
+    for n, us in ((64, 10), (128, 25), (256, 40), (512, 20), (1024, 10)):
+        assert layer_us(table, decode(1, n)) == pytest.approx(us)
+    assert layer_us(table, decode(1, 181)) == pytest.approx(math.sqrt(25 * 40), rel=1e-2)
+
+
+def test_a_point_between_at_the_edge_holds_beyond_it() -> None:
+    grid = [sample(decode(batch, n), 10.0) for batch in (1, 16) for n in (64, 1024)]
+    table = CostTable([*grid, sample(decode(16, 256), 40.0, between=True)], 0.02)
+    assert layer_us(table, decode(1000, 256)) == pytest.approx(40)
+
+
+def test_between_a_failure_is_avoided_and_no_time_is_made_up() -> None:
+    grid = [sample(decode(1, n), 10.0, name) for n in (64, 1024) for name in "ab"]
+    failed = [sample(decode(1, 256), us, name, between=True) for name, us in (("a", 10.0), ("b", None))]
+    table = CostTable([*grid, *failed], 0.02)
+    assert layer_us(table, decode(1, 200), "b") == math.inf
+    assert layer_us(table, decode(1, 64), "b") == pytest.approx(10)
+    assert layer_us(table, decode(1, 200), "a") == pytest.approx(10)
+    gap = CostTable([*grid[:-1], sample(decode(1, 256), 5.0, "b", between=True)], 0.02)  # b has no time at 1,024
+    assert layer_us(gap, decode(1, 256), "b") == math.inf
+
+
+def test_who_wins_between_alone_is_a_winner() -> None:
+    grid = [sample(decode(1, n), us, name) for n in (64, 1024) for name, us in (("a", 10.0), ("b", 20.0))]
+    found = [sample(decode(1, 256), us, name, between=True) for name, us in (("a", 40.0), ("b", 20.0))]
+    assert StepCosts([(CostTable([*grid, *found], 0.02), 1)], *HERE).winners(Phase.DECODE, ["a", "b"]) == ["a", "b"]
 
 
 def test_a_backend_or_place_without_times_costs_infinitely_much() -> None:

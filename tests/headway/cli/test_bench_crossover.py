@@ -156,6 +156,18 @@ def test_choices_are_judged_and_judged_again_by_the_same_times(headway: Headway,
     assert_refused(both, "needs --leave-one-out or --trials, got both")
 
 
+def test_several_tables_are_judged_in_one_command(headway: Headway, path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "crossover-other.json"
+    other.write_text(path.read_text())
+    result = headway("table", "regret", str(path), str(other), "--leave-one-out", "--output", str(tmp_path / "reports"))
+    assert result.code == 0, result.err
+    assert "2 tables, " in result.out
+    assert {file.name for file in (tmp_path / "reports").iterdir()} == {f"regret-{path.stem}.json", "regret-other.json"}
+    two = headway("table", "regret", str(path), str(other), "--trials", str(path), columns=400)
+    assert_refused(two, "needs one table, which the times are of, got 2 tables")
+    assert_refused(headway("table", "regret", str(path), "--seed", "1,x", columns=400), "--seed: needs numbers")
+
+
 def test_a_picture_can_be_asked_for_alone(headway: Headway, path: Path, tmp_path: Path) -> None:
     assert headway("table", "plot", str(path), str(tmp_path / "p.html")).code == 0
     assert "sdpa.math" in (tmp_path / "p.html").read_text()

@@ -1,0 +1,253 @@
+"""The backend `flash_attn_3`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.backends.flash_attn_3.library import find_library
+from headway.backends.probe import HALF_DTYPES
+from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.errors import BackendError
+from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import YES, Support
+
+LATENT_HEAD = (576, 512)
+"""head_dim and v_head_dim of DeepSeek's absorbed latent attention: the key is the value's 512 elements and 64 with positions."""
+MOST_HEADS_WITH_SINKS = 64
+WORKSPACE = 256 * 2**20
+"""Bytes that the partial results of split keys may take. The library sizes them for the longest sequence and allocates them for
+every query token, which for many extensions at once would be gigabytes; those fill the GPU without a split."""
+TILE = 128
+"""Most query rows (tokens times heads of a group) that one program of the library takes."""
+ALIGNMENT = 16
+"""Bytes: rows must begin at multiples of this, or TMA does not load them."""
+
+
+@dataclass
+class FlashStep:
+    """One view of a step: the arguments of its calls but for the tensors of a layer."""
+
+    paged: bool
+    """Whether keys come from the cache; else this step's k and v are all the keys there are."""
+    arguments: list[Any]
+    schedule: list[Any] | None = None
+    """Arguments of the operator that plans the split. Kept by a captured step alone: its lengths change from replay to replay, so
+    the plan is made in the graph, once, before the layer that comes first."""
+    first: LayerCache | None = None
+    """The cache of that layer."""
+
+
+class FlashAttention3(AttentionBackend):
+    """FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608): warp-specialised varlen prefill, paged extend and split-KV decode.
+
+    The operators are called directly, by the argument names of their schema, so that the builds of upstream, vLLM and SGLang all
+    serve. An fp8 cache is not declared: the library then wants the query in e4m3 and rounds the softmax's weights to it, to three
+    bits of mantissa. Against float64 over the same cache that is a relative error of 0.036, where this contract accepts 0.008.
+    """
+
+    name = "flash_attn_3"
+    capabilities = Capabilities(
+        phases=ALL_PHASES,
+        layouts=(NHD, HND, LATENT),
+        dtypes=HALF_DTYPES,
+        head_dims=tuple(range(8, 257, 8)),
+        v_head_dims=((192, 128), LATENT_HEAD),
+        value_in_key=True,
+        features=frozenset({"sliding_window", "softcap", "sinks"}),
+        dense_prefill=True,
+        reads_whole_blocks=True,
+        lse=True,
+    )
+    graph_level = GraphLevel.UNIFORM
+
+    def __init__(
+        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(spec, layout, block_size, options)
+        library, support = find_library()
+        if library is None:
+            raise BackendError(f"{self.name}: {support.brief}")
+        self._operators = library.operators
+        self._call = library.operators.forward.call
+        place = library.operators.forward.place
+        self._q, self._k, self._v, self._out = (place[name] for name in ("q", "k", "v", "out"))
+        self._q_v, self._metadata = place.get("q_v", -1), place["scheduler_metadata"]
+        self._latent = spec.v_head_dim if spec.value_in_key else 0
+        window = spec.sliding_window
+        # A window of w keys ends at the query itself; the library counts the keys to its left. -1: no bound.
+        self._mask = {"is_causal": True} | ({} if window is None else {"window_size_left": window - 1, "window_size_right": 0})
+        self._always: dict[str, Any] = {**self._mask, "softmax_scale": spec.scale, "softcap": spec.softcap or 0.0}
+        if spec.sinks is not None:
+            self._always["s_aux"] = torch.tensor(spec.sinks, dtype=torch.bfloat16, device=spec.device)
+        cuda = spec.device.type == "cuda"
+        self._multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 132
+
+    @classmethod
+    def available(cls) -> Support:
+        """Whether a library was found that loads and computes right, tried in a process of its own."""
+        return find_library()[1]
+
+    @classmethod
+    def origin(cls) -> str:
+        """The package that holds the library, and its path."""
+        library = find_library()[0]
+        return f"{library.home}, {library.path}" if library is not None else ""
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """The claim, and what depends on the library that was found."""
+        support = super().supports(spec, layout, block_size, phase)
+        dims, latent = (spec.head_dim, spec.v_head_dim), spec.value_in_key
+        if latent != (dims == LATENT_HEAD):
+            need = "{}/{} where the value lies in the key, and only there".format(*LATENT_HEAD)
+            support &= Support.no("head_dim/v_head_dim", need, "{}/{}".format(*dims))
+        library = find_library()[0]
+        if latent and library is not None and not library.operators.latent:
+            support &= Support.no("value_in_key", "a library whose operator takes q_v", f"that of {library.home}")
+        if spec.sinks is None:
+            return support
+        if library is not None and not library.operators.sinks:
+            support &= Support.no("sinks", "a library whose operator takes s_aux", f"that of {library.home}")
+        if spec.dtype != torch.bfloat16:
+            support &= Support.no("sinks", "bfloat16, to which the library rounds them", "another dtype", "--dtype bfloat16")
+        if spec.num_heads > MOST_HEADS_WITH_SINKS or dims[0] != dims[1]:
+            need = f"at most {MOST_HEADS_WITH_SINKS} heads with values as long as keys"
+            support &= Support.no("sinks", need, f"{spec.num_heads} heads of {dims[0]}/{dims[1]}")
+        return support
+
+    @classmethod
+    def accepts(cls, cache: LayerCache) -> Support:
+        """Strides are followed, as long as a head's elements lie together and rows begin where TMA can load them.
+
+        Over a layout that it does not read it serves prompts without context alone, and no cache is looked at.
+        """
+        if cls.capabilities.layouts is not None and cache.layout not in cls.capabilities.layouts:
+            return YES
+        for name, rows in (("key", cache.logical_key), ("value", cache.logical_value)):
+            step = ALIGNMENT // rows.element_size()
+            if rows.stride(3) != 1 or any(stride % step for stride in rows.stride()[:3]) or rows.data_ptr() % ALIGNMENT:
+                need = f"rows of one piece that begin at multiples of {ALIGNMENT} bytes"
+                return Support.no(f"cache, {name}", need, f"strides {tuple(rows.stride()[:4])}", "name triton")
+        return YES
+
+    @classmethod
+    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
+        """Name of the kernel that will really run."""
+        library = find_library()[0]
+        home = f" of {library.home}" if library is not None else ""
+        return f"FlashAttnFwdSm90 (FlashAttention 3{home}, {'varlen' if phase is Phase.PREFILL else 'paged'})"
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Partial results of split keys."""
+        return min(WORKSPACE, self._most_splits(1) * self._bytes_per_split(max_num_tokens))
+
+    def plan(self, metadata: AttentionMetadata) -> FlashStep:
+        """Fix the arguments of all layers' calls; over the cache the library's plan of the split is made here, once."""
+        step = self._step(metadata, lengths_hold=True)
+        if step.schedule is not None:
+            self._make_schedule(step)
+            step.schedule = None
+        return step
+
+    def plan_for_capture(self, metadata: AttentionMetadata) -> FlashStep:
+        """As `plan`; the plan of the split is made in the graph, from the lengths that the device has then."""
+        return self._step(metadata, lengths_hold=False)
+
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: FlashStep, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Over this step's k and v where there is no context, else over the cache."""
+        if plan.paged:
+            k, v = self._rows(cache)
+        elif self._latent:
+            k = k[..., self._latent :]
+        self._attend(q, k, v, plan, out, lse)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: FlashStep, out: Tensor, lse: Tensor | None = None) -> None:
+        """The newest tokens over the cache, one or several for each sequence."""
+        if plan.schedule is not None and (plan.first is None or plan.first is cache):
+            plan.first = cache
+            self._make_schedule(plan)
+        self._attend(q, *self._rows(cache), plan, out, lse)
+
+    def _step(self, metadata: AttentionMetadata, lengths_hold: bool) -> FlashStep:
+        paged = metadata.phase is not Phase.PREFILL
+        splits = self._splits(metadata, lengths_hold) if paged else 0
+        lengths = {
+            "cu_seqlens_q": metadata.query_start_loc,
+            "max_seqlen_q": metadata.max_query_len,
+            "max_seqlen_k": metadata.max_seq_len,
+            "num_splits": splits,
+        }
+        if not paged:
+            keys: dict[str, Any] = {"cu_seqlens_k": metadata.query_start_loc}
+        else:
+            keys = {"seqused_k": metadata.seq_lens, "page_table": metadata.block_table}
+        step = FlashStep(paged, self._operators.forward.arguments(**self._always, **lengths, **keys))
+        schedule, spec = self._operators.schedule, self.spec
+        if paged and schedule is not None:
+            step.schedule = schedule.arguments(
+                **self._mask,
+                **lengths,
+                batch_size=metadata.num_seqs,
+                num_heads=spec.num_heads,
+                num_heads_k=spec.num_kv_heads,
+                headdim=spec.head_dim - self._latent,
+                headdim_v=spec.v_head_dim,
+                qkv_dtype=spec.dtype,
+                seqused_k=metadata.seq_lens,
+                page_size=metadata.block_size,
+                has_softcap=spec.softcap is not None,
+            )
+        return step
+
+    def _make_schedule(self, step: FlashStep) -> None:
+        assert self._operators.schedule is not None
+        assert step.schedule is not None
+        step.arguments[self._metadata] = self._operators.schedule.call(*step.schedule)
+
+    def _splits(self, metadata: AttentionMetadata, lengths_hold: bool) -> int:
+        """What to ask the library for: 0, its own rule; 1 where it would split no sequence; the most that WORKSPACE holds.
+
+        Its plan cuts a sequence that takes one multiprocessor longer than all work takes all of them. Where there is none, the
+        merge of partial results would be launched in vain. lengths_hold: whether the host knows this step's lengths.
+        """
+        kv_lens, starts = metadata.seq_lens_cpu.numpy(), metadata.query_start_loc_cpu.numpy()
+        tiles = -(-(starts[1:] - starts[:-1]) * self.spec.group_size // TILE)
+        if lengths_hold and metadata.max_seq_len * self._multiprocessors <= int(tiles @ kv_lens) * self.spec.num_kv_heads:
+            return 1
+        each = self._bytes_per_split(metadata.num_tokens)
+        return 0 if self._most_splits(int(tiles.max())) * each <= WORKSPACE else max(1, WORKSPACE // each)
+
+    def _most_splits(self, tiles: int) -> int:
+        """What the library's rule comes to at most: enough programs for every multiprocessor, were there one sequence only."""
+        return min(128, max(1, self._multiprocessors // (self.spec.num_kv_heads * tiles)))
+
+    def _bytes_per_split(self, num_tokens: int) -> int:
+        return num_tokens * self.spec.num_heads * (self.spec.v_head_dim + 1) * 4
+
+    def _rows(self, cache: LayerCache) -> tuple[Tensor, Tensor]:
+        """Key and value as [num_blocks, block_size, num_kv_heads, elements], by strides."""
+        if self._latent:
+            return cache.key[..., self._latent :], cache.value
+        if cache.layout == NHD:
+            return cache.key, cache.value
+        return cache.logical_key.squeeze(-1), cache.logical_value.squeeze(-1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: FlashStep, out: Tensor, lse: Tensor | None) -> None:
+        arguments = plan.arguments.copy()
+        if self._latent:
+            arguments[self._q_v] = q[..., : self._latent]
+            q = q[..., self._latent :]
+        arguments[self._q], arguments[self._k], arguments[self._v], arguments[self._out] = q, k, v, out
+        result = self._call(*arguments)
+        if lse is not None:
+            lse.copy_(result[1])

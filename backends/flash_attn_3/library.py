@@ -1,0 +1,142 @@
+"""The library that will be used: found, tried in a process of its own, then loaded into this one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from headway.backends.flash_attn_3.binding import Operators, registered
+from headway.backends.flash_attn_3.homes import HOMES, VARIABLE, Candidate, candidates
+from headway.backends.probe import has_gpu
+from headway.core.contract.errors import BackendError
+from headway.core.contract.folders import cache_folder
+from headway.core.contract.support import YES, Support
+
+log = logging.getLogger("headway")
+CHILD = "headway.backends.flash_attn_3.child"
+SECONDS = 120
+"""For the trial, most of it for the import of torch and 150 MB of kernels from a cold disk."""
+HINT = f"install {', '.join(home.name for home in HOMES)}, or set {VARIABLE} to a compiled library"
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that loads here and computes right."""
+
+    home: str
+    """Who brought it."""
+    path: Path
+    operators: Operators
+
+
+@cache
+def find_library() -> tuple[Library | None, Support]:
+    """The first library that works, loaded into this process; (None, why not), with a reason for each that was found."""
+    here = has_gpu()
+    if here:
+        major, minor = torch.cuda.get_device_capability()
+        if major != 9:
+            here = Support.no("compute capability", "9.x (Hopper)", f"{major}.{minor}")
+    if not here:
+        return None, here
+    refused = YES
+    for candidate in candidates():
+        found = verdict(candidate)
+        if "error" in found:
+            refused &= Support.no(
+                f"FlashAttention 3 of {candidate.home}", "to work here", f"{found['error']} ({candidate.path})", HINT
+            )
+            continue
+        try:
+            return load(candidate, found["namespace"]), YES
+        except (OSError, BackendError) as error:  # worked in the child: this process holds another build of the same name
+            refused &= Support.no(f"FlashAttention 3 of {candidate.home}", "to load", f"{error} ({candidate.path})", HINT)
+    return None, refused if not refused else Support.no("FlashAttention 3", "a library that holds it", "none", HINT)
+
+
+def load(candidate: Candidate, namespace: str) -> Library:
+    """Load a library that the child has tried. One that somebody else has loaded already is used as it is.
+
+    :raises OSError or BackendError: it does not load into this process, or not with the operators it should have.
+    """
+    if namespace not in registered():
+        torch.ops.load_library(str(candidate.path))  # type: ignore[no-untyped-call]
+    return Library(candidate.home, candidate.path, Operators.of(namespace))
+
+
+def verdict(candidate: Candidate) -> dict[str, str]:
+    """What the child says of a library: {"namespace": ...} or {"error": ...}. A good answer is kept on disk."""
+    try:
+        stat = candidate.path.stat()
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
+    gpu = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
+    place = f"{candidate.path.resolve()} "
+    key = f"{place}{stat.st_mtime_ns} {stat.st_size} torch {torch.__version__} GPU {gpu}"
+    known = _read()
+    if key in known:
+        return {"namespace": known[key]}
+    found = ask([sys.executable, "-P", "-m", CHILD, str(candidate.path)])
+    if "namespace" in found:
+        _write({**{other: name for other, name in known.items() if not other.startswith(place)}, key: found["namespace"]})
+    return found
+
+
+def ask(command: Sequence[str]) -> dict[str, str]:
+    """Run the child; its death is an answer too."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"did not answer within {SECONDS} s"}
+    except OSError as error:
+        return {"error": f"cannot be tried: {error}"}
+    try:
+        answer = json.loads(done.stdout)
+        return {str(name): str(text) for name, text in answer.items()}
+    except (ValueError, AttributeError):
+        how = f"exit code {done.returncode}"
+        if done.returncode < 0:
+            how = signal.Signals(-done.returncode).name
+        last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+        return {"error": f"crashes the process that loads it ({how}: {last[:200]}); it was built for another torch?"}
+
+
+def _answers() -> Path:
+    return cache_folder() / "flash_attn_3.json"
+
+
+def _read() -> dict[str, str]:
+    try:
+        known = json.loads(_answers().read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write(known: dict[str, str]) -> None:
+    path = _answers()
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(known))
+        os.replace(draft, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        log.warning(
+            "flash_attn_3: its library is tried anew at every start, some seconds: %s cannot be written (%s)", path, error
+        )

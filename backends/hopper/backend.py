@@ -1,0 +1,113 @@
+"""The backend `hopper`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headway.backends.hopper.attention import Attention, Plan
+from headway.backends.hopper.tiles import HEAD_DIMS, MAX_GROUP, UNEQUAL
+from headway.backends.nvrtc.compiler import find_compiler
+from headway.backends.probe import HALF_DTYPES, capability, has_gpu
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.capabilities import Capabilities
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import YES, Support
+
+CAPABILITY = (9, 0)
+"""The compute capability whose instructions (wgmma, setmaxnreg) the kernel is written in; no other has them."""
+_HINT = "name triton, which runs on every GPU"
+
+
+class HopperAttention(AttentionBackend):
+    """Our CUDA C++ prefill and extend for H100 and H200: warp-specialised, persistent, keys split where rows are few."""
+
+    name = "hopper"
+    capabilities = Capabilities(
+        phases=frozenset({Phase.PREFILL, Phase.EXTEND}),
+        layouts=(NHD, HND),
+        dtypes=HALF_DTYPES,
+        block_multiple=16,
+        head_dims=HEAD_DIMS,
+        v_head_dims=UNEQUAL,
+        max_group_size=MAX_GROUP,
+        lse=True,
+        features=frozenset({"sliding_window", "softcap", "sinks"}),
+        dense_prefill=True,
+    )
+    options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of the longest sequence's keys, in place of the built-in rule"}
+
+    def __init__(
+        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(spec, layout, block_size, options)
+        self._attention = Attention(spec, block_size, _num_splits(options))
+
+    @classmethod
+    def available(cls) -> Support:
+        """A GPU of this generation, and something to compile with."""
+        support = has_gpu()
+        if support:
+            support &= _is_hopper(torch.device("cuda"))
+        return support & find_compiler()[1]
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """The claim, the GPU's generation, and a scale that the softmax can take the maximum before."""
+        support = super().supports(spec, layout, block_size, phase) & _is_hopper(spec.device)
+        if spec.scale <= 0:
+            support &= Support.no("scale", "a positive number", spec.scale)
+        return support
+
+    @classmethod
+    def accepts(cls, cache: LayerCache) -> Support:
+        """Rows must lie at multiples of 16 bytes, which the tensor memory accelerator asks for, in a cache that is read."""
+        if cache.layout not in (cls.capabilities.layouts or ()):
+            return YES  # prompts alone are served beside it
+        for name, logical in (("key", cache.logical_key), ("value", cache.logical_value)):
+            size = logical.element_size()
+            if logical.stride(3) != 1 or logical.data_ptr() % 16 or any(stride * size % 16 for stride in logical.stride()[:3]):
+                got = f"strides {logical.stride()[:4]} at address ...{logical.data_ptr() % 16:x}"
+                return Support.no(f"cache, {name}", "rows in one piece, at multiples of 16 bytes", got, _HINT)
+        return YES
+
+    @classmethod
+    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
+        """Name of the kernel that will really run."""
+        return "attention (CUDA C++, sm_90a)"
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Partial results where keys are split."""
+        return self._attention.workspace_bytes()
+
+    def plan(self, metadata: AttentionMetadata) -> Plan:
+        """Cut the step into items, and choose the tile, once for all layers."""
+        return self._attention.plan(metadata)
+
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Attention of several new tokens a sequence."""
+        self._attention.run(q, k, v, cache, plan, out, lse)
+
+
+def _is_hopper(device: torch.device) -> Support:
+    found = capability(device)
+    if found is None or found == CAPABILITY:
+        return YES
+    return Support.no("compute capability", "9.0 (H100, H200), whose instructions it uses", "{}.{}".format(*found), _HINT)
+
+
+def _num_splits(options: Mapping[str, str] | None) -> int | None:
+    text = (options or {}).get("num_splits")
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--attn-opt {HopperAttention.name}.num_splits", "a number of at least 1", repr(text))
+    return int(text)

@@ -1,0 +1,153 @@
+// A warpgroup that multiplies: 64 rows of each item against its keys, from the last tile to the first.
+//
+// Two overlaps, both FlashAttention-3's (Shah et al. 2024): the scores of the next tile are computed while the weights of this one
+// multiply its values, and the warpgroups take turns, so that one multiplies while another exponentiates.
+#pragma once
+
+#include "copy.cuh"
+#include "finish.cuh"
+
+namespace hopper {
+
+// q, k: where the warpgroup's 64 rows of queries and the tile of keys begin.
+__device__ __forceinline__ void score_products(float (&scores)[KEYS / 2], u32 q, u32 k) {
+  const u32 rows = operand(q, 0), keys = operand(k, 0);
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; ++i) {
+    const u32 panel = i / 4, within = i % 4 * 32;
+    Products<KEYS>::rows(scores, descriptor(rows, panel * (ROWS * 128) + within), descriptor(keys, panel * (KEYS * 128) + within), i);
+  }
+  products_commit();
+}
+
+__device__ __forceinline__ void value_products(float (&sums)[V_HEAD_DIM / 2], const u32 (&weights)[KEYS / 4], u32 v, int add) {
+  const u32 values = operand(v, KEYS * 128);
+#pragma unroll
+  for (int i = 0; i < KEYS / 16; ++i) {
+    Products<V_HEAD_DIM>::columns(sums, weights + 4 * i, descriptor(values, i * (16 * 128)), i == 0 ? add : 1);
+  }
+  products_commit();
+}
+
+// Rows [present, KEYS) of a tile of values become zero: a weight of zero does not silence a NaN there.
+__device__ __forceinline__ void clear_values(u32 v, int present, int group, int thread) {
+#pragma unroll 1
+  for (int i = present * V_PANELS * 8 + thread; i < KEYS * V_PANELS * 8; i += 128) {
+    const int row = i / (V_PANELS * 8), chunk = i % (V_PANELS * 8);
+    store_zeros(v + (chunk / 8) * (KEYS * 128) + row * 128 + (chunk & 7) * 16);
+  }
+  fence_async();
+  named_sync(ALONE + group, 128);
+}
+
+__device__ __forceinline__ void take_turn(int group) {
+  if (TURNS) named_sync(TURN + group, 256);
+}
+__device__ __forceinline__ void pass_turn(int group) {
+  if (TURNS) named_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 256);
+}
+
+__device__ __forceinline__ void attend(u32 base, const Arguments& arguments, int group, int thread) {
+  const int lane = thread % 32, row = 64 * group + thread / 32 * 16 + lane / 4;
+  const bool leads = lane == 0;
+  Ring<2> shown;
+  Ring<QUERY_STAGES> q;
+  Ring<STAGES> k, v;
+  if (TURNS && group == 0) named_arrive(TURN, 256);
+  while (true) {
+    const Item item = next_item(base, shown, leads);
+    if (item.head < 0) break;
+
+    const int before = item.kv_len - item.query_len;  // keys of the context
+    const int first_token = item.tile * arguments.tokens, last_token = min(first_token + arguments.tokens, item.query_len) - 1;
+    Sight sight;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sight.high[r] = before + min(first_token + (row + 8 * r) / arguments.group, last_token) + 1;
+      sight.low[r] = WINDOW ? sight.high[r] - arguments.window : 0;
+    }
+    // Tiles below `clear` and from `inside` on need no mask: every row of the block of threads sees all of their keys.
+    const int clear = (before + first_token + 1) / KEYS;
+    const int inside = WINDOW ? (max(before + last_token + 1 - arguments.window, 0) + KEYS - 1) / KEYS : 0;
+    const int lane_key = 2 * (lane % 4);
+
+    float scores[KEYS / 2], sums[V_HEAD_DIM / 2], keep[2];
+    u32 weights[KEYS / 4];
+    Softmax softmax;
+    const auto weigh = [&](int tile) {
+#if SOFTCAP
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; ++i) scores[i] = tanh_approx(scores[i] * arguments.inner);
+#endif
+      if (tile >= clear || tile < inside) {
+        sight.mask(scores, tile * KEYS + lane_key);
+        return softmax.template update<true>(scores, arguments.scale, keep);
+      }
+      return softmax.template update<WINDOW>(scores, arguments.scale, keep);
+    };
+    const auto wait_for_values = [&](int tile) {
+      barrier_wait(base + Layout::v_full + 8 * v.index, v.parity);
+      const int present = item.kv_len - tile * KEYS;
+      if (present < KEYS) clear_values(base + Layout::v + v.index * V_BYTES, present, group, thread);
+    };
+
+    const u32 q_rows = base + Layout::q + q.index * Q_BYTES + group * (64 * 128);
+    barrier_wait(base + Layout::q_full + 8 * q.index, q.parity);
+    barrier_wait(base + Layout::k_full + 8 * k.index, k.parity);
+    pin(scores);
+    products_begin();
+    score_products(scores, q_rows, base + Layout::k + k.index * K_BYTES);
+    products_wait<0>();
+    pin(scores);
+    if (leads) barrier_arrive(base + Layout::k_empty + 8 * k.index);
+    k.advance();
+    weigh(item.last - 1);
+    pack_weights(scores, weights);
+    int add = 0;
+#pragma unroll 1
+    for (int tile = item.last - 1; tile > item.first; --tile) {
+      barrier_wait(base + Layout::k_full + 8 * k.index, k.parity);
+      take_turn(group);
+      pin(scores);
+      pin(sums);
+      pin(weights);
+      products_begin();
+      score_products(scores, q_rows, base + Layout::k + k.index * K_BYTES);
+      wait_for_values(tile);
+      value_products(sums, weights, base + Layout::v + v.index * V_BYTES, add);
+      pass_turn(group);
+      products_wait<1>();
+      pin(scores);
+      if (leads) barrier_arrive(base + Layout::k_empty + 8 * k.index);
+      k.advance();
+      const bool rescale = weigh(tile - 1);
+      products_wait<0>();
+      pin(sums);
+      pin(weights);
+      if (leads) barrier_arrive(base + Layout::v_empty + 8 * v.index);
+      v.advance();
+      pack_weights(scores, weights);
+      if (rescale) {
+#pragma unroll
+        for (int i = 0; i < V_HEAD_DIM / 2; ++i) sums[i] *= keep[i / 2 % 2];
+      }
+      add = 1;
+    }
+    // Nobody reads the queries any more.
+    if (leads) barrier_arrive(base + Layout::q_empty + 8 * q.index);
+    q.advance();
+    wait_for_values(item.first);
+    pin(sums);
+    pin(weights);
+    products_begin();
+    value_products(sums, weights, base + Layout::v + v.index * V_BYTES, add);
+    products_wait<0>();
+    pin(sums);
+    pin(weights);
+    if (leads) barrier_arrive(base + Layout::v_empty + 8 * v.index);
+    v.advance();
+    finish(arguments, item, group, thread, softmax, sums);
+  }
+}
+
+}  // namespace hopper

@@ -1,0 +1,126 @@
+// What follows an item's last tile: the sums are divided and stored, or, where programs share the rows, left for the last of them to merge.
+#pragma once
+
+#include "softmax.cuh"
+
+namespace hopper {
+
+// Of each thread of a warpgroup: its sums, then the maximum and the sum of its two rows.
+constexpr int PARTIAL_FLOATS = 128 * (V_HEAD_DIM / 2 + 4);
+
+// The four threads of a row exchange pieces, so that each stores 16 bytes: 4 x 4 words change places across and down.
+__device__ __forceinline__ uint4 exchange(u32 a, u32 b, u32 c, u32 d, int lane) {
+  const bool upper = lane & 2, odd = lane & 1;
+  const u32 a2 = __shfl_xor_sync(~0u, upper ? a : c, 2), b2 = __shfl_xor_sync(~0u, upper ? b : d, 2);
+  const u32 w0 = upper ? a2 : a, w1 = upper ? b2 : b, w2 = upper ? c : a2, w3 = upper ? d : b2;
+  const u32 x = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), y = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
+  return odd ? make_uint4(x, w1, y, w3) : make_uint4(w0, x, w2, y);
+}
+
+// Divide, and store the rows that exist. softmax.sum: of whole rows.
+__device__ __forceinline__ void store(const Arguments& arguments, const Item& item, int row, int lane, const Softmax& softmax,
+                                      float (&sums)[V_HEAD_DIM / 2]) {
+  constexpr float LN2 = 0.6931471805599453f;
+  Half* to[2];
+  bool present[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int within = (row + 8 * r) / arguments.group, token = item.tile * arguments.tokens + within;
+    const int query_head = item.head * arguments.group + row + 8 * r - within * arguments.group;
+    present[r] = within < arguments.tokens && token < item.query_len;
+    const float shift = softmax.most[r] == NEVER ? 0.0f : softmax.most[r] * arguments.scale;
+    float sum = softmax.sum[r];
+    if (arguments.sinks != nullptr) sum += exp2_approx(arguments.sinks[query_head] - shift);
+    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+#pragma unroll
+    for (int j = 0; j < V_HEAD_DIM / 8; ++j) {
+      sums[4 * j + 2 * r] *= inverse;
+      sums[4 * j + 2 * r + 1] *= inverse;
+    }
+    to[r] = static_cast<Half*>(arguments.out) + (item.token_start + token) * arguments.out_token + query_head * arguments.out_head;
+    if (arguments.lse != nullptr && present[r] && lane % 4 == 0) {
+      arguments.lse[query_head * arguments.lse_head + item.token_start + token] = sum > 0.0f ? (shift + log2_approx(sum)) * LN2 : NEVER;
+    }
+  }
+  constexpr int COLUMN_GROUPS = V_HEAD_DIM / 8, WHOLE = COLUMN_GROUPS / 4 * 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int j = 0; j < WHOLE; j += 4) {
+      const auto word = [&](int i) { return pack(sums[4 * (j + i) + 2 * r], sums[4 * (j + i) + 2 * r + 1]); };
+      const uint4 piece = exchange(word(0), word(1), word(2), word(3), lane);
+      if (present[r]) *reinterpret_cast<uint4*>(to[r] + 8 * (j + lane % 4)) = piece;
+    }
+#pragma unroll
+    for (int j = WHOLE; j < COLUMN_GROUPS; ++j) {
+      if (present[r]) *reinterpret_cast<u32*>(to[r] + 8 * j + 2 * (lane % 4)) = pack(sums[4 * j + 2 * r], sums[4 * j + 2 * r + 1]);
+    }
+  }
+}
+
+// Leave this split's sums; whoever is the last of the item's splits adds all of them, always in the same order.
+// Returns whether this warpgroup is the last, and then holds the result.
+__device__ __forceinline__ bool merge(const Arguments& arguments, const Item& item, int group, int thread, Softmax& softmax,
+                                      float (&sums)[V_HEAD_DIM / 2]) {
+  const auto place = [&](int split) {
+    const long long number = (static_cast<long long>(item.partial + split) * arguments.num_kv_heads + item.head) * GROUPS + group;
+    return reinterpret_cast<float4*>(arguments.partials + number * PARTIAL_FLOATS) + thread;
+  };
+  float4* mine = place(item.split);
+#pragma unroll
+  for (int i = 0; i < V_HEAD_DIM / 8; ++i) __stcg(mine + 128 * i, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+  __stcg(mine + 128 * (V_HEAD_DIM / 8), make_float4(softmax.most[0], softmax.most[1], softmax.sum[0], softmax.sum[1]));
+  __threadfence();
+  named_sync(ALONE + group, 128);
+  int* ticket = arguments.tickets + (item.ticket * arguments.num_kv_heads + item.head) * GROUPS + group;
+  int arrived = 0;
+  if (thread % 32 == 0) arrived = thread == 0 ? atomicAdd(ticket, 1) : 0;
+  // Thread 0 tells the others through the barrier's reduction.
+  int last;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbarrier.red.or.pred q, %2, 128, p;\nselp.s32 %0, 1, 0, q;\n}\n"
+      : "=r"(last)
+      : "r"(thread == 0 && arrived == item.splits - 1 ? 1 : 0), "r"(ALONE + group)
+      : "memory");
+  if (!last) return false;
+  __threadfence();
+  if (thread == 0) *ticket = 0;
+  softmax = Softmax();
+#pragma unroll
+  for (int i = 0; i < V_HEAD_DIM / 2; ++i) sums[i] = 0.0f;
+#pragma unroll 1
+  for (int split = 0; split < item.splits; ++split) {
+    const float4* from = place(split);
+    const float4 state = __ldcg(from + 128 * (V_HEAD_DIM / 8));
+    float old[2], add[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float other = r ? state.y : state.x, high = fmaxf(softmax.most[r], other);
+      const float shift = high == NEVER ? 0.0f : high * arguments.scale;
+      old[r] = exp2_approx(softmax.most[r] * arguments.scale - shift);
+      add[r] = exp2_approx(other * arguments.scale - shift);
+      softmax.sum[r] = softmax.sum[r] * old[r] + (r ? state.w : state.z) * add[r];
+      softmax.most[r] = high;
+    }
+#pragma unroll
+    for (int i = 0; i < V_HEAD_DIM / 8; ++i) {
+      const float4 piece = __ldcg(from + 128 * i);
+      sums[4 * i] = sums[4 * i] * old[0] + piece.x * add[0];
+      sums[4 * i + 1] = sums[4 * i + 1] * old[0] + piece.y * add[0];
+      sums[4 * i + 2] = sums[4 * i + 2] * old[1] + piece.z * add[1];
+      sums[4 * i + 3] = sums[4 * i + 3] * old[1] + piece.w * add[1];
+    }
+  }
+  return true;
+}
+
+__device__ __forceinline__ void finish(const Arguments& arguments, const Item& item, int group, int thread, Softmax& softmax,
+                                       float (&sums)[V_HEAD_DIM / 2]) {
+  const int lane = thread % 32, row = 64 * group + thread / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) softmax.sum[r] = row_sum(softmax.sum[r]);
+  if (item.splits > 1 && !merge(arguments, item, group, thread, softmax, sums)) return;
+  store(arguments, item, row, lane, softmax, sums);
+}
+
+}  // namespace hopper

@@ -1,0 +1,89 @@
+// Scores to weights: masks, and the softmax that is brought up to date tile by tile (Milakov and Gimelshein 2018, as FlashAttention uses
+// it), on the fragments that wgmma leaves: a thread holds columns 8 j + 2 (lane % 4) and the next one of rows lane / 4 and that plus 8.
+#pragma once
+
+#include "shape.cuh"
+
+namespace hopper {
+
+#define NEVER __int_as_float(0xff800000)  // minus infinity
+
+// Of the four threads that hold a row.
+__device__ __forceinline__ float row_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float row_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+struct Softmax {
+  float most[2] = {NEVER, NEVER};  // what the scores of each row are reduced by, before scaling: near the maximum
+  float sum[2] = {0.0f, 0.0f};     // of this thread's columns
+
+  // Scores become weights, in place. keep[r]: what the sums of row r so far must be multiplied by.
+  // Returns, for the whole warp, whether any keep differs from 1: a maximum that grows by less than a factor of 2^8 is let stand, since
+  // float32 sums have room for it (as FlashAttention-4 does). MASKED: rows may have no key in this tile.
+  template <bool MASKED>
+  __device__ __forceinline__ bool update(float (&scores)[KEYS / 2], float scale, float (&keep)[2]) {
+    float shift[2];
+    bool grows = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float high = fmaxf(scores[2 * r], scores[2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < KEYS / 8; ++j) high = fmaxf(high, fmaxf(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+      high = fmaxf(most[r], row_max(high));
+      const bool grown = !((high - most[r]) * scale <= 8.0f);
+      high = grown ? high : most[r];
+      shift[r] = (MASKED && high == NEVER) ? 0.0f : high * scale;
+      keep[r] = exp2_approx(most[r] * scale - shift[r]);
+      most[r] = high;
+      grows |= grown;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float total[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int j = 0; j < KEYS / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = scores[4 * j + 2 * r + e];
+          score = exp2_approx(fmaf(score, scale, -shift[r]));
+          total[e] += score;
+        }
+      }
+      sum[r] = sum[r] * keep[r] + (total[0] + total[1]);
+    }
+    return __any_sync(~0u, grows);
+  }
+};
+
+// The rows of a thread, and which keys they see: those in [low, high).
+struct Sight {
+  int high[2], low[2];
+
+  // Scores of keys outside become NEVER. key: the first of this thread's in the tile.
+  __device__ __forceinline__ void mask(float (&scores)[KEYS / 2], int key) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int above = high[r] - key, below = low[r] - key;
+#pragma unroll
+      for (int j = 0; j < KEYS / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const bool seen = 8 * j + e < above && (!WINDOW || 8 * j + e >= below);
+          if (!seen) scores[4 * j + 2 * r + e] = NEVER;
+        }
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void pack_weights(const float (&weights)[KEYS / 2], u32 (&packed)[KEYS / 4]) {
+#pragma unroll
+  for (int i = 0; i < KEYS / 4; ++i) packed[i] = pack(weights[2 * i], weights[2 * i + 1]);
+}
+
+}  // namespace hopper

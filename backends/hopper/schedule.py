@@ -1,0 +1,196 @@
+"""What the programs of one step work on: tiles of query rows, and the keys of each, cut where rows are few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+from headway.backends.hopper.tiles import Tile
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
+
+ITEM_INTS = 12
+"""Of struct Item in shape.cuh."""
+SPLITS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+"""Into how many pieces the longest query tile may be cut."""
+L2_BYTES = 32 << 20
+"""Keys and values that programs at work at a time may share: what the L2 cache of an H100 or H200 holds beside all else."""
+_START = 1.3
+"""What an item costs beside its tiles of keys, in tiles: the first scores and the last sums overlap with nothing."""
+_PARTIAL = 0.5
+"""What an item costs more that leaves a partial result, in tiles, and ..."""
+_MERGE = 0.25
+"""... what reading one of them back costs."""
+_COSTS = {1: 0.62, 2: 1.0, 3: 1.45}
+"""Time of a tile of keys by warpgroups that multiply."""
+
+Ints = NDArray[numpy.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Query tiles of a step and the range of key tiles of each, before any cut."""
+
+    seq: Ints
+    tile: Ints
+    first: Ints
+    last: Ints
+
+    @property
+    def lengths(self) -> Ints:
+        """Tiles of keys."""
+        return self.last - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The work list."""
+
+    tile: Tile
+    items: NDArray[numpy.int32]
+    """[num_items, ITEM_INTS], in the order in which programs take them."""
+    num_partials: int = 0
+    """Partial results that the cut leaves, of each kv head."""
+    num_tickets: int = 0
+    """Query tiles that were cut."""
+    section: int = 1
+    """Kv heads whose items are taken together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One step, as far as the schedule depends on it."""
+
+    starts: Ints
+    """[num_seqs + 1]: the first packed token of each sequence."""
+    query_lens: Ints
+    kv_lens: Ints
+    group: int
+    """Query heads of a kv head."""
+    heads: int
+    """Kv heads, each of which has all items."""
+    window: int | None
+    token_bytes: int
+    """Of a key and its value."""
+    programs: int
+    """Blocks of threads that run at a time."""
+
+    @classmethod
+    def of(cls, metadata: AttentionMetadata, spec: AttentionSpec, programs: int) -> Problem:
+        """Read off a step."""
+        starts = metadata.query_start_loc_cpu.numpy().astype(numpy.int64)
+        return cls(
+            starts=starts,
+            query_lens=starts[1:] - starts[:-1],
+            kv_lens=metadata.seq_lens_cpu.numpy().astype(numpy.int64),
+            group=spec.group_size,
+            heads=spec.num_kv_heads,
+            window=spec.sliding_window,
+            token_bytes=(spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize,
+            programs=programs,
+        )
+
+    def section(self, num_items: int) -> int:
+        """Kv heads whose items are taken together: those whose keys and values the L2 cache holds; 0 if not even those of one.
+
+        Few items are taken all together, for their order then decides when the last one ends.
+        """
+        if num_items * self.heads <= 4 * self.programs:
+            return self.heads
+        return min(L2_BYTES // max(int(self.kv_lens.sum()) * self.token_bytes, 1), self.heads)
+
+    def rows(self, tile: Tile) -> Rows:
+        """The query tiles, sequence by sequence, the longest first; in each the last tile, which has most keys, comes first."""
+        tokens = tile.rows // self.group
+        counts = -(-self.query_lens // tokens) * (self.kv_lens > 0)
+        order = numpy.argsort(-self.kv_lens, kind="stable")
+        seq = numpy.repeat(order, counts[order])
+        number = numpy.repeat(numpy.cumsum(counts[order]), counts[order]) - 1 - numpy.arange(len(seq))
+        first_token = number * tokens
+        last_token = numpy.minimum(first_token + tokens, self.query_lens[seq]) - 1
+        before = (self.kv_lens - self.query_lens)[seq]
+        last = -(-(before + last_token + 1) // tile.keys)
+        if self.window is None:
+            return Rows(seq, number, numpy.zeros_like(last), last)
+        return Rows(seq, number, numpy.maximum(before + first_token + 1 - self.window, 0) // tile.keys, last)
+
+    def time(self, lengths: Ints, run: int) -> float:
+        """Estimated time in key tiles if no item has more than `run` of them, which programs take the longest first."""
+        pieces = -(-lengths // run)
+        costs = numpy.repeat(lengths / pieces + _START + _PARTIAL * (pieces > 1), pieces * self.heads)
+        merging = _MERGE * int(pieces.max()) if run < int(lengths.max()) else 0.0
+        rounds = -(-len(costs) // self.programs)
+        if rounds == 1:
+            return float(numpy.max(costs)) + merging
+        padded = numpy.zeros(rounds * self.programs)
+        padded[: len(costs)] = numpy.sort(costs)[::-1]
+        laps = padded.reshape(rounds, self.programs)
+        laps[1::2] = laps[1::2, ::-1]  # who took the longest of one lap takes the shortest of the next
+        return float(numpy.max(laps.sum(0))) + merging
+
+    def longest_run(self, lengths: Ints) -> tuple[int, float]:
+        """(most key tiles of an item, estimated time in key tiles) of the best cut."""
+        longest = int(lengths.max())
+        best = longest, self.time(lengths, longest)
+        even = int(lengths.sum()) * self.heads / self.programs
+        if longest < 4 or best[1] < 1.1 * (even + _START):
+            return best
+        for splits in SPLITS:
+            run = -(-longest // splits)
+            if run < 2 or run * 3 < even:
+                break
+            time = self.time(lengths, run)
+            if time < 0.97 * best[1]:
+                best = run, time
+        return best
+
+
+def cut(problem: Problem, tile: Tile, rows: Rows, run: int) -> Schedule:
+    """Cut every query tile into items of at most `run` key tiles, as even as can be; the longest items come first.
+
+    Where not even one head's keys fit the L2 cache, items stay sequence by sequence, so that programs side by side share keys.
+    """
+    lengths = rows.lengths
+    splits = -(-lengths // max(run, 1))
+    of = numpy.repeat(numpy.arange(len(splits)), splits)
+    split = numpy.arange(len(of)) - numpy.repeat(numpy.cumsum(splits) - splits, splits)
+    shared = splits > 1
+    partials = numpy.where(shared, splits, 0)
+    seq = rows.seq[of]
+    items = numpy.zeros((len(of), ITEM_INTS), dtype=numpy.int32)
+    items[:, 0] = problem.starts[seq]
+    items[:, 1] = problem.query_lens[seq]
+    items[:, 2] = problem.kv_lens[seq]
+    items[:, 3] = seq
+    items[:, 4] = rows.tile[of]
+    items[:, 5] = rows.first[of] + lengths[of] * split // splits[of]
+    items[:, 6] = rows.first[of] + lengths[of] * (split + 1) // splits[of]
+    items[:, 7] = splits[of]
+    items[:, 8] = split
+    items[:, 9] = (numpy.cumsum(partials) - partials)[of]
+    items[:, 10] = (numpy.cumsum(shared) - shared)[of]
+    section = problem.section(len(items))
+    if section:
+        items = items[numpy.argsort(items[:, 5] - items[:, 6], kind="stable")]
+    return Schedule(tile, items, int(partials.sum()), int(shared.sum()), max(section, 1))
+
+
+def choose(problem: Problem, tiles: Sequence[Tile], num_splits: int | None = None) -> Schedule:
+    """The schedule of least estimated time. num_splits: in place of the rule, the splits of the longest query tile."""
+    best: tuple[float, Tile, Rows, int] | None = None
+    for tile in tiles:
+        rows = problem.rows(tile)
+        if not len(rows.seq):
+            return Schedule(tile, numpy.zeros((0, ITEM_INTS), dtype=numpy.int32))
+        if num_splits is None:
+            run, time = problem.longest_run(rows.lengths)
+        else:
+            run, time = -(-int(rows.lengths.max()) // num_splits), 0.0
+        time *= _COSTS[tile.groups] * tile.keys
+        if best is None or time < best[0]:
+            best = time, tile, rows, run
+    assert best is not None
+    return cut(problem, *best[1:])

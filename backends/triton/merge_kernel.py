@@ -1,0 +1,135 @@
+"""Merging the partial results of programs that shared the keys of one query tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headway.backends.triton.tiles import LN_2
+
+
+@triton.jit
+def merge_parts(
+    partial_ptr,  # float32 [.., BLOCK_DV]: normalised results, a row of a query tile each
+    lse_ptr,  # float32 [..]: their log-sum-exp to the base 2
+    first_slot,  # int64: of the first part's first row
+    slot_stride,  # from one part to the next
+    num_parts,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Combine the parts of ROWS rows by their log-sum-exp, MERGED at a time so that the loads overlap.
+
+    Returns m [ROWS], l [ROWS] and acc [ROWS, BLOCK_DV]: the largest log-sum-exp, and the sums relative to it.
+    """
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_DV)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    for merged in range(0, num_parts, MERGED):
+        number = merged + tl.arange(0, MERGED)
+        slot = (first_slot + number * slot_stride)[:, None] + r[None, :]
+        there = number < num_parts
+        lse = tl.load(lse_ptr + slot, mask=there[:, None], other=float("-inf"), cache_modifier=".cg")
+        parts = tl.load(
+            partial_ptr + slot[:, :, None] * BLOCK_DV + d[None, None, :],
+            mask=there[:, None, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weights = tl.exp2(lse - finite[None, :])
+        shrink = tl.exp2(m - finite)
+        l = l * shrink + tl.sum(weights, 0)
+        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        m = m_new
+    return m, l, acc
+
+
+@triton.jit
+def merge_rows(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    sums_ptr,
+    sinks_ptr,
+    first_slot,
+    slot_stride,
+    num_parts,
+    token,  # the sequence's first
+    kv_head,
+    first_row,  # of these rows in the sequence's query
+    query_len,
+    v_scale,
+    out_stride_token,
+    out_stride_head,
+    sums_stride_head,
+    GROUP: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Combine all parts of ROWS rows, arguments as in `merge_parts`, and store the outcome."""
+    m, l, acc = merge_parts(partial_ptr, lse_ptr, first_slot, slot_stride, num_parts, BLOCK_DV, ROWS, MERGED)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_DV)
+    head = kv_head * GROUP + (first_row + r) % GROUP
+    live = first_row + r < query_len * GROUP
+    if HAS_SINKS:
+        l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
+    if HAS_LSE:
+        tl.store(sums_ptr + head * sums_stride_head + token + (first_row + r) // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
+    result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+    out_rows = (token + (first_row + r) // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
+    inside = live[:, None] & (d[None, :] < V_HEAD_DIM)
+    tl.store(out_ptr + out_rows[:, None] + d[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["sums_stride_head"], do_not_specialize_on_alignment=["sums_ptr", "merges_ptr"])
+def merge_tiles(
+    out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
+    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
+    merges_ptr,  # int32 [num_merges, 8], see work.MERGE_FIELDS
+    sinks_ptr,  # float32 [num_heads], log2(e) * sink
+    partial_ptr,  # float32 [slots, NUM_KV_HEADS, BLOCK_M, BLOCK_DV]
+    lse_ptr,  # float32 [slots, NUM_KV_HEADS, BLOCK_M]
+    v_scale,
+    out_stride_token,
+    out_stride_head,
+    sums_stride_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (NUM_KV_HEADS, BLOCK_M / ROWS, num_merges): each program merges ROWS rows of a query tile whose keys were shared."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1) * ROWS
+    merge = merges_ptr + tl.program_id(2) * 8
+    token = tl.load(merge)
+    query_len = tl.load(merge + 1)
+    first_row = tl.load(merge + 2) * BLOCK_M + row
+    slot = tl.load(merge + 3).to(tl.int64) * (NUM_KV_HEADS * BLOCK_M) + kv_head * BLOCK_M + row
+    num_parts = tl.load(merge + 4)
+    if first_row < query_len * GROUP:
+        merge_rows(
+            partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, slot, NUM_KV_HEADS * BLOCK_M, num_parts, token, kv_head,
+            first_row, query_len, v_scale, out_stride_token, out_stride_head, sums_stride_head,
+            GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip

@@ -1,0 +1,367 @@
+"""`flash_attn_3` over stand-ins for its homes: numbers, plans, what is called, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from fake_flash_attn_3 import ARGUMENTS, HOMES, FlashAttn3
+from grid import CASES, SPECS, VERIFY, spec
+from headway.backends.flash_attn_3 import backend as module
+from headway.backends.flash_attn_3.backend import FlashAttention3
+from headway.backends.flash_attn_3.binding import Operators
+from headway.backends.flash_attn_3.library import Library
+from headway.backends.layouts import write_rows
+from headway.core.contract.backend import BackendInfo
+from headway.core.contract.errors import BackendError
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import YES, Support
+from headway.registry import create_registry, hookimpl
+from headway.testing.cases import Case, make_case, parse_case
+from headway.testing.kit import Kit
+from headway.testing.reference import reference, relative_error, run_backend
+from headway.testing.subject import load_subject
+from latent import errors_of, strided
+
+GPU = torch.device("cuda")
+CLAIMS = FlashAttention3.capabilities
+POISON = 3e4
+"""It reads whole blocks, whose slots are finite."""
+ABSORBED = spec(num_heads=3, num_kv_heads=1, head_dim=576, v_head_dim=512, value_in_key=True)
+EXPANDED = spec(head_dim=192, v_head_dim=128)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, fake: FlashAttn3) -> FlashAttn3:
+    found = Library("a stand-in", Path("/nowhere"), Operators.of(fake.namespace))
+    monkeypatch.setattr(module, "find_library", lambda: (found, YES))
+    return fake
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FlashAttn3:
+    return install(monkeypatch, FlashAttn3())
+
+
+def case_of(name: str, layer: AttentionSpec, layout: CacheLayout = NHD, block_size: int = 16, padding_rows: int = 0) -> Case:
+    verify = VERIFY.get(name, 1)
+    lens = parse_case(CASES.get(name, name), verify)
+    options = {"decode_query_len": verify, "poison": POISON, "padding_rows": padding_rows}
+    return make_case(lens, layer, layout, block_size, write_rows, **options)
+
+
+def check(case: Case) -> None:
+    made = FlashAttention3(case.spec, case.cache.layout, case.cache.block_size)
+    assert relative_error(run_backend(made, case), reference(case), case) < 1e-6
+
+
+def on_gpu(layer: AttentionSpec, **changes: object) -> AttentionSpec:
+    return dataclasses.replace(layer, device=GPU, dtype=torch.bfloat16, **changes)
+
+
+@pytest.fixture(autouse=True)
+def claims_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-ins compute on a CPU, in float32."""
+    claims = dataclasses.replace(FlashAttention3.capabilities, devices=("cpu", "cuda"), dtypes=(torch.float32, torch.bfloat16))
+    monkeypatch.setattr(FlashAttention3, "capabilities", claims)
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("case_name", CASES)
+def test_every_home_matches_float64(monkeypatch: pytest.MonkeyPatch, home: str, case_name: str) -> None:
+    install(monkeypatch, FlashAttn3(home))
+    check(case_of(case_name, spec()))
+
+
+@pytest.mark.parametrize("case_name", ["mixed", "decode ragged", "verify"])
+@pytest.mark.parametrize("layer", ["mha", "mqa", "window", "window 1", "softcap", "gqa 8, head_dim 80"])
+def test_features_match_float64(fake: FlashAttn3, layer: str, case_name: str) -> None:
+    check(case_of(case_name, SPECS[layer]))
+
+
+@pytest.mark.parametrize("home", ["vllm", "sgl"])
+def test_sinks_match_float64(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    install(monkeypatch, FlashAttn3(home))
+    check(case_of("mixed", spec(sinks=(0.25, -1.0, 2.0, 0.0))))  # numbers that bfloat16 holds
+
+
+@pytest.mark.parametrize("case_name", ["mixed", "decode ragged"])
+@pytest.mark.parametrize("layout", [NHD, HND], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("block_size", [1, 16, 40])
+def test_layouts_and_block_sizes(fake: FlashAttn3, layout: CacheLayout, block_size: int, case_name: str) -> None:
+    check(case_of(case_name, spec(), layout, block_size))
+
+
+@pytest.mark.parametrize("case_name", ["prefill", "mixed", "verify"])
+@pytest.mark.parametrize(("layer", "layout"), [(EXPANDED, NHD), (EXPANDED, HND), (ABSORBED, LATENT)], ids=str)
+def test_unequal_heads_and_the_log_sum_exp(fake: FlashAttn3, layer: AttentionSpec, layout: CacheLayout, case_name: str) -> None:
+    error, lse = errors_of(FlashAttention3, case_of(case_name, layer, layout))
+    assert error < 1e-6
+    assert lse < 2e-5
+
+
+def test_a_cache_in_foreign_memory(fake: FlashAttn3) -> None:
+    case = strided(case_of("mixed", spec(), NHD))
+    for tensor in case.cache.tensors.values():
+        tensor.nan_to_num_(POISON)
+    assert FlashAttention3.accepts(case.cache)
+    check(case)
+
+
+def test_padding_rows_disturb_nobody(fake: FlashAttn3) -> None:
+    for name in ("decode ragged", "verify"):
+        check(case_of(name, spec(), padding_rows=3))
+
+
+# Plans.
+
+
+def test_the_split_is_planned_once_for_all_layers(fake: FlashAttn3) -> None:
+    case = case_of("decode ragged", spec())
+    made, out = FlashAttention3(case.spec, NHD, 16), torch.empty_like(case.q)
+    plan = made.plan(case.metadata)
+    for _ in range(3):
+        made.decode(case.q, case.cache, plan, out)
+    assert fake.names == ["get_scheduler_metadata", "fwd", "fwd", "fwd"]
+    plans = [given["scheduler_metadata"] for name, given in fake.calls if name == "fwd"]
+    assert all(each is not None and each.data_ptr() == plans[0].data_ptr() for each in plans)
+
+
+def test_a_prompt_needs_no_plan_of_a_split(fake: FlashAttn3) -> None:
+    check(case_of("prefill", spec()))
+    assert fake.names == ["fwd"]
+
+
+def test_a_home_without_a_planner_plans_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, FlashAttn3("sgl"))
+    check(case_of("decode", spec()))
+    assert fake.names == ["fwd"]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_captured_step_plans_anew_in_each_replay_and_once(fake: FlashAttn3, layers: int) -> None:
+    """The stand-in refuses a plan that was made for other lengths."""
+    case = case_of("decode ragged", spec())
+    caches = [case.cache, LayerCache(case.cache.tensors, NHD, case.cache.geometry)][:layers]
+    made, out = FlashAttention3(case.spec, NHD, 16), torch.empty_like(case.q)
+    plan = made.plan_for_capture(case.metadata)
+    assert fake.names == []
+    for kv_lens in ([2, 15, 16, 17, 49], [1, 1, 9, 12, 30], [2, 15, 16, 17, 49]):
+        now = AttentionMetadata.build([1] * 5, [length - 1 for length in kv_lens], case.metadata.block_table_cpu.tolist(), 16)
+        case.metadata.seq_lens.copy_(now.seq_lens)
+        made.plan_for_replay(plan, now)
+        for cache in caches:
+            made.decode(case.q, cache, plan, out)
+        lengths = dataclasses.replace(case, metadata=now)
+        assert relative_error(out, reference(lengths), lengths) < 1e-6
+    assert fake.names == ["get_scheduler_metadata", *["fwd"] * layers] * 3
+
+
+def test_calls_get_the_metadatas_own_tensors(fake: FlashAttn3) -> None:
+    case = case_of("decode ragged", spec())
+    run_backend(FlashAttention3(case.spec, NHD, 16), case)
+    given = fake.calls[-1][1]
+    for name, tensor in (("seqused_k", case.metadata.seq_lens), ("page_table", case.metadata.block_table)):
+        assert given[name].data_ptr() == tensor.data_ptr()
+
+
+def test_the_library_chooses_splits_until_their_memory_is_too_much(fake: FlashAttn3, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, case = spec(num_heads=8, num_kv_heads=1), case_of("5q1s40", spec(num_heads=8, num_kv_heads=1))
+    run_backend(FlashAttention3(layer, NHD, 16), case)
+    assert fake.calls[-1][1]["num_splits"] == 0
+    each = 5 * 8 * 33 * 4
+    monkeypatch.setattr(module, "WORKSPACE", 7 * each)
+    made = FlashAttention3(layer, NHD, 16)
+    run_backend(made, case)
+    assert [given["num_splits"] for _, given in fake.calls[-2:]] == [7, 7]
+    assert made.workspace_bytes(5, 5) == 7 * each
+    monkeypatch.setattr(module, "WORKSPACE", each - 1)
+    run_backend(made, case)
+    assert fake.calls[-1][1]["num_splits"] == 1
+
+
+def test_no_split_is_asked_for_where_the_plan_would_make_none(fake: FlashAttn3) -> None:
+    """132 multiprocessors: what the longest sequence takes one of them, against what all work takes all of them."""
+    layer = spec(num_heads=4, num_kv_heads=2)
+    for text, splits in (
+        ("66q1s40", 1),  # 66 sequences of 2 kv heads are 132 programs of the same length
+        ("65q1s40", 0),
+        ("80q1s40_1q1s300", 0),  # one that is long
+        ("2q2000s2050_1q1s9", 0),  # 32 tiles of queries for each kv head and sequence: 128 programs
+        ("3q2000s2050_1q1s9", 1),
+    ):
+        fake.calls.clear()
+        case = case_of(text, layer)
+        made = FlashAttention3(layer, NHD, 16)
+        views = [view for view in (case.metadata.prefill, case.metadata.decode) if view is not None]
+        asked = [made.plan(view).arguments[made._operators.forward.place["num_splits"]] for view in views]
+        assert asked[0] == splits, text
+        assert {given["num_splits"] for _, given in fake.calls} == set(asked)
+        captured = made.plan_for_capture(views[-1])
+        assert captured.arguments[made._operators.forward.place["num_splits"]] == 0  # its lengths change
+
+
+# Claims and refusals.
+
+
+def test_claims(fake: FlashAttn3) -> None:
+    layer = on_gpu(spec())
+    for layout in (NHD, HND):
+        assert all(FlashAttention3.supports(layer, layout, 16, phase) for phase in Phase)
+    assert not FlashAttention3.supports(layer, VLLM_5D, 16, Phase.DECODE)
+    assert FlashAttention3.supports(layer, VLLM_5D, 16, Phase.PREFILL)
+    assert FlashAttention3.supports(on_gpu(ABSORBED), LATENT, 16, Phase.DECODE)
+    for changed, what in (
+        ({"head_dim": 36}, "head_dim"),
+        ({"head_dim": 264}, "head_dim"),
+        ({"v_head_dim": 16}, "head_dim/v_head_dim"),
+        ({"alibi_slopes": (1.0,) * 4}, "alibi_slopes"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "kv_cache_dtype"),
+    ):
+        refused = FlashAttention3.supports(on_gpu(spec(**changed)), NHD, 16, Phase.DECODE)
+        assert [reason.what for reason in refused.reasons] == [what]
+
+
+@pytest.mark.parametrize(
+    ("layer", "layout", "what"),
+    [
+        (on_gpu(spec(num_kv_heads=1, head_dim=48, v_head_dim=32, value_in_key=True)), LATENT, "head_dim/v_head_dim"),
+        (on_gpu(spec(num_kv_heads=1, head_dim=64, value_in_key=True)), LATENT, "head_dim/v_head_dim"),
+        (on_gpu(spec(head_dim=576, v_head_dim=512)), NHD, "head_dim/v_head_dim"),
+        (on_gpu(spec(num_heads=128, sinks=(1.0,) * 128)), NHD, "sinks"),
+    ],
+)
+def test_what_the_library_has_no_kernel_for(fake: FlashAttn3, layer: AttentionSpec, layout: CacheLayout, what: str) -> None:
+    assert what in [reason.what for reason in FlashAttention3.supports(layer, layout, 16, Phase.DECODE).reasons]
+
+
+def test_sinks_are_refused_where_they_would_lose_bits_or_the_home_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = on_gpu(spec(sinks=(1.0,) * 4))
+    install(monkeypatch, FlashAttn3("upstream"))
+    (reason,) = FlashAttention3.supports(layer, NHD, 16, Phase.DECODE).reasons
+    assert str(reason) == "sinks: needs a library whose operator takes s_aux, got that of a stand-in"
+    install(monkeypatch, FlashAttn3("sgl"))
+    assert FlashAttention3.supports(layer, NHD, 16, Phase.DECODE)
+    wide = dataclasses.replace(layer, dtype=torch.float32)
+    assert "bfloat16" in str(FlashAttention3.supports(wide, NHD, 16, Phase.DECODE))
+
+
+def test_a_home_without_q_v_serves_no_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FlashAttn3("upstream", leave_out="q_v"))
+    assert [reason.what for reason in FlashAttention3.supports(on_gpu(ABSORBED), LATENT, 16, Phase.DECODE).reasons] == [
+        "value_in_key"
+    ]
+    check(case_of("mixed", spec()))
+
+
+def test_memory_that_tma_cannot_load_is_refused(fake: FlashAttn3) -> None:
+    layer = spec(head_dim=24)
+    memory = torch.zeros(4, 16, 2, 25)
+    cache = LayerCache.wrap({"key": memory[..., :24], "value": memory[..., 1:]}, NHD, layer)
+    refused = FlashAttention3.accepts(cache)
+    assert refused.reasons[0].what == "cache, key"
+    assert "16 bytes" in refused.reasons[0].need
+
+
+def test_a_cache_that_is_not_read_is_not_looked_at(fake: FlashAttn3) -> None:
+    case = case_of("prefill", spec(), VLLM_5D)
+    assert FlashAttention3.accepts(case.cache)
+    check(case)
+
+
+@pytest.mark.parametrize("missing", ["page_table", "scheduler_metadata", "softcap"])
+def test_a_build_without_an_argument_that_is_needed_is_named(missing: str) -> None:
+    fake = FlashAttn3(leave_out=missing)
+    with pytest.raises(BackendError, match=f"has no argument {missing}"):
+        Operators.of(fake.namespace)
+
+
+def test_a_build_that_wants_an_argument_nobody_knows_is_named() -> None:
+    library = torch.library.Library("fake_fa3_newer", "DEF")
+    library.define(f"fwd({ARGUMENTS['vllm']}, int speed) -> Tensor[]")
+    with pytest.raises(BackendError, match="wants speed"):
+        Operators.of("fake_fa3_newer")
+
+
+def test_the_kernel_says_where_it_comes_from(fake: FlashAttn3) -> None:
+    assert FlashAttention3.kernel(on_gpu(spec()), Phase.DECODE) == ("FlashAttnFwdSm90 (FlashAttention 3 of a stand-in, paged)")
+
+
+# The kit, over the stand-in: what a GPU is held to, but for the device's own checks.
+
+
+@pytest.fixture
+def kit(fake: FlashAttn3, monkeypatch: pytest.MonkeyPatch) -> Kit:
+    class OnCpu(FlashAttention3):
+        name = "fa3_on_cpu"
+        capabilities = dataclasses.replace(CLAIMS, devices=("cpu",))
+
+        @classmethod
+        def available(cls) -> Support:
+            return YES
+
+    class Plugin:
+        @hookimpl
+        def headway_register_backends(self) -> list[BackendInfo]:
+            return [BackendInfo("fa3_on_cpu", "over a stand-in", lambda: OnCpu, api_version=2)]
+
+    registry = create_registry([Plugin()], load_entry_points=False)
+    return Kit(load_subject("fa3_on_cpu", torch.device("cpu"), registry))
+
+
+@pytest.mark.parametrize(
+    "check", ["claims", "refuse", "options", "tolerance", "answer", "graph", "bounds", "lse", "turns", "repeat"]
+)
+def test_the_quick_cells_of_the_kit_pass(kit: Kit, check: str) -> None:
+    cells = [cell for cell in kit.cells(quick=True) if cell.check == check]
+    results = [kit.run(cell) for cell in (cells[::3] if check == "answer" else cells)]
+    assert results
+    assert [(result.cell, result.reason) for result in results if result.status == "failed"] == []
+
+
+# The library itself.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case_name", ["64q1s700", "mixed", "verify"])
+def test_the_real_library_computes_right_and_is_captured(monkeypatch: pytest.MonkeyPatch, case_name: str) -> None:
+    monkeypatch.setattr(FlashAttention3, "capabilities", CLAIMS)
+    found = FlashAttention3.available()
+    if not found:
+        pytest.skip(str(found))
+    layer = on_gpu(spec(num_heads=8, head_dim=128))
+    case = case_of(case_name, layer)
+    made = FlashAttention3(layer, NHD, 16)
+    assert relative_error(run_backend(made, case), reference(case), case) < FlashAttention3.tolerance[torch.bfloat16]
+    if case.metadata.num_prefills:
+        return
+    plan, out = made.plan_for_capture(case.metadata), torch.empty_like(case.q)
+    made.decode(case.q, case.cache, plan, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            made.decode(case.q, case.cache, plan, out)
+    shorter = case.metadata.seq_lens // 2 + 4
+    case.metadata.seq_lens.copy_(shorter)
+    graph.replay()
+    lens = shorter.tolist()
+    query_lens = case.metadata.query_lens
+    now = dataclasses.replace(
+        case,
+        metadata=AttentionMetadata.build(
+            query_lens,
+            [length - n for length, n in zip(lens, query_lens, strict=True)],
+            case.metadata.block_table_cpu.tolist(),
+            16,
+            GPU,
+            8,
+        ),
+    )
+    assert relative_error(out, reference(now), now) < FlashAttention3.tolerance[torch.bfloat16]
