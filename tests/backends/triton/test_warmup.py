@@ -78,7 +78,7 @@ class Layer:
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
         self.spec, self.block_size = spec, block_size
         self.backend, self.writer = TritonAttention(spec, layout, block_size), Writer()
-        self.backend._decode._multiprocessors = 132
+        self.backend._decode._multiprocessors = self.backend._prefill._multiprocessors = 132
         num_blocks = -(-LIMITS.max_model_len // block_size) + 1
         self.cache: LayerCache = layout.allocate(CacheGeometry.of(spec, num_blocks, block_size))
         self.num_heads, self.kv_heads = spec.num_heads, spec.num_kv_heads
