@@ -25,6 +25,8 @@ class DecodeConfig:
     """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
     tile_us: float = 1.0
     """Time of one tile of a program that has its multiprocessor for itself: latency, not bandwidth."""
+    busy_us: float = 0.0
+    """Time of one tile of each program that a multiprocessor runs, however much of the memory's rate is left."""
     wave_us: float = 1.0
     """What a program costs beside its tiles."""
     merge_us: float = 0.085
@@ -88,7 +90,9 @@ SM_90 = Architecture(
     "sm_90",
     decode={
         "few": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.54, wave_us=7.6, bytes_per_us=4.1e6),
-        "many": DecodeConfig(block_n=128, num_warps=4, num_stages=2, residents=3, tile_us=1.5, wave_us=1.7, bytes_per_us=4.1e6),
+        "many": DecodeConfig(
+            128, num_warps=4, num_stages=2, residents=3, tile_us=1.5, busy_us=2.02, wave_us=1.7, bytes_per_us=4.1e6
+        ),
         "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.59, wave_us=7.6, bytes_per_us=4.1e6),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),

@@ -53,17 +53,19 @@ def expected_us(
     """Microseconds of a launch, less what is the same for every cut.
 
     A multiprocessor runs `residents` programs at a time. They take their tiles at the rate of the memory, or at that of their own
-    latency where they are too few, and near the crossing of the two at neither. The multiprocessor with most programs ends last:
-    it does not take more of the memory's rate because others have ended. Fitted on an H200 (docs/kernels.md).
+    latency where they are too few, and near the crossing of the two at neither; the multiprocessor with most programs at no more
+    than its own rate. Fitted on an H200 (docs/kernels.md).
     """
     tiles = -(-keys // config.block_n)
     each = -(-tiles // splits)
     shared_us = multiprocessors * config.block_n * key_bytes / config.bytes_per_us  # a tile of every multiprocessor at once
-    programs = -(-items * -(-tiles // each) // multiprocessors)
-    waves, rest = divmod(programs, config.residents)
+    programs = items * tiles / each / multiprocessors
+    waves = math.floor(programs / config.residents)
+    rest = programs - waves * config.residents
     time = waves * (each * math.hypot(config.tile_us, config.residents * shared_us) + config.wave_us)
     if rest > 0:
-        time += each * math.hypot(config.tile_us, rest * shared_us) + config.wave_us
+        tile_us = max(math.hypot(config.tile_us, rest * shared_us), math.ceil(rest) * config.busy_us)
+        time += each * tile_us + config.wave_us
     merge_us = config.merge_us + config.merge_row_us * rows
     parts = -(-tiles // each)
     if parts > FAN:
