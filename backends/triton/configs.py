@@ -52,16 +52,14 @@ class PrefillConfig:
     """Compute the scores of the next tile beside the weights of this one."""
     residents: int = 1
     """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
-    tile_us: float = 1.0
-    """Time of one tile of keys of a program that has its multiprocessor for itself."""
-    wave_us: float = 2.0
+    wave_us: float = 6.0
     """What a program costs beside its tiles."""
-    merge_us: float = 3.0
+    merge_us: float = 4.0
     """What merging costs beside moving the partial results: a launch, ..."""
     bytes_per_us: float = 3.0e6
     """... which are written and read at this rate."""
-    flops_per_us: float = 6.0e8
-    """Rate of the tensor cores of all multiprocessors."""
+    flops_per_us: float = 4.2e8
+    """Rate at which all multiprocessors work through tiles, one program each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,10 +87,10 @@ def varlen_attention(
     kv_head = tl.program_id(0)
     work = work_ptr + tl.program_id(1) * 8
     seq = tl.load(work)
-    first_row = tl.load(work + 1) * BLOCK_M
-    start = tl.load(work + 2)
-    query_len = tl.load(work + 3)
-    kv_len = tl.load(work + 4)
+    start = tl.load(work + 1)
+    query_len = tl.load(work + 2)
+    kv_len = tl.load(work + 3)
+    first_row = tl.load(work + 4) * BLOCK_M
     begin = tl.load(work + 5) * BLOCK_N  # a number of tiles there, so that the compiler sees a multiple
     end = tl.load(work + 6)
     slot = tl.load(work + 7)
@@ -200,4 +200,5 @@ def varlen_attention(
     else:
         part = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(lse_ptr + part, m + tl.log2(l))  # of a row without a visible key in this run: -inf
-        tl.store(partial_ptr + part[:, None] * BLOCK_DV + dv[None, :], acc / tl.where(l > 0, l, 1.0)[:, None], mask=live[:, None])
+        result = acc * (1.0 / tl.where(l > 0, l, 1.0))[:, None]
+        tl.store(partial_ptr + part[:, None] * BLOCK_DV + dv[None, :], result, mask=live[:, None])
