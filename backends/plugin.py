@@ -157,8 +157,8 @@ RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
 }
 """Best first, by device type and phase, where nobody has measured this machine.
 
-From one H200 (bf16, head_dim 128, 32/8 heads). hopper leads flash_attn_3, the fastest library, in most prompts and extensions, and
-needs no library. The others' prefill in TFLOP/s at 1x512, 1x2048, 1x8192, 1x32768 and 8x2048 tokens:
+From one H200 (bf16, head_dim 128, 32/8 heads). hopper leads flash_attn_3, the fastest library, in most prompts and extensions,
+and needs no library. The others' prefill in TFLOP/s at 1x512, 1x2048, 1x8192, 1x32768 and 8x2048 tokens:
 flash_attn_4 34, 211, 686, 652, 527; flash_attn 87, 222, 344, 374, 317; xformers 6 to 177 by CUTLASS, with flash as flash_attn
 but for the host time. So flash_attn_4 loses 40 us on a short prompt and halves the time of a long one, where the time goes. sdpa
 with torch's flash kernel reaches 57 to 351, but a step's mixed lengths take a call each, and a context is gathered first.

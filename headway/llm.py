@@ -20,7 +20,7 @@ from headway.core.select.request import parse_backend_request
 from headway.core.select.selector import check_names
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.heap import freeze_heap
-from headway.models.device_operations import fastest_sampling
+from headway.models.device_operations import compile_ahead, fastest_sampling
 from headway.models.loader import load_model
 from headway.outputs import RequestOutput
 from headway.processor import OutputProcessor, Progress, RequestState
@@ -59,7 +59,8 @@ class LLM:
             costs = costs_for(specs, self.registry, config.attn_backend, table)
         # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
-        self.engine = Engine(self.model.decoder, self.registry, config, self.model.eos_token_ids, sampling, costs)
+        eos, ahead = self.model.eos_token_ids, compile_ahead(self.device)
+        self.engine = Engine(self.model.decoder, self.registry, config, eos, sampling, costs, compile_ahead=ahead)
         self.tokenizer = self.model.tokenizer
         self._processor = OutputProcessor(self.tokenizer)
         self._request_ids = count()

@@ -34,8 +34,8 @@ _SIZES = (
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
-def check_folder(folder: Path) -> None:
-    """Read config.json and its neighbours.
+def check_folder(folder: Path) -> Mapping[str, Any]:
+    """Read config.json, which is returned, and its neighbours.
 
     :raises ModelError: not a whole model, a quantised one, one that is no causal language model of a known architecture, or
         one with impossible sizes.
@@ -52,6 +52,7 @@ def check_folder(folder: Path) -> None:
     _check_architecture(folder, config)
     _check_weights(folder, config)
     _check_sizes(folder, config)
+    return config
 
 
 def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,16 +97,28 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Frequencies and factor; scaled types are computed by transformers, so that they mean what the checkpoint means."""
+    """Frequencies and factor; rare scaled types are computed by transformers, so that they mean what the checkpoint means."""
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ModelError(f"partial_rotary_factor: needs 1, got {parameters['partial_rotary_factor']}")
-    if kind == "default":
-        return 1.0 / parameters["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
-    if kind not in ("linear", "llama3", "yarn"):  # the others change with the length of the sequence
+    if kind in ("default", "llama3"):
+        inv_freq = 1.0 / parameters["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        return inv_freq if kind == "default" else _llama3(inv_freq, parameters), 1.0
+    if kind not in ("linear", "yarn"):  # the others change with the length of the sequence
         raise ModelError(f"rope_type: needs default, linear, llama3 or yarn, got {kind}")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     compute: Callable[..., tuple[torch.Tensor, float]] = ROPE_INIT_FUNCTIONS[kind]
     return compute(config, torch.device("cpu"))
+
+
+def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, float]) -> torch.Tensor:
+    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
+    context = parameters["original_max_position_embeddings"]
+    wavelen = 2 * math.pi / inv_freq
+    stretched = torch.where(wavelen > context / low, inv_freq / factor, inv_freq)
+    smooth = (context / wavelen - low) / (high - low)
+    between = (wavelen >= context / high) & (wavelen <= context / low)
+    return torch.where(between, (1 - smooth) * stretched / factor + smooth * stretched, stretched)

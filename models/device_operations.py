@@ -7,6 +7,8 @@ import logging
 import torch
 from torch import Tensor
 
+from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.compiled import compile_ahead as compile_all_ahead
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.models.operations import Operations, Plain
 
@@ -35,3 +37,14 @@ def fastest_sampling(device: torch.device) -> SamplingOps:
             fused = FusedSampling(device)
             return SamplingOps(fused.greedy, fused.draw, choose=fused.draw)
     return TORCH_SAMPLING
+
+
+def compile_ahead(device: torch.device) -> CompileAhead | None:
+    """What the kernels of a device are compiled in before an engine is ready, many at a time; None where nothing is compiled."""
+    if device.type != "cuda":
+        return None
+    try:
+        from headway.backends.triton.ahead import compile_ahead as of_triton
+    except ImportError:
+        return compile_all_ahead
+    return of_triton

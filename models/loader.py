@@ -16,6 +16,7 @@ from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
 from headway.models.locate import locate
+from headway.models.plain_config import plain_config
 from headway.models.weights import Weights, WeightSource
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -70,13 +71,15 @@ def load_model(
 
 
 def read_config(folder: Path) -> Any:
-    """transformers' configuration of a model folder.
+    """The configuration of a model folder, as transformers reads it; an ordinary one is read without transformers.
 
     :raises ModelError: none there, one that cannot be read, or a checkpoint of a kind that Headway does not compute.
     """
+    plain = plain_config(check_folder(folder))
+    if plain is not None:
+        return plain
     from transformers import AutoConfig
 
-    check_folder(folder)
     try:  # without the model's own code: where auto_map names some, transformers would ask on the terminal and wait
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:

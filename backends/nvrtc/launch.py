@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from headway.backends.nvrtc.arguments import Arguments
+from headway.core.contract.compiled import AHEAD
 from headway.core.contract.errors import BackendError
 
 _UNASKED_SHARED = 46 * 1024
@@ -59,43 +61,65 @@ class Launch:
 
 
 class Kernel:
-    """One function of a loaded cubin, on one device.
+    """One function of a compilation, on one device."""
 
-    :raises BackendError: the driver does not load it.
-    """
-
-    def __init__(self, cubin: bytes, name: str, device: torch.device) -> None:
+    def __init__(self, cubin: Callable[[], bytes], name: str, device: torch.device) -> None:
+        """cubin: gives the machine code; it is asked once, by `load` or by the first launch."""
         from cuda.bindings import driver
-        from cuda.core import ObjectCode
 
-        self._name, self._device, self._driver = name, device.index or 0, driver
+        self._cubin, self._name, self._device = cubin, name, device
+        self._driver, self._index = driver, device.index or 0
+        self._attributes: dict[Any, int] = {}
+        """What the function is to be allowed, by the driver's name."""
         self._shared_limit = _UNASKED_SHARED
-        try:
-            self._kernel = ObjectCode.from_cubin(cubin).get_kernel(name)
-        except Exception as error:  # cuda.core's class for it is not public
-            raise BackendError(f"CUDA driver: loading {name}: {error}") from error
-        self._function = driver.CUfunction(int(self._kernel.handle))  # the driver takes a CUkernel in its place
+        self._kernel: Any = None
+        self._function: Any = None
+        """The driver takes a CUkernel in place of a CUfunction; None before it is loaded."""
         self._start: Any = driver.cuLaunchKernelEx
         self._stream_of: Any = torch._C._cuda_getCurrentRawStream  # as Triton asks: a tenth of making a torch.cuda.Stream
 
+    def load(self) -> None:
+        """Hand the machine code to the driver. :raises BackendError: it does not compile, or the driver does not load it."""
+        from cuda.core import ObjectCode
+
+        code = self._cubin()
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream()  # makes torch's context, if nobody has
+            try:
+                self._kernel = ObjectCode.from_cubin(code).get_kernel(self._name)
+            except Exception as error:  # cuda.core's class for it is not public
+                raise BackendError(f"CUDA driver: loading {self._name}: {error}") from error
+        self._function = self._driver.CUfunction(int(self._kernel.handle))
+        for attribute, value in self._attributes.items():
+            self._set(attribute, value)
+
     def allow_shared(self, shared_bytes: int) -> None:
         """Let a block of threads have this much dynamic shared memory; to be called before a launch that needs it."""
-        if shared_bytes <= self._shared_limit:
-            return
-        self._set(self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        self._shared_limit = shared_bytes
+        if shared_bytes > self._shared_limit:
+            self._allow(self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            self._shared_limit = shared_bytes
 
     def allow_large_clusters(self) -> None:
         """Let a cluster have 16 blocks of threads in place of 8; to be called before a launch that needs it."""
+        self._allow(self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
 
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
         """Launch on torch's current stream of the device, without synchronising. arguments: may be changed when this returns."""
-        launch.config.hStream = self._stream_of(self._device)
+        if AHEAD.get() is not None:
+            return
+        if self._function is None:
+            self.load()
+        launch.config.hStream = self._stream_of(self._index)
         (status,) = self._start(launch.config, self._function, arguments.address, 0)
         if status:
             raise BackendError(f"CUDA driver: launch of {self._name} with {launch}: {status.name}")
 
+    def _allow(self, attribute: Any, value: int) -> None:
+        self._attributes[attribute] = value
+        if self._kernel is not None:
+            self._set(attribute, value)
+
     def _set(self, attribute: Any, value: int) -> None:
-        (status,) = self._driver.cuKernelSetAttribute(attribute, value, self._kernel.handle, self._device)
+        (status,) = self._driver.cuKernelSetAttribute(attribute, value, self._kernel.handle, self._index)
         if status:
             raise BackendError(f"CUDA driver: {attribute.name} = {value} for {self._name}: {status.name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,8 +16,9 @@ import torch
 from headway.backends.nvrtc.compiler import Compiler, find_compiler
 from headway.backends.nvrtc.launch import Kernel
 from headway.backends.nvrtc.variant import Variant, architecture
+from headway.core.contract.compiled import AHEAD, announce
 from headway.core.contract.errors import UnsupportedError
-from headway.core.contract.folders import cache_folder
+from headway.core.contract.folders import cache_folder, warn_unwritable, write_whole
 
 log = logging.getLogger("headway")
 
@@ -82,7 +82,7 @@ def build_all(variants: Sequence[Variant], arch: str, compiler: Compiler, worker
 
 @cache
 def load(variant: Variant, function: str, device: torch.device, arch: str | None = None) -> Kernel:
-    """One function of a variant, ready to launch on a device; compiled first if need be.
+    """One function of a variant, ready to launch on a device; compiled first if need be, ahead of its first launch in `AHEAD`.
 
     arch: in place of the device's, such as sm_90a for what Hopper alone can do.
 
@@ -91,10 +91,17 @@ def load(variant: Variant, function: str, device: torch.device, arch: str | None
     compiler, support = find_compiler()
     if compiler is None:
         raise UnsupportedError(f"attention backend {variant.owner}", support.reasons)
-    built = build(variant, arch or architecture(device), compiler)
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes torch's context, if nobody has
-        return Kernel(built.cubin, function, device)
+
+    def cubin() -> bytes:
+        built = build(variant, arch or architecture(device), compiler)
+        announce(f"{variant.owner}: {function} of {variant}")
+        return built.cubin
+
+    pool = AHEAD.get()
+    kernel = Kernel(cubin if pool is None else pool.submit(cubin).result, function, device)
+    if pool is None:
+        kernel.load()
+    return kernel
 
 
 def _read(path: Path) -> bytes | None:
@@ -112,26 +119,9 @@ def _read(path: Path) -> bytes | None:
 
 def _write(path: Path, cubin: bytes) -> bool:
     """Keep a cubin; False, with a warning the first time, where that cannot be."""
-    part = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:
-            part = Path(file.name)
-            file.write(cubin + hashlib.sha256(cubin).digest())
-        part.replace(path)
+        write_whole(path, cubin + hashlib.sha256(cubin).digest())
     except OSError as error:
-        if part is not None:
-            part.unlink(missing_ok=True)
-        _warn_unwritable(path.parent, error.strerror or str(error))
+        warn_unwritable(path.parent, error.strerror or str(error))
         return False
     return True
-
-
-@cache
-def _warn_unwritable(folder: Path, why: str) -> None:
-    log.warning(
-        "kernel cache: %s cannot be written (%s): every process compiles its kernels again, about half a second each; "
-        "HEADWAY_CACHE names another folder",
-        folder,
-        why,
-    )

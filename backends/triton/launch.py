@@ -11,6 +11,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from headway.backends.triton.layer import INTERPRETED
+from headway.core.contract.compiled import AHEAD
 
 PDL_CAPABILITY = (9, 0)
 """The first compute capability that launches a kernel before those it depends on have ended."""
@@ -63,19 +64,24 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._compiled: dict[Hashable, Compiled] = {}
+        self._ahead: set[Hashable] = set()
+        """Keys that were compiled ahead of the first launch."""
 
     def bind(
         self, key: Hashable, grid: Grid, first: Sequence[Any], pointers: Sequence[Any], rest: Sequence[Any],
         constants: Mapping[str, Any], **options: int,
     ) -> Bound | None:  # fmt: skip
-        """Run the kernel as `__call__` does, and return it bound to grid and `rest`; None under the interpreter.
+        """Run the kernel as `__call__` does, and return it bound to grid and `rest`; None where nothing was launched by address:
+        under the interpreter, and while kernels are compiled ahead.
 
         first, rest: all arguments; pointers: the addresses of `first`, with which the bound kernel is called.
         """
-        if key not in self._compiled:
+        known = self._compiled.get(key)
+        if known is None or AHEAD.get() is not None:
             self(key, grid, (*first, *rest), constants, **options)
-            return None if INTERPRETED else Bound(self._compiled[key], grid, rest)
-        bound = Bound(self._compiled[key], grid, rest)
+            known = self._compiled.get(key)
+            return None if known is None else Bound(known, grid, rest)
+        bound = Bound(known, grid, rest)
         bound(*pointers)
         return bound
 
@@ -85,6 +91,12 @@ class Launcher:
         options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
         for those before it.
         """
+        if AHEAD.get() is not None:
+            if key not in self._ahead:
+                self._ahead.add(key)
+                options |= {"launch_pdl": True} if constants.get("PDL") else {}
+                self._kernel.warmup(*arguments, grid=grid, **constants, **options)
+            return
         known = self._compiled.get(key)
         if known is not None:
             known(grid, *arguments)

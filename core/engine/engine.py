@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine import deterministic
@@ -11,7 +12,7 @@ from headway.core.engine.config import EngineConfig
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.local import LocalExecutor
 from headway.core.engine.loop import EngineLoop, Proposer
-from headway.core.engine.scheduler import Scheduler
+from headway.core.engine.scheduler import MAX_DRAFT_TOKENS, Scheduler
 from headway.core.engine.specs import cache_specs
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
@@ -30,8 +31,11 @@ class Engine(EngineLoop):
         sampling: SamplingOps = TORCH_SAMPLING,
         costs: Mapping[AttentionSpec, CostTable] | None = None,
         proposer: Proposer | None = None,
+        compile_ahead: CompileAhead | None = None,
     ) -> None:
         """sampling: how tokens are chosen, where something does it faster than torch.
+
+        compile_ahead: what the device's kernels are compiled in before the engine is ready; None: nothing is compiled there.
 
         costs: measured times of each distinct layer, which `auto` obeys; None: the order that plugins propose.
 
@@ -42,7 +46,8 @@ class Engine(EngineLoop):
         config = config.for_device(specs[0].device)
         if config.deterministic:
             config = deterministic.prepare(source, specs, config)
-        self.executor = LocalExecutor(model, specs, source, config, sampling, costs)
+        max_decode_len = 1 if proposer is None else MAX_DRAFT_TOKENS + 1
+        self.executor = LocalExecutor(model, specs, source, config, sampling, costs, compile_ahead, max_decode_len)
         self.selection = self.executor.selection
         limits = PromptLimits.of(config, self.executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size)
         scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler

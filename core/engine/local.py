@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.warmup import StepLimits
 from headway.core.engine import pool
 from headway.core.engine.attention import PagedAttention
+from headway.core.engine.compilation import CompilationWatch
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.executor import Capacity
 from headway.core.engine.graphs import capture_sizes
-from headway.core.engine.memory import cache_memory
+from headway.core.engine.memory import cache_memory, run_trial
 from headway.core.engine.pieces import piece_sizes
 from headway.core.engine.recorder import CudaRecorder, Recorder
 from headway.core.engine.runner import Launched, Runner
 from headway.core.engine.step import StepInput
+from headway.core.engine.warming import Warming
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.selector import BackendSource, Selector
 from headway.core.select.workload import Workload
 
 log = logging.getLogger("headway")
+
+_TRIAL = 1024
+"""Tokens of a step that takes the kernels of the largest."""
+_MOST_ROUNDS = 3
+"""Of warm-up: the first compiles, the second finds nothing; a kernel that is compiled in every step would keep it from ending."""
 
 
 class LocalExecutor:
@@ -43,16 +54,21 @@ class LocalExecutor:
         config: EngineConfig,
         sampling: SamplingOps = TORCH_SAMPLING,
         costs: Mapping[AttentionSpec, CostTable] | None = None,
+        compile_ahead: CompileAhead | None = None,
+        max_decode_len: int = 1,
     ) -> None:
         """specs: of the model's layers, with the cache's element type as asked for. config: with its device's options filled in.
 
-        sampling, costs: see `Engine`.
+        sampling, costs, compile_ahead: see `Engine`. max_decode_len: query tokens of a decode, drafts included.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
         device = specs[0].device
         asked = config.attn_backend, config.kv_layout, config.block_size, config.attn_options
-        selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
+        with compile_ahead() if compile_ahead is not None else nullcontext():  # what backends and the trial need, together
+            selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
+            if compile_ahead is not None:
+                run_trial(model, min(_TRIAL, config.step_tokens), 1, device)
         self.selection = selector.selection
         """Which backend serves which phase, over which layout and block size."""
         if config.deterministic:
@@ -76,6 +92,9 @@ class LocalExecutor:
         self._runner = Runner(model, self.attention, selector, sampling, block_size, config.max_num_seqs, max_model_len)
         self._device = device
         self._config = config
+        self._compile_ahead = compile_ahead
+        limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, max_decode_len)
+        self._warming = Warming(self._runner, model, self.attention, selector, limits, block_size)
         log.info("attention: %s", self.selection)
         others = {layout.name for layout in layouts} - {self.selection.layout.name}
         if others:
@@ -83,19 +102,39 @@ class LocalExecutor:
         log.info("pool: %d blocks of %d tokens, %.2f GiB", size.num_blocks, block_size, size.num_bytes / pool.GIB)
 
     def capture(self, recorder: Recorder | None = None) -> None:
-        """Capture decode, and pieces of all other steps, as CUDA graphs, where there are any and nothing speaks against them.
+        """Compile what requests may need; capture decode, and pieces of all other steps, as CUDA graphs, where there are any and
+        nothing speaks against them.
 
-        Then the engine is ready.
-
-        recorder: records in place of CUDA's, on any device.
+        Then the engine is ready. recorder: records in place of CUDA's, on any device.
         """
-        config = self._config
+        config, watch = self._config, CompilationWatch()
+        if self._compile_ahead is not None:
+            began = time.perf_counter()
+            with self._compile_ahead():
+                self._warming.run()
+            log.info("warm-up: %d kernels compiled or loaded in %.1f s", len(watch.take()), time.perf_counter() - began)
         if self.attention.debug:
             log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
         elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
             sizes = config.cudagraph_capture_sizes or capture_sizes(config.max_num_seqs)
             self._runner.capture(sizes, piece_sizes(config.step_tokens), recorder or CudaRecorder())
-        self._runner.watch_compilations()
+            if compiled := watch.take():
+                log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
+        if self._compile_ahead is not None:
+            self._settle(watch)
+        self._runner.watch_compilations(watch)
+
+    def _settle(self, watch: CompilationWatch) -> None:
+        """Run every kind of step until none of them compiles anything."""
+        for _ in range(_MOST_ROUNDS):
+            began = time.perf_counter()
+            watch.take()
+            self._warming.run()
+            compiled = watch.take()
+            log.info("warm-up: every kind of step ran in %.1f s, %d kernels compiled", time.perf_counter() - began, len(compiled))
+            if not compiled:
+                return
+        log.warning("warm-up: %s compiled in every round: requests will wait for them", ", ".join(sorted(set(compiled))))
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
         """Have every step's logits looked at: rows that sample, int32 [rows], and logits [rows, vocab_size] on the device.

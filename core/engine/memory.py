@@ -42,24 +42,27 @@ def cache_memory(
     return left
 
 
-@torch.inference_mode()
 def _most_held(model: Model, max_num_tokens: int, max_num_seqs: int, device: torch.device) -> int:
     """Most bytes that a step needs beside weights and cache."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    run_trial(model, max_num_tokens, max_num_seqs, device)
+    torch.cuda.synchronize(device)
+    held = torch.cuda.max_memory_reserved(device) - before
+    torch.cuda.empty_cache()
+    return held
+
+
+@torch.inference_mode()
+def run_trial(model: Model, num_tokens: int, num_seqs: int, device: torch.device) -> None:
+    """Run a step of this many tokens, of which as many are sampled as there are sequences; attention is left out."""
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q.new_zeros((*q.shape[:2], model.attention_specs[layer].v_head_dim))
 
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_reserved(device)
-    ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-    positions = torch.arange(max_num_tokens, device=device) % model.max_position_embeddings
-    hidden = model(ids, positions, attention)
-    count = min(max_num_seqs, max_num_tokens)
-    logits = model.compute_logits(hidden[:count])
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(num_tokens, device=device) % model.max_position_embeddings
+    count = min(num_seqs, num_tokens)
+    logits = model.compute_logits(model(ids, positions, attention)[:count])
     sample(logits, greedy(logits), [SamplingParams(top_p=0.9)] * count, [0] * count, [0] * count)
-    torch.cuda.synchronize(device)
-    held = torch.cuda.max_memory_reserved(device) - before
-    del hidden, logits
-    torch.cuda.empty_cache()
-    return held

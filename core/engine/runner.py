@@ -119,13 +119,19 @@ class Runner:
         """Those that are fastest for one prompt."""
         return self._selector.backends_for(Phase.PREFILL, 1, length, length)
 
-    def watch_compilations(self) -> None:
+    def forget_tokens(self) -> None:
+        """Start every row anew: for steps that nobody asked for."""
+        self._newest.zero_()
+
+    def watch_compilations(self, watch: CompilationWatch) -> None:
         """From now on, tell of each step what was compiled for it."""
-        self._compilations = CompilationWatch()
+        self._compilations = watch
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
         """Start a step. On a CPU it has run when this returns."""
+        if self._compilations is not None:
+            self._compilations.take()  # for others in this process
         self._rows.update(step)
         if step.copies:
             copy_slots(self._attention.caches, step.copies)
@@ -162,7 +168,7 @@ class Runner:
                 newest = verified.newest
             self._newest.index_copy_(0, upload(torch.from_numpy(step.rows[step.samples]).long(), self._device), newest)
         backends = graph.backends if graph is not None else self._attention.serving
-        compiled = self._compilations.take() if self._compilations is not None else ()
+        compiled = self._compilations.take_late() if self._compilations is not None else ()
         counts, done = None, None
         if verified is not None:
             tokens, counts = verified.tokens, self._to_host(verified.counts)

@@ -52,6 +52,10 @@ class Chooser:
         )
         return fastest
 
+    def forget(self) -> None:
+        """No backend is in use any more: for steps that nobody asked for."""
+        self._current.clear()
+
     def decode_candidates(self, batch: int) -> list[str]:
         """Backends worth a captured graph of this batch size, at most two.
 

@@ -114,6 +114,11 @@ class Selector:
             return [self.selection.names[Phase.DECODE]]
         return self._chooser.decode_candidates(batch) or [self.selection.names[Phase.DECODE]]
 
+    def forget(self) -> None:
+        """Choose the next step's backends as if it were the first."""
+        if self._chooser is not None:
+            self._chooser.forget()
+
     def instances_of(self, name: str) -> Backends:
         """The instances of one of the selection's backends, by spec."""
         return self._instances[name]

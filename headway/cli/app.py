@@ -1,4 +1,4 @@
-"""The command line: `headway generate`, `headway backends`, `headway diff`, `headway doctor`, `headway bench ...`."""
+"""The command line: `headway generate`, `headway backends`, `headway diff`, `headway doctor`, `headway bench ...` and others."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from headway.cli.doctor import doctor
 from headway.cli.explain import explain
 from headway.cli.generate import generate
 from headway.cli.table import table
+from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import VLLM_OPTIONS
 from headway.version import __version__
@@ -58,6 +59,7 @@ app.command(cls=Command)(generate)
 app.command(cls=Command)(diff)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(build)
+app.command(cls=Command)(warm)
 app.command(cls=Command)(check)
 bench.command(cls=Command)(throughput)
 bench.command(cls=Command)(kernel)

@@ -472,7 +472,7 @@ def test_the_order_on_a_gpu_names_every_built_in_and_ends_with_the_baseline(regi
     assert set(ranked) <= set(names)
     assert order[: len(ranked) - 1] == list(ranked[:-1])
     assert order[-1] == "sdpa.math"
-    assert order[0] == ("triton" if phase is Phase.DECODE else "flash_attn_3")
+    assert order[0] == ("triton" if phase is Phase.DECODE else "hopper")
 
 
 def test_the_order_on_another_device_is_that_of_registration_with_the_baseline_last(registry: Registry) -> None:

@@ -21,6 +21,7 @@ pytest.importorskip("cuda.bindings")
 
 STUB = Path(__file__).parents[2] / "support" / "stub_driver.c"
 SETUP = """
+import contextlib
 import torch
 from cuda.bindings import driver
 from numpy import float32, int32
@@ -28,6 +29,8 @@ from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.launch import Kernel, Launch
 from headway.backends.nvrtc.tensor_map import tensor_map
 torch._C._cuda_getCurrentRawStream = lambda device: 100 + device
+torch.cuda.device = lambda device: contextlib.nullcontext()
+torch.cuda.current_stream = lambda: None
 
 class Loaded:
     def __init__(self, handle): self.handle = handle
@@ -37,7 +40,7 @@ class Loaded:
 def kernel(handle):
     import cuda.core
     cuda.core.ObjectCode = Loaded(handle)
-    return Kernel(b"", "example", torch.device("cuda", 1))
+    return Kernel(bytes, "example", torch.device("cuda", 1))
 """
 
 
@@ -71,6 +74,35 @@ kernel(78)(Launch((1, 1, 1), 32), values)
         f"function 77 grid 3 4 5 block 96 shared 70000 stream 101 overlaps 1 cluster 2 1 1 values {1 << 40} -7 1.5 65 aligned 0"
     )
     assert second == f"function 78 grid 1 1 1 block 32 shared 0 stream 101 values {(1 << 40) + 8} -8 1.5 65 aligned 0"
+
+
+def test_in_a_context_that_compiles_ahead_nothing_is_launched_and_threads_compile(driver: Path) -> None:
+    code = """
+from headway.backends.nvrtc import store
+from headway.backends.nvrtc.store import Built
+from headway.backends.nvrtc.variant import Variant
+from headway.core.contract.compiled import compile_ahead
+from pathlib import Path
+import threading, cuda.core
+asked = []
+def build(variant, arch, compiler):
+    asked.append(threading.current_thread().name.split("_")[0])
+    return Built(b"", None, 1.0)
+store.build, store.find_compiler = build, lambda: (object(), True)
+cuda.core.ObjectCode = Loaded(77)
+values, device = Arguments(1, int32(2), float32(3), bytes(128)), torch.device("cuda", 0)
+with compile_ahead():
+    loaded = store.load(Variant(Path("x"), "k.cu"), "example", device, "sm_90a")
+    loaded.allow_shared(100_000)
+    loaded(Launch((1, 1, 1), 32), values)
+print(asked, flush=True)
+loaded(Launch((1, 1, 1), 64), values)
+print(store.load(Variant(Path("x"), "k.cu"), "example", device, "sm_90a") is loaded, asked)
+"""
+    ahead, launched, same = run(driver, code).splitlines()
+    assert ahead == "['compile']"
+    assert launched.startswith("function 77 grid 1 1 1 block 64")
+    assert same == "True ['compile']"
 
 
 def test_a_launch_that_the_driver_refuses_says_what_was_asked(driver: Path) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from headway.backends.nvrtc import store
 from headway.backends.nvrtc.compiler import Compiler
 from headway.backends.nvrtc.store import build, build_all, compiled_path
 from headway.backends.nvrtc.variant import Variant
 from headway.backends.vllm_paged.arguments import CSRC
+from headway.core.contract import folders
 from headway.core.contract.errors import BackendError
 
 
@@ -49,7 +49,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def kept_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    store._warn_unwritable.cache_clear()
+    folders.warn_unwritable.cache_clear()
     caplog.set_level(logging.INFO, "headway")
     return caplog
 

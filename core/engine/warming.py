@@ -1,0 +1,173 @@
+"""Every kind of step, run once before the first request, so that none of them waits for a compiler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import Backends
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.model import Model
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.warmup import StepLimits, StepShape, powers
+from headway.core.engine.attention import PagedAttention
+from headway.core.engine.graph import name_of
+from headway.core.engine.runner import Runner
+from headway.core.engine.step import NewBlocks, StartedRow, StepInput
+from headway.core.sampling.params import SamplingParams
+from headway.core.select.selector import Selector
+
+log = logging.getLogger("headway")
+
+_SAMPLED = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01),
+)
+"""The ways in which tokens are chosen; sequences of a step take them in turn."""
+_CONTEXT = 32
+"""Cached tokens of a sequence in a whole step, where attention's own choices are not the question."""
+
+
+class Warming:
+    """Runs steps that nobody asked for, along the engine's own path: whole ones for the model and the sampler, and attention
+    alone, on one layer of each kind, for all shapes that its backends choose kernels by.
+
+    All sequences share the first blocks of the pool, which must be empty; `run` leaves zeros in them.
+    """
+
+    def __init__(
+        self, runner: Runner, model: Model, attention: PagedAttention, selector: Selector, limits: StepLimits, block_size: int
+    ) -> None:
+        self._runner, self._model, self._attention, self._selector = runner, model, attention, selector
+        self._limits, self._block_size = limits, block_size
+        self._device = attention.specs[0].device
+        self._blocks = list(range(-(-limits.max_model_len // block_size)))
+        self._failed: set[str] = set()
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Run all steps once. A backend that raises is named in the log: its first such step will raise again."""
+        for step in self._steps():
+            self._launch(step)
+        for spec in dict.fromkeys(self._attention.specs):
+            self._attend(spec)
+        self._runner.forget_tokens()
+        self._selector.forget()
+        for cache in self._attention.caches:
+            for logical in (cache.logical_key, cache.logical_value):
+                logical[: len(self._blocks)].zero_()
+
+    def _steps(self) -> Iterator[StepInput]:
+        """Prompts of every number of tokens that products and norms may choose by, then decodes and mixed steps."""
+        limits = self._limits
+        numbers = {*range(1, 18), *powers(limits.max_num_tokens), *(3 * 2**n for n in range(32))}
+        for count in sorted(each for each in numbers if each <= limits.max_num_tokens):
+            whole, rest = divmod(count, limits.max_model_len)
+            query_lens = [limits.max_model_len] * whole + [rest] * (rest > 0)
+            if len(query_lens) <= limits.max_num_seqs:
+                yield self._step(query_lens, [0] * len(query_lens), first=count)
+        context = min(_CONTEXT, limits.max_model_len - 1)
+        if context == 0:
+            return
+        for num_seqs in powers(min(limits.max_num_seqs, limits.max_num_tokens - 1)):
+            for first in range(len(_SAMPLED) if num_seqs == 1 else 1):
+                yield self._step([1] * num_seqs, [context] * num_seqs, first)
+            if num_seqs < limits.max_num_seqs:
+                yield self._step([1, *[1] * num_seqs], [0, *[context] * num_seqs])
+
+    def _step(self, query_lens: Sequence[int], context_lens: Sequence[int], first: int = 0) -> StepInput:
+        """A step of token 0 only; first: which of `_SAMPLED` its first sequence takes."""
+        rows = numpy.arange(len(query_lens), dtype=numpy.int32)
+        ends = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
+        return StepInput(
+            rows=rows,
+            query_lens=numpy.array(query_lens, dtype=numpy.int32),
+            context_lens=numpy.array(context_lens, dtype=numpy.int32),
+            num_draft_tokens=numpy.zeros(len(rows), dtype=numpy.int32),
+            samples=numpy.ones(len(rows), dtype=numpy.bool_),
+            token_ids=numpy.zeros(sum(query_lens), dtype=numpy.int64),
+            goes_on=False,
+            started=tuple(StartedRow(row, _SAMPLED[(first + row) % len(_SAMPLED)], 0) for row in rows.tolist()),
+            new_blocks=tuple(NewBlocks(row, 0, self._table(end)) for row, end in enumerate(ends)),
+        )
+
+    def _attend(self, spec: AttentionSpec) -> None:
+        """Attention of one layer of a kind, by each backend in each phase that it may be chosen for."""
+        layer = self._attention.specs.index(spec)
+        q, k, v = self._tensors(layer)
+        selection = self._selector.selection
+        for phase in Phase:
+            for name in (selection.names[phase], *selection.others.get(phase, ())):
+                backends = self._selector.instances_of(name)
+                for shape in backends[spec].warmup_shapes(phase, self._limits):
+                    for metadata in self._layouts(shape, phase):
+                        self._attend_once(layer, metadata, backends, (q, k, v))
+
+    def _layouts(self, shape: StepShape, phase: Phase) -> Iterator[AttentionMetadata]:
+        """A shape alone; and a decode also beside a prompt, where it writes no keys and its tokens come later."""
+        limits, decodes = self._limits, phase is Phase.DECODE
+        yield self._metadata(shape, 0, decodes)
+        if decodes and shape.num_seqs < limits.max_num_seqs and shape.num_seqs * shape.query_len < limits.max_num_tokens:
+            yield self._metadata(shape, 1, decodes)
+
+    def _metadata(self, shape: StepShape, prompts: int, decodes: bool) -> AttentionMetadata:
+        """prompts: of one token each, before the shape's sequences."""
+        return AttentionMetadata.build(
+            [1] * prompts + [shape.query_len] * shape.num_seqs,
+            [0] * prompts + [shape.context_len] * shape.num_seqs,
+            [self._table(1)] * prompts + [self._table(shape.query_len + shape.context_len)] * shape.num_seqs,
+            self._block_size,
+            self._device,
+            num_draft_tokens=[0] * prompts + [shape.query_len - 1 if decodes else 0] * shape.num_seqs,
+            num_blocks=self._attention.caches[0].geometry.num_blocks,
+        )
+
+    def _attend_once(self, layer: int, metadata: AttentionMetadata, backends: Backends, tensors: Sequence[Tensor]) -> None:
+        try:
+            self._attention.begin(metadata, backends, backends)
+            self._attention(layer, *(tensor[: metadata.num_tokens] for tensor in tensors))
+        except Exception as error:
+            self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
+
+    def _launch(self, step: StepInput) -> None:
+        try:
+            self._runner.launch(step).wait()
+        except Exception as error:
+            self._note("step", error)
+
+    def _note(self, where: str, error: Exception) -> None:
+        """Name what failed, once; there is no request that could end with it."""
+        if where not in self._failed:
+            self._failed.add(where)
+            log.warning("warm-up: %s; a request that needs this will end with the same error", error)
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+
+    def _tensors(self, wanted: int) -> list[Tensor]:
+        """q, k and v of a layer for the largest step: zeros, with the strides that the model gives them."""
+        seen: list[Tensor] = []
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if layer == wanted:
+                seen.extend((q, k, v))
+            return q.new_zeros((*q.shape[:2], self._attention.specs[layer].v_head_dim))
+
+        few = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self._model(few, few, attention)
+        memory: dict[int, Tensor] = {}
+        found = []
+        for tensor in seen:
+            storage = tensor.untyped_storage().data_ptr()
+            if storage not in memory:  # of all views of it: as long as the largest step's
+                memory[storage] = tensor.new_zeros((self._limits.max_num_tokens + 1) * max(each.stride(0) for each in seen))
+            shape = (self._limits.max_num_tokens, *tensor.shape[1:])
+            found.append(memory[storage].as_strided(shape, tensor.stride(), tensor.storage_offset()))
+        return found
+
+    def _table(self, length: int) -> list[int]:
+        return self._blocks[: -(-length // self._block_size)]

@@ -1,0 +1,164 @@
+"""What a warm-up launches is all that any later step launches: compared by what Triton compiles for, with nothing compiled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from headway.backends.triton import backend as triton_backend
+from headway.backends.triton import launch
+from headway.backends.triton.backend import TritonAttention
+from headway.backends.triton.configs import SM_90
+from headway.backends.triton.layer import INTERPRETED
+from headway.backends.triton.writer import Writer
+from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.warmup import StepLimits
+
+CPU = torch.device("cpu")
+LIMITS = StepLimits(max_num_tokens=2100, max_num_seqs=70, max_model_len=9000, max_decode_len=4)
+
+if INTERPRETED:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+
+class Compilations:
+    """In place of Triton: notes what it would compile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: set[tuple[object, ...]] = set()
+        self.new: list[tuple[object, ...]] = []
+        compilations = self
+
+        def call(
+            self: Any, key: object, grid: object, arguments: Sequence[Any], constants: Mapping[str, Any], **options: int
+        ) -> None:
+            compilations.note(self._kernel, arguments, constants, options)
+
+        monkeypatch.setattr(launch.Launcher, "__call__", call)
+
+    def note(self, kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, int]) -> None:
+        parts: list[object] = [kernel.__name__, tuple(sorted((name, str(value)) for name, value in constants.items()))]
+        parts += [tuple(sorted(options.items()))]
+        for parameter, argument in zip(kernel.params, arguments, strict=False):
+            if isinstance(argument, torch.Tensor):
+                aligned = not parameter.do_not_specialize_on_alignment and argument.data_ptr() % 16 == 0
+                parts.append((str(argument.dtype), aligned))
+            elif isinstance(argument, int) and not parameter.do_not_specialize:
+                parts.append((argument == 1, argument % 16 == 0))
+            elif isinstance(argument, int):
+                parts.append("int")
+            elif isinstance(argument, float):
+                parts.append("float")
+            else:  # a tensor descriptor
+                parts.append((type(argument).__name__, tuple(argument.block_shape)))
+        found = tuple(parts)
+        if found not in self.seen:
+            self.seen.add(found)
+            self.new.append(found)
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
+    monkeypatch.setattr(triton_backend, "architecture", lambda capability: SM_90)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return Compilations(monkeypatch)
+
+
+class Layer:
+    """One attention layer of an engine: its backend, its writer, and a step's tensors with the strides of a merged product."""
+
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
+        self.spec, self.block_size = spec, block_size
+        self.backend, self.writer = TritonAttention(spec, layout, block_size), Writer()
+        self.backend._decode._multiprocessors = self.backend._prefill._multiprocessors = 132
+        num_blocks = -(-LIMITS.max_model_len // block_size) + 1
+        self.cache: LayerCache = layout.allocate(CacheGeometry.of(spec, num_blocks, block_size))
+        self.num_heads, self.kv_heads = spec.num_heads, spec.num_kv_heads
+        self.qkv = torch.empty(LIMITS.max_num_tokens, self.num_heads + 2 * self.kv_heads, spec.head_dim, dtype=spec.dtype)
+
+    def step(self, query_lens: list[int], context_lens: list[int], drafts: list[int]) -> None:
+        ends = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
+        tables = [list(range(-(-end // self.block_size))) for end in ends]
+        step = AttentionMetadata.build(query_lens, context_lens, tables, self.block_size, CPU, num_draft_tokens=drafts)
+        q, k, v = self.qkv[: step.num_tokens].split([self.num_heads, self.kv_heads, self.kv_heads], dim=1)
+        out = q.new_empty((step.num_tokens, self.num_heads, self.spec.v_head_dim))
+        alone = step.num_prefills == 0 and step.max_query_len == 1
+        if not (alone and self.backend.decode_writes):
+            self.writer(k, v, self.cache, step.slot_mapping)
+        start = 0
+        for view in (step.prefill, step.decode):
+            if view is None:
+                continue
+            rows = slice(start, start + view.num_tokens)
+            plan = self.backend.plan(view)
+            if view.phase is not Phase.DECODE:
+                self.backend.prefill(q[rows], k[rows], v[rows], self.cache, plan, out[rows])
+            elif alone and self.backend.decode_writes:
+                self.backend.write_and_decode(q, k, v, self.cache, plan, out)
+            else:
+                self.backend.decode(q[rows], self.cache, plan, out[rows])
+            start += view.num_tokens
+
+    def warm_up(self) -> None:
+        """As core/engine/warming.py does."""
+        for phase in Phase:
+            for num_seqs, query_len, context_len in self.backend.warmup_shapes(phase, LIMITS):
+                drafts = query_len - 1 if phase is Phase.DECODE else 0
+                shape = [query_len] * num_seqs, [context_len] * num_seqs, [drafts] * num_seqs
+                self.step(*shape)
+                if phase is Phase.DECODE and num_seqs < LIMITS.max_num_seqs and num_seqs * query_len < LIMITS.max_num_tokens:
+                    self.step([1, *shape[0]], [0, *shape[1]], [0, *shape[2]])
+        for count in range(1, LIMITS.max_num_tokens + 1, 7):
+            self.step([count], [0], [0])
+
+
+def random_step(draw: random.Random) -> tuple[list[int], list[int], list[int]]:
+    """Prompts, chunks of prompts, decodes and verifications, as a scheduler may put them together."""
+    rows: list[tuple[int, int, int]] = []
+    tokens, verifies = LIMITS.max_num_tokens, draw.random() < 0.2
+    for _ in range(draw.choice((0, 0, 1, 1, 2, 5, 20))):
+        query = min(tokens, draw.choice((1, 5, 16, 17, 33, 100, 400, 1500, 2100)), draw.randint(1, 2100))
+        context = draw.choice((0, 0, draw.randint(1, LIMITS.max_model_len - query)))
+        if query and not (context and query == 1):
+            rows.append((query, context, 0))
+            tokens -= query
+    most = min(LIMITS.max_num_seqs - len(rows), tokens // 4)
+    for _ in range(draw.choice((0, 1, 3, 9, 40, 70)) if most else 0):
+        if len(rows) < LIMITS.max_num_seqs and tokens >= 4:
+            drafts = draw.randint(0, 3) if verifies else 0
+            rows.append((drafts + 1, draw.randint(1, draw.choice((20, 500, LIMITS.max_model_len - 4))), drafts))
+            tokens -= drafts + 1
+    rows = rows or [(1, 1, 0)]
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
+
+
+BF16 = torch.bfloat16
+KINDS = {
+    "qwen3-0.6b": (AttentionSpec(16, 8, 128, 0.088, BF16, CPU), NHD, 16),
+    "8b, large blocks": (AttentionSpec(32, 8, 128, 0.088, BF16, CPU), NHD, 256),
+    "one kv head of 256, window": (AttentionSpec(8, 1, 256, 0.0625, BF16, CPU, sliding_window=512), NHD, 64),
+    "vllm_5d": (AttentionSpec(14, 2, 64, 0.125, BF16, CPU), VLLM_5D, 16),
+    "fp8": (AttentionSpec(16, 8, 128, 0.088, BF16, CPU, kv_dtype=torch.float8_e4m3fn), NHD, 16),
+    "invariant": (AttentionSpec(16, 8, 128, 0.088, BF16, CPU, batch_invariant=True), NHD, 16),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_compiles_after_the_warm_up(compilations: Compilations, kind: str) -> None:
+    layer = Layer(*KINDS[kind])
+    layer.warm_up()
+    assert len(compilations.seen) > 5
+    draw = random.Random(7)
+    compilations.new.clear()
+    for _ in range(150):
+        step = random_step(draw)
+        layer.step(*step)
+        assert not compilations.new, (step, compilations.new)

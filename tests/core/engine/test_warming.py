@@ -1,0 +1,214 @@
+"""Nothing is compiled after the engine is ready: every kind of step has been run before."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from driving import drain
+from headway.backends.sdpa import SDPAMath
+from headway.core.contract.backend import API_VERSION, BackendInfo
+from headway.core.contract.compiled import announce
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.warmup import StepLimits, StepShape, lattice, powers
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.engine import Engine
+from headway.core.sampling.params import SamplingParams
+from headway.registry import create_registry, hookimpl
+from tiny import TinyModel
+
+CONFIG = EngineConfig(
+    attn_backend="lazy", block_size=8, kv_cache_memory=2**18, max_model_len=48, max_num_seqs=9, max_num_batched_tokens=40
+)
+
+
+class Lazy(SDPAMath):
+    """Compiles at first sight of a kernel, which it chooses by powers of two of all lengths that a plan knows."""
+
+    name = "lazy"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.compiled: set[tuple[object, ...]] = set()
+
+    def variant(self, view: AttentionMetadata) -> tuple[object, ...]:
+        context = max(kv - q for q, kv in zip(view.query_lens, view.kv_lens, strict=True))
+        large = view.num_seqs > 4 if view.phase is Phase.DECODE else False
+        return view.phase, (view.max_query_len - 1).bit_length(), large, context >= 16
+
+    def plan(self, metadata: AttentionMetadata) -> Any:
+        variant = self.variant(metadata)
+        if variant not in self.compiled:
+            self.compiled.add(variant)
+            announce(f"lazy {variant}")
+        return super().plan(metadata)
+
+
+class Odd(Lazy):
+    """Chooses at numbers that nobody would guess, and says which."""
+
+    name = "odd"
+
+    def variant(self, view: AttentionMetadata) -> tuple[object, ...]:
+        return view.phase, view.max_query_len > 13, view.num_seqs > 6
+
+    def warmup_shapes(self, phase: Phase, limits: StepLimits) -> Iterable[StepShape]:
+        context = 0 if phase is Phase.PREFILL else 7
+        lengths = (1,) if phase is Phase.DECODE else (2, 13, 14)
+        return [StepShape(num_seqs, length, context) for num_seqs in (1, 7) for length in lengths if num_seqs * length <= 98]
+
+
+class Plugin:
+    def __init__(self, backend: type[Lazy]) -> None:
+        self.backend = backend
+
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        return [BackendInfo(self.backend.name, "a test's", lambda: self.backend, api_version=API_VERSION)]
+
+
+def engine_with(backend: type[Lazy], ahead: Any = nullcontext, **options: Any) -> Engine:
+    registry = create_registry([Plugin(backend)], load_entry_points=False)
+    config = replace(CONFIG, attn_backend=backend.name, **options)
+    return Engine(TinyModel(), registry, config, compile_ahead=ahead)
+
+
+def serve(engine: Engine, prompts: list[list[int]], seed: int) -> None:
+    draw = random.Random(seed)
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=draw.choice((0.0, 0.8)), max_tokens=draw.randint(1, 6), seed=number)
+        engine.add_request(str(number), prompt, params)
+    drain(engine)
+
+
+PROMPTS = st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=41), min_size=1, max_size=14)
+
+
+@pytest.mark.parametrize("backend", [Lazy, Odd])
+def test_no_request_compiles(backend: type[Lazy]) -> None:
+    engine = engine_with(backend)
+
+    @settings(max_examples=25, deadline=None)
+    @given(PROMPTS, st.integers(0, 2**16))
+    def check(prompts: list[list[int]], seed: int) -> None:
+        serve(engine, prompts, seed)
+        assert not engine.stats.compilations
+
+    check()
+
+
+def test_without_warm_up_requests_do(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise the test above would pass for a backend that compiles nothing."""
+    engine = engine_with(Lazy, None)
+    with caplog.at_level(logging.WARNING, "headway"):
+        serve(engine, [[1, 2, 3], [4] * 30], 0)
+    assert len(engine.stats.compilations) >= 3
+    name = next(iter(engine.stats.compilations))
+    assert f"compiled after the engine was ready: {name}; a step waited for it" in caplog.text
+
+
+def test_a_first_round_compiles_ahead_and_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    rounds: list[str] = []
+
+    @contextmanager
+    def ahead() -> Iterator[None]:
+        rounds.append("ahead")
+        yield
+
+    with caplog.at_level(logging.INFO, "headway"):
+        engine = engine_with(Lazy, ahead)
+    assert rounds == ["ahead", "ahead"], "backends and the trial of memory, then every kind of step"
+    assert "warm-up: every kind of step ran in" in caplog.text
+    assert "0 kernels compiled" in caplog.text
+    for cache in engine.executor.attention.caches:
+        assert not cache.key.any()
+        assert not cache.value.any()
+    cold = engine_with(Lazy, None)
+    assert one(engine) == one(cold), "warming up changes no token"
+
+
+def one(engine: Engine) -> list[int]:
+    engine.add_request("a", [5, 6, 7] * 9, SamplingParams(temperature=0.9, seed=3, max_tokens=12))
+    return drain(engine)["a", 0].token_ids
+
+
+def test_a_backend_that_fails_in_warm_up_is_named_and_others_serve(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaks(Lazy):
+        name = "breaks"
+
+        def plan(self, metadata: AttentionMetadata) -> Any:
+            if metadata.phase is Phase.EXTEND or metadata.max_query_len == 33:
+                raise RuntimeError(f"no {metadata.phase.value} today")
+            return super().plan(metadata)
+
+    with caplog.at_level(logging.WARNING, "headway"):
+        engine = engine_with(Breaks)
+    assert caplog.text.count("no extend today") == 1
+    assert caplog.text.count("no prefill today") == 2, "in a whole step, and in attention alone"
+    assert "backend breaks failed in extend" in caplog.text
+    assert one(engine)
+
+
+def test_a_kernel_that_never_settles_ends_the_warm_up(caplog: pytest.LogCaptureFixture) -> None:
+    class Restless(Lazy):
+        name = "restless"
+
+        def plan(self, metadata: AttentionMetadata) -> Any:
+            self.compiled.clear()
+            return super().plan(metadata)
+
+    with caplog.at_level(logging.WARNING, "headway"):
+        engine_with(Restless)
+    assert "compiled in every round: requests will wait for them" in caplog.text
+
+
+def test_drafts_are_warmed_where_there_is_a_proposer() -> None:
+    shapes = set(lattice(Phase.DECODE, StepLimits(64, 8, 128, max_decode_len=8)))
+    assert {shape.query_len for shape in shapes} == {1, 2, 3, 4, 5, 8}
+    assert {shape.query_len for shape in lattice(Phase.DECODE, StepLimits(64, 8, 128))} == {1}
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 300), st.sampled_from(list(Phase)))
+def test_shapes_stay_within_the_limits(tokens: int, seqs: int, length: int, phase: Phase) -> None:
+    limits = StepLimits(tokens, seqs, length, max_decode_len=4)
+    shapes = list(lattice(phase, limits))
+    assert len(shapes) == len(set(shapes))
+    for num_seqs, query_len, context_len in shapes:
+        assert num_seqs <= seqs
+        assert num_seqs * query_len <= tokens
+        assert query_len + context_len <= length
+        assert Phase.of(query_len, context_len, limits.max_decode_len if phase is Phase.DECODE else 1) is phase
+    assert phase is not Phase.PREFILL or (1, min(tokens, length), 0) in shapes
+
+
+def test_powers_hold_both_sides_of_every_power_of_two() -> None:
+    assert powers(20) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 20]
+    assert powers(1) == [1]
+    assert powers(0) == []
+
+
+def test_the_pool_of_one_sequence_is_enough() -> None:
+    engine = engine_with(Lazy, max_num_seqs=1, max_model_len=8, max_num_batched_tokens=8, kv_cache_memory=2**14)
+    engine.add_request("a", [1, 2], SamplingParams(temperature=0.0, max_tokens=3))
+    assert len(drain(engine)["a", 0].token_ids) == 3
+    assert not engine.stats.compilations
+
+
+def test_zeros_have_the_strides_of_the_model() -> None:
+    engine = engine_with(Lazy)
+    warming = engine.executor._warming
+    q, k, v = warming._tensors(1)
+    assert q.shape == (40, 4, 8)
+    assert k.shape == v.shape == (40, 2, 8)
+    assert q.stride() == k.stride() == v.stride() == (64, 8, 1)
+    assert k.data_ptr() - q.data_ptr() == 4 * 8 * 4
+    assert not torch.cat([q, k, v], 1).any()
