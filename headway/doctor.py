@@ -56,7 +56,8 @@ PACKAGES: Final = {
 """Library -> how it is installed. A backend names its library by BackendInfo.extra."""
 
 FA3_WHEELS: Final = {"2.11": "0.24.0", "2.14": "0.33.0"}
-"""torch -> the release of vLLM that was built for it, whose wheel holds FlashAttention 3 as one file that needs nothing else."""
+"""torch -> the release of vLLM that was built for it and CUDA 13, whose wheel holds FlashAttention 3 as one file that needs only
+torch."""
 
 TORCH_BUILDS: Final = ((580, "13.0", "cu130"), (525, "12.6", "cu126"))
 """Oldest driver (its first number), CUDA version, and torch's wheel index for it; the newest first."""
@@ -197,10 +198,12 @@ def _flash_attn_3(machine: Machine, found: str) -> Advice:
     found: hints of the libraries that were found and refused.
     """
     torch = ".".join(machine.torch.split("+")[0].split(".")[:2])
-    release = FA3_WHEELS.get(torch)
+    release = FA3_WHEELS.get(torch) if (machine.torch_cuda or "").startswith("13.") else None
     source = "build the folder hopper of https://github.com/Dao-AILab/flash-attention: nvcc, an hour"
     if release is None or machine.installer != "python -m pip" or machine.arch != "x86_64":
-        return Advice(f"no wheel with FlashAttention 3 for torch {torch} is known; {source}", note=found)
+        return Advice(
+            f"no wheel with FlashAttention 3 for torch {torch} and CUDA {machine.torch_cuda} is known; {source}", note=found
+        )
     folder = "fa3"
     return Advice(
         f"take it out of vLLM's wheel for torch {torch}, which need not be installed",

@@ -91,11 +91,11 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
                     table.noise = noise_of(table.cells)
                     _save(table, options.output)
                     progress.update(task, advance=1, description=f"{point.phase} {point.case}")
+                measured = {cell.point for cell in table.cells}
+                table.complete = all((point.phase, point.case) in measured for point in todo)
         except KeyboardInterrupt:
             return table
         table.busy = table.busy or crowding()
-        measured = {cell.point for cell in table.cells}
-        table.complete = all((point.phase, point.case) in measured for point in todo)
         _save(table, options.output)
     return table
 

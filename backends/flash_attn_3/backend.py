@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.backends.flash_attn_3.library import find_library
-from headway.backends.probe import HALF_DTYPES
+from headway.backends.flash_attn_3.library import GENERATION, find_library
+from headway.backends.probe import HALF_DTYPES, capability
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import BackendError
@@ -105,6 +105,9 @@ class FlashAttention3(AttentionBackend):
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """The claim, and what depends on the library that was found."""
         support = super().supports(spec, layout, block_size, phase)
+        found = capability(spec.device)
+        if found is not None and found[0] != GENERATION:
+            support &= Support.no("compute capability", f"{GENERATION}.x (Hopper)", "{}.{}".format(*found))
         dims, latent = (spec.head_dim, spec.v_head_dim), spec.value_in_key
         if latent != (dims == LATENT_HEAD):
             need = "{}/{} where the value lies in the key, and only there".format(*LATENT_HEAD)
@@ -220,7 +223,7 @@ class FlashAttention3(AttentionBackend):
         Its plan cuts a sequence that takes one multiprocessor longer than all work takes all of them. Where there is none, the
         merge of partial results would be launched in vain. lengths_hold: whether the host knows this step's lengths.
         """
-        kv_lens, starts = metadata.seq_lens_cpu.numpy(), metadata.query_start_loc_cpu.numpy()
+        kv_lens, starts = metadata.seq_lens_cpu.long().numpy(), metadata.query_start_loc_cpu.numpy()  # products beyond 2**31
         tiles = -(-(starts[1:] - starts[:-1]) * self.spec.group_size // TILE)
         if lengths_hold and metadata.max_seq_len * self._multiprocessors <= int(tiles @ kv_lens) * self.spec.num_kv_heads:
             return 1

@@ -25,6 +25,8 @@ from headway.core.contract.support import YES, Support
 
 log = logging.getLogger("headway")
 CHILD = "headway.backends.flash_attn_3.child"
+GENERATION = 9
+"""Major compute capability of the GPUs that it was written for."""
 SECONDS = 120
 """For the trial, most of it for the import of torch and 150 MB of kernels from a cold disk."""
 HINT = f"install {', '.join(home.name for home in HOMES)}, or set {VARIABLE} to a compiled library"
@@ -46,8 +48,8 @@ def find_library() -> tuple[Library | None, Support]:
     here = has_gpu()
     if here:
         major, minor = torch.cuda.get_device_capability()
-        if major != 9:
-            here = Support.no("compute capability", "9.x (Hopper)", f"{major}.{minor}")
+        if major != GENERATION:
+            here = Support.no("compute capability", f"{GENERATION}.x (Hopper)", f"{major}.{minor}")
     if not here:
         return None, here
     refused = YES

@@ -12,7 +12,7 @@ from headway.backends.hopper.attention import Attention, Plan
 from headway.backends.hopper.tiles import HEAD_DIMS, MAX_GROUP, UNEQUAL
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.backends.probe import HALF_DTYPES, capability, has_gpu
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
@@ -41,6 +41,7 @@ class HopperAttention(AttentionBackend):
         features=frozenset({"sliding_window", "softcap", "sinks"}),
         dense_prefill=True,
     )
+    graph_level = GraphLevel.UNIFORM
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of the longest sequence's keys, in place of the built-in rule"}
 
     def __init__(

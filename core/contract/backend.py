@@ -33,7 +33,8 @@ class GraphLevel(IntEnum):
     DECODE = 1
     """One query token a sequence."""
     UNIFORM = 2
-    """The same number of query tokens in every sequence."""
+    """The same number of query tokens in every sequence: drafts, and a single prompt. A prompt is planned by `plan`, replayed at
+    the captured length, and finds its slots and blocks in the metadata's tensors, which a plan must keep as they are."""
     ANY = 3
 
 

@@ -80,11 +80,17 @@ class PagedAttention:
         self.resume_graph(metadata, decode, plans)
         return plans
 
-    def resume_graph(self, metadata: AttentionMetadata, decode: Backends, plans: Plans) -> None:
-        """Set up the step of `begin_graph` once more, after others."""
+    def begin_prompt(self, metadata: AttentionMetadata, prefill: Backends) -> Plans:
+        """Plan a step of prompts that is captured and replayed at the same lengths; see GraphLevel.UNIFORM."""
+        plans = {spec: prefill[spec].plan(metadata) for spec in self._kinds}
+        self.resume_graph(metadata, prefill, plans)
+        return plans
+
+    def resume_graph(self, metadata: AttentionMetadata, backends: Backends, plans: Plans) -> None:
+        """Set up the step of `begin_graph` or `begin_prompt` once more, after others."""
         self._metadata = metadata
-        self._decode_writes = self._writing(metadata, decode)
-        self._parts = [self._part(Phase.DECODE, slice(0, metadata.num_tokens), decode, plans)]
+        self._decode_writes = self._writing(metadata, backends)
+        self._parts = [self._part(metadata.phase, slice(0, metadata.num_tokens), backends, plans)]
 
     def _part(self, phase: Phase, tokens: slice, backends: Backends, plans: Plans) -> _Part:
         return _Part(phase, tokens, [backends[spec] for spec in self._kinds], [plans[spec] for spec in self._kinds])

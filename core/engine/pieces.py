@@ -28,7 +28,7 @@ MAX_TOKENS = 2048
 
 def piece_sizes(max_num_tokens: int) -> list[int]:
     """Token counts worth pieces: 8, 16, 32, then steps of 32 to 128, of 64 to 512, of 128 to 1,024, of 256 to MAX_TOKENS."""
-    most = min(max_num_tokens, MAX_TOKENS)
+    most = min(-(-max_num_tokens // 8) * 8, MAX_TOKENS)
     sizes = [8, 16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 1025, 128), *range(1280, MAX_TOKENS + 1, 256)]
     return sorted({*(size for size in sizes if size <= most), most})
 

@@ -20,6 +20,7 @@ from headway.core.engine.copies import copy_slots
 from headway.core.engine.graph import DecodeGraph, GraphStep
 from headway.core.engine.graphs import DecodeGraphs
 from headway.core.engine.pieces import PieceGraphs
+from headway.core.engine.prompts import PromptGraph, PromptGraphs
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
 from headway.core.engine.step import NEWEST, Sampled, StepInput
@@ -91,6 +92,7 @@ class Runner:
         self._max_model_len = max_model_len
         self._rows = Rows(max_num_seqs, -(-max_model_len // block_size))
         self._graphs: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
         self._pieces = PieceGraphs(model, attention, self._device)
         self._compilations: CompilationWatch | None = None
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
@@ -103,14 +105,19 @@ class Runner:
         """
         self._pieces.capture(token_counts, recorder)
         sizes = self._block_size, self._max_model_len, self._num_blocks
-        graphs = DecodeGraphs(GraphStep(self._model, self._attention, self._sampling.greedy, self._newest, *sizes))
-        selector = self._selector
+        step = GraphStep(self._model, self._attention, self._sampling.greedy, self._newest, *sizes)
+        graphs, prompts, selector = DecodeGraphs(step), PromptGraphs(step), self._selector
 
         def candidates(size: int) -> list[Backends]:
             return [selector.instances_of(name) for name in selector.decode_candidates(size)]
 
-        graphs.capture(batch_sizes, candidates, recorder)
-        self._graphs = graphs
+        graphs.capture(batch_sizes, candidates, recorder)  # before prompts, for its logits are the largest
+        prompts.capture(token_counts, self._prompt_backends, recorder)
+        self._graphs, self._prompts = graphs, prompts
+
+    def _prompt_backends(self, length: int) -> Backends:
+        """Those that are fastest for one prompt."""
+        return self._selector.backends_for(Phase.PREFILL, 1, length, length)
 
     def forget_tokens(self) -> None:
         """Start every row anew: for steps that nobody asked for."""
@@ -131,11 +138,14 @@ class Runner:
         graph, no_graph = self._graph(step)
         order, verified, piecewise = None, None, False
         if graph is not None:
-            # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
-            order = numpy.argsort(-step.context_lens, kind="stable")
-            step = replace(step, rows=step.rows[order], context_lens=step.context_lens[order])
-            logits, best = graph.replay(step.rows, step.context_lens, self._rows)
-            tokens = self._sample(logits, best, step.rows, step.context_lens + 1)
+            if isinstance(graph, PromptGraph):
+                logits, best = graph.replay(step, self._rows)
+            else:
+                # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
+                order = numpy.argsort(-step.context_lens, kind="stable")
+                step = replace(step, rows=step.rows[order], context_lens=step.context_lens[order])
+                logits, best = graph.replay(step.rows, step.context_lens, self._rows)
+            tokens = self._sample(logits, best, step.rows, step.context_lens + step.query_lens)
             if tokens is not best:  # those are in their places already
                 self._newest.index_copy_(0, graph.rows[: step.num_seqs], tokens)
         else:
@@ -168,10 +178,13 @@ class Runner:
         host.copy_(tensor, non_blocking=True)
         return host
 
-    def _graph(self, step: StepInput) -> tuple[DecodeGraph | None, str]:
+    def _graph(self, step: StepInput) -> tuple[DecodeGraph | PromptGraph | None, str]:
         """The graph that runs a step: captured for its size and for the backend that is fastest at its lengths; or why none."""
-        if self._graphs is None:
+        if self._graphs is None or self._prompts is None:
             return None, ""
+        prompt = self._prompts.for_step(step, self._prompt_backends)
+        if prompt is not None:
+            return prompt, ""
         kv_len = int(step.context_lens.sum()) // step.num_seqs + 1
         return self._graphs.for_step(step, lambda size: self._selector.backends_for(Phase.DECODE, size, 1, kv_len))
 

@@ -242,6 +242,12 @@ def test_what_the_library_has_no_kernel_for(fake: FlashAttn3, layer: AttentionSp
     assert what in [reason.what for reason in FlashAttention3.supports(layer, layout, 16, Phase.DECODE).reasons]
 
 
+def test_a_layer_on_another_gpu_of_the_machine_is_refused(fake: FlashAttn3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "capability", lambda device: (8, 0))
+    (reason,) = FlashAttention3.supports(on_gpu(spec()), NHD, 16, Phase.DECODE).reasons
+    assert str(reason) == "compute capability: needs 9.x (Hopper), got 8.0"
+
+
 def test_sinks_are_refused_where_they_would_lose_bits_or_the_home_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = on_gpu(spec(sinks=(1.0,) * 4))
     install(monkeypatch, FlashAttn3("upstream"))

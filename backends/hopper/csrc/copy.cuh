@@ -73,16 +73,17 @@ __device__ __forceinline__ void copy_keys(u32 base, const TensorMap& map, const 
     if (lane == 0) barrier_arrive(base + Layout::item_full + 8 * shown.index);
     shown.advance();
     if (item.head < 0) break;
-    int next = 0;
-    if (lane == 0) next = atomicAdd(arguments.queue, 1) + gridDim.x;
-    int block = copy.block(arguments, item, item.last - 1);
+    // The next item is asked for when this one is nearly copied: whoever asked at once would take another long one beside a long one.
+    const int asking = min(item.last - 1, item.first + 1);
+    int next = 0, block = copy.block(arguments, item, item.last - 1);
 #pragma unroll 1
     for (int tile = item.last - 1; tile >= item.first; --tile) {
       const int below = copy.block(arguments, item, tile - 1);
+      if (tile == asking && lane == 0) next = atomicAdd(arguments.queue, 1) + gridDim.x;
       copy.start(item, tile, block);
       block = below;
-      if (tile == item.last - 1) word = fetch(__shfl_sync(~0u, next, 0));
     }
+    word = fetch(__shfl_sync(~0u, next, 0));
   }
   // The last program to end leaves the queue as it found it.
   if (lane == 0) {

@@ -1,0 +1,169 @@
+"""A step that is one prompt and nothing else, captured whole: what the first token of an idle engine takes.
+
+Attention is causal, so no token sees those after it: a prompt is computed at the next larger captured length, and what the
+padding after it computes is not read. So its attention has lengths that are fixed at the capture.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.backend import Backends
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.engine.graph import GraphStep, name_of
+from headway.core.engine.recorder import Recorder
+from headway.core.engine.rows import Rows
+from headway.core.engine.step import StepInput
+
+log = logging.getLogger("headway")
+
+_LONGS = 2
+"""int64 numbers beside those of tokens: the row in `newest`, and the last token's place."""
+
+
+class PromptInputs:
+    """One device buffer for the inputs of every prompt graph, and two in pinned memory: one may be on its way."""
+
+    def __init__(self, longest: int, step: GraphStep) -> None:
+        device = step.newest.device
+        self._width = -(-longest // step.block_size)
+        length = 2 * (2 * longest + _LONGS) + self._width
+        self.device = torch.zeros(length, dtype=torch.int32, device=device)
+        self.positions = torch.arange(longest, device=device)
+        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._block_size = step.block_size
+
+    def views(self, flat: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """(ids [size], slots [size], int64 [_LONGS], block table int32 [1, blocks]) of a flat buffer, and their length."""
+        longs = 2 * (2 * size + _LONGS)
+        numbers = flat[:longs].view(torch.int64)
+        ids, slots, ends = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
+        end = longs + -(-size // self._block_size)
+        return ids, slots, ends, flat[longs:end].view(1, -1), end
+
+    def fill(self, size: int, token_ids: NDArray[numpy.int64], row: int, rows: Rows) -> None:
+        """Send a prompt to the device. Padding has token 0, and slot -1."""
+        self._host.reverse()  # to the buffer not in use: a step's copy is done before the step after next is launched
+        host, count = self._host[0], len(token_ids)
+        ids, slots, ends, table, end = self.views(host, size)
+        tokens = ids.numpy()
+        tokens[:count], tokens[count:] = token_ids, 0
+        places = slots.numpy()
+        positions = numpy.arange(count, dtype=numpy.int32)
+        places[:count], places[count:] = rows.slots(numpy.full(count, row, dtype=numpy.int32), positions, self._block_size), -1
+        ends.numpy()[:] = row, count - 1
+        blocks = min(table.shape[1], rows.tables.shape[1])
+        table.numpy()[0, :blocks] = rows.tables[row, :blocks]
+        self.device[:end].copy_(host[:end], non_blocking=True)
+
+
+class PromptGraph:
+    """One captured prompt of `size` tokens."""
+
+    def __init__(self, step: GraphStep, inputs: PromptInputs, size: int, backends: Backends) -> None:
+        self._step, self._inputs, self.size, self._by_spec = step, inputs, size, backends
+        self.backends = (name_of(backends),)
+        self._ids, slots, ends, table, _ = inputs.views(inputs.device, size)
+        self.rows, self._last = ends[:1], ends[1:]
+        """Place in `newest` of the last replay's prompt; and of its last token."""
+        self._metadata = _static(step, size, slots, table)
+        self._plans = step.attention.begin_prompt(self._metadata, backends)
+        # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
+        self.tokens = self.run()
+        self._replay: Callable[[], None] | None = None
+
+    def capture(self, recorder: Recorder) -> None:
+        """Record the step."""
+        self._replay = recorder.record(self.run)
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        """Launch the step over the static inputs: logits [1, vocab_size] into the buffer of all; returns the greedy token [1]."""
+        step = self._step
+        step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
+        hidden = step.model(self._ids, self._inputs.positions[: self.size], step.attention)
+        out = None if step.logits is None else step.logits[:1]
+        logits = step.model.compute_logits(hidden.index_select(0, self._last), out)
+        if out is None:
+            step.logits = logits
+        self.tokens = step.greedy(logits)
+        step.newest.index_copy_(0, self.rows, self.tokens)
+        return self.tokens
+
+    def replay(self, step: StepInput, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Run a prompt. Returns its logits [1, vocab_size] and greedy token [1], which the next replay overwrites."""
+        assert self._replay is not None, "capture() it first"
+        assert self._step.logits is not None
+        self._inputs.fill(self.size, step.token_ids, int(step.rows[0]), rows)
+        self._replay()
+        return self._step.logits[:1], self.tokens
+
+
+def _static(step: GraphStep, size: int, slots: Tensor, table: Tensor) -> AttentionMetadata:
+    device = slots.device
+    starts, length = torch.tensor([0, size], dtype=torch.int32), torch.tensor([size], dtype=torch.int32)
+    return AttentionMetadata(
+        num_prefills=1,
+        num_decodes=0,
+        num_prefill_tokens=size,
+        num_decode_tokens=0,
+        query_start_loc=starts.to(device),
+        seq_lens=length.to(device),
+        context_lens=torch.zeros(1, dtype=torch.int32, device=device),
+        block_table=table,
+        slot_mapping=slots,
+        block_size=step.block_size,
+        max_query_len=size,
+        max_seq_len=size,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=length,
+        block_table_cpu=torch.zeros(table.shape, dtype=torch.int32),
+        num_blocks=step.num_blocks,
+    )
+
+
+class PromptGraphs:
+    """Graphs of one prompt each, by captured length and backend; a prompt takes the smallest that holds it."""
+
+    def __init__(self, step: GraphStep) -> None:
+        self._step = step
+        self._sizes: list[int] = []
+        self._graphs: dict[tuple[int, str], PromptGraph] = {}
+
+    def capture(self, sizes: Sequence[int], backends: Callable[[int], Backends], recorder: Recorder) -> None:
+        """Record prompts of these lengths, the longest first. backends: the fastest for a length; others take no part."""
+        started, refused = time.perf_counter(), set[str]()
+        self._sizes = sorted(size for size in set(sizes) if size <= self._step.max_model_len)
+        inputs = PromptInputs(self._sizes[-1], self._step) if self._sizes else None
+        for size in reversed(self._sizes):
+            fastest = backends(size)
+            name = name_of(fastest)
+            if inputs is None or name in refused:
+                continue
+            # Deterministic mode wants a prompt's bits alone and in a batch to be the same, and no batch computes its padding.
+            if not all(backend.captures(size) and not spec.batch_invariant for spec, backend in fastest.items()):
+                refused.add(name)
+                continue
+            try:
+                graph = PromptGraph(self._step, inputs, size, fastest)
+                graph.capture(recorder)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                log.warning("CUDA graphs: no memory for a prompt of %d tokens", size)
+            else:
+                self._graphs[size, name] = graph
+        log.info("CUDA graphs: %d of one prompt captured, in %.1f s", len(self._graphs), time.perf_counter() - started)
+
+    def for_step(self, step: StepInput, backends: Callable[[int], Backends]) -> PromptGraph | None:
+        """The graph that runs a step; None where it is not one whole prompt, or a longer one than was captured."""
+        if step.num_seqs != 1 or step.context_lens[0] != 0 or not step.samples[0]:
+            return None
+        size = next((size for size in self._sizes if size >= step.num_tokens), None)
+        return None if size is None else self._graphs.get((size, name_of(backends(step.num_tokens))))
