@@ -16,7 +16,7 @@ import torch
 from headway.backends.nvrtc.compiler import Compiler, find_compiler
 from headway.backends.nvrtc.launch import Kernel
 from headway.backends.nvrtc.variant import Variant, architecture
-from headway.core.contract.compiled import AHEAD, announce
+from headway.core.contract.compiled import AHEAD, announce_compilation
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.folders import kernel_folders, warn_unwritable, write_whole
 
@@ -94,7 +94,7 @@ def load(variant: Variant, function: str, device: torch.device, arch: str | None
 
     def cubin() -> bytes:
         built = build(variant, arch or architecture(device), compiler)
-        announce(f"{variant.owner}: {function} of {variant}")
+        announce_compilation(f"{variant.owner}: {function} of {variant}")
         return built.cubin
 
     pool = AHEAD.get()
