@@ -190,7 +190,7 @@ class Runner:
         """The graph that runs a step: captured for its size and for the backend that is fastest at its lengths; or why none."""
         if self._graphs is None or self._prompts is None:
             return None, ""
-        prompt = self._prompts.for_step(step, self._prompt_backends)
+        prompt = self._prompts.for_step(step)
         if prompt is not None:
             return prompt, ""
         kv_len = int(step.context_lens.sum()) // step.num_seqs + 1
