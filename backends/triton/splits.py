@@ -16,8 +16,8 @@ SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_ROUNDS = 40
 """Splits stop where every multiprocessor has this many programs: the partial results would cost more than the balance brings."""
 
-MANY_WAVES = 4
-"""Query tiles, in waves over the GPU, from which on keys are not split: the longest first balance each other."""
+MOST_WAVES = 4
+"""Programs of a prefill or extend whose keys are split, in waves over the GPU."""
 
 FAN = 8
 """Partial results that one program merges; where a sequence has more, the results of such merges are merged."""
@@ -94,11 +94,16 @@ class RunRule:
         longest = int(tiles.max())
         if self.num_splits is not None:
             return -(-longest // self.num_splits)
-        if len(tiles) * self.num_kv_heads >= MANY_WAVES * self.multiprocessors * self.config.residents:
+        most = self.most_programs() // (len(tiles) * self.num_kv_heads)
+        if most < 2:
             return longest
         total = int(tiles.sum())
-        runs = [-(-longest // parts) for parts in PARTS if parts <= longest]
+        runs = [-(-longest // parts) for parts in PARTS if parts <= min(longest, most)]
         return min(runs, key=lambda run: self.expected_us(len(tiles), total, longest, run))
+
+    def most_programs(self) -> int:
+        """Programs from which on keys are not split: query tiles that are so many balance each other, the longest first."""
+        return MOST_WAVES * self.multiprocessors * self.config.residents
 
     def expected_us(self, count: int, total: int, longest: int, run: int) -> float:
         """Microseconds of a launch, less what is the same for every cut.
