@@ -95,7 +95,7 @@ class Prefill:
             config.block_m,
             config.block_n,
             spec.sliding_window,
-            rule.longest_run,
+            rule.cut,
         )
         results = work.slots * spec.num_kv_heads * config.block_m
         floats = self._workspace.floats(results * (self._layer.block_dv + 1))
