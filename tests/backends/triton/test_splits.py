@@ -77,7 +77,7 @@ def test_an_extend_is_split_where_its_query_tiles_are_fewer_than_multiprocessors
     assert parts_of(7, 38) == (0, 2), "200 new tokens of 4,800, 32/8 heads: 56 programs"
     assert parts_of(13, 38, num_kv_heads=2) == (0, 4), "the same, 16/2 heads: 26 programs"
     assert parts_of(16, 469) == (0, 1), "512 new tokens of 60,000: 128 programs"
-    assert parts_of(100, 24) == (0, 1)
+    assert parts_of(96, 24) == (0, 1), "six full waves"
 
 
 def test_only_the_last_wave_is_split_where_it_is_not_full() -> None:
