@@ -5,6 +5,7 @@ They change only with `API_VERSION`. `headway.core` and everything else is Headw
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, GraphLevel, Plan
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
+from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.errors import (
     BackendError,
     ConfigError,
@@ -29,6 +30,7 @@ from headway.core.contract.layout import (
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 from headway.core.contract.support import YES, Reason, Support
+from headway.core.contract.warmup import StepLimits, StepShape
 
 __all__ = [
     "ALL_PHASES",
@@ -59,9 +61,12 @@ __all__ = [
     "PluginError",
     "PromptError",
     "Reason",
+    "StepLimits",
+    "StepShape",
     "Support",
     "UnknownBackendError",
     "UnsupportedError",
     "VLLM_5D",
     "YES",
+    "announce_compilation",
 ]

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from headway.core.contract.folders import cache_folder
+from headway.core.contract.folders import cache_folder, kernel_folders, obstacle
 from headway.testing.installed import installed_versions
 
 
@@ -49,6 +49,8 @@ class Machine:
     """CPU threads torch uses."""
     memory_gib: float
     model_cache: str
+    kernel_cache: tuple[tuple[str, str], ...] = ()
+    """Folders of compiled kernels, each with what keeps them from being written; empty: nothing."""
     driver: str | None = None
     """Version of the NVIDIA driver; None where there is none, or nvidia-smi is missing."""
     gpus: tuple[Gpu, ...] = ()
@@ -80,6 +82,7 @@ def examine(distributions: tuple[str, ...]) -> Machine:
         threads=torch.get_num_threads(),
         memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
         model_cache=str(cache_folder()),
+        kernel_cache=tuple((str(folder), obstacle(folder)) for folder in kernel_folders()),
         driver=driver,
         gpus=gpus,
         nvcc=_nvcc(),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headway.core.contract.folders import cache_folder
+from headway.core.contract.folders import kernel_folders
 from headway.core.engine.compilation import CompilationWatch
 
 
@@ -26,22 +27,14 @@ class Warmed:
     """Bytes in each folder of kernels."""
 
 
-def kernel_folders() -> list[Path]:
-    """Where compiled kernels are kept: our CUDA C++, and what Triton compiles."""
-    folders = [cache_folder() / "kernels"]
-    try:
-        from headway.backends.triton.cache import kernel_folder
-    except ImportError:  # no Triton here
-        return folders
-    return [*folders, kernel_folder()]
-
-
 def warm(start: Callable[[], object], tell: Callable[[int], None] = lambda count: None) -> Warmed:
     """Start an engine and note what it compiles or loads.
 
     start: makes the engine. tell: is called with the number of kernels so far.
     """
-    folders = kernel_folders()  # before anything of Triton's runs, for it loads Triton, which the watch looks for
+    with suppress(ImportError):
+        import headway.backends.triton  # noqa: F401 -- the watch looks for Triton where it is loaded
+    folders = kernel_folders()
     before, kernels = _cubins(folders), Counter[str]()
 
     def note(name: str) -> None:
@@ -56,7 +49,7 @@ def warm(start: Callable[[], object], tell: Callable[[int], None] = lambda count
     return Warmed(seconds, kernels, len(_cubins(folders) - before), {folder: _bytes(folder) for folder in folders})
 
 
-def _cubins(folders: list[Path]) -> set[Path]:
+def _cubins(folders: Iterable[Path]) -> set[Path]:
     return {path for folder in folders for path in folder.rglob("*.cubin")}
 
 

@@ -43,12 +43,14 @@ def entry_points(group: str, blocked: frozenset[str] = frozenset()) -> Iterator[
     """Every entry point of a group with its distribution's name and version; a distribution found twice counts once."""
     seen = set()
     for distribution in distributions():
+        # Of hundreds of distributions few have the group, and a name and version cost the most to read.
+        if f"[{group}]" not in (distribution.read_text("entry_points.txt") or ""):
+            continue
         owner = f"{distribution.name} {distribution.version}"
         try:
             points = list(distribution.entry_points)
-        except Exception as error:  # the metadata may be anybody's: only ours is worth a word
-            if f"[{group}]" in (distribution.read_text("entry_points.txt") or ""):
-                yield FoundPlugin("entry_points.txt", owner, error)
+        except Exception as error:  # whatever somebody has written there
+            yield FoundPlugin("entry_points.txt", owner, error)
             continue
         for point in points:
             if point.group == group and point.name not in blocked and (owner, point.name) not in seen:

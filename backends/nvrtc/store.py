@@ -16,9 +16,9 @@ import torch
 from headway.backends.nvrtc.compiler import Compiler, find_compiler
 from headway.backends.nvrtc.launch import Kernel
 from headway.backends.nvrtc.variant import Variant, architecture
-from headway.core.contract.compiled import AHEAD, announce
+from headway.core.contract.compiled import AHEAD, announce_compilation
 from headway.core.contract.errors import UnsupportedError
-from headway.core.contract.folders import cache_folder, warn_unwritable, write_whole
+from headway.core.contract.folders import kernel_folders, warn_unwritable, write_whole
 
 log = logging.getLogger("headway")
 
@@ -44,7 +44,7 @@ def compiled_path(variant: Variant, arch: str, compiler: Compiler) -> Path:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update(repr((str(variant), arch, compiler.name, compiler.version)).encode())
     name = f"{variant.owner}-{Path(variant.source).stem}-{arch}-{digest.hexdigest()[:24]}.cubin"
-    return cache_folder() / "kernels" / name
+    return kernel_folders()[0] / name
 
 
 def build(variant: Variant, arch: str, compiler: Compiler) -> Built:
@@ -94,7 +94,7 @@ def load(variant: Variant, function: str, device: torch.device, arch: str | None
 
     def cubin() -> bytes:
         built = build(variant, arch or architecture(device), compiler)
-        announce(f"{variant.owner}: {function} of {variant}")
+        announce_compilation(f"{variant.owner}: {function} of {variant}")
         return built.cubin
 
     pool = AHEAD.get()

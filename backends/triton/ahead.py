@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import triton
+from triton.runtime import driver
 
 from headway.core.contract import compiled
 
@@ -13,5 +16,26 @@ from headway.core.contract import compiled
 @contextmanager
 def compile_ahead() -> Iterator[None]:
     """As `core.contract.compiled.compile_ahead`, for launches of Triton's kernels (`Launcher`), too."""
-    with compiled.compile_ahead() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    with compiled.compile_ahead() as pool, triton.AsyncCompileMode(_WithLaunchers(pool), ignore_errors=True):
         yield
+
+
+class _WithLaunchers(Executor):
+    """Threads that compile a kernel and what launches it: some releases of Triton leave that to a C compiler at the first launch.
+
+    That takes a third of a second each. What it makes is kept on disk beside the kernels, where the launch finds it.
+    """
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+
+    def submit(self, task: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """See Executor. task: gives a compiled kernel."""
+
+        def whole() -> Any:
+            kernel = task(*arguments, **options)
+            with suppress(Exception):  # the launch will raise it
+                driver.active.launcher_cls(kernel.src, kernel.metadata)
+            return kernel
+
+        return self._pool.submit(whole)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from headway.core.contract.folders import cache_folder, warn_unwritable, write_whole
+from headway.core.contract.folders import kernel_folders, warn_unwritable, write_whole
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -24,12 +23,6 @@ def use_kernel_cache() -> None:
     """Have Triton keep its files by `KernelCache` in this process, unless somebody has chosen a manager of his own."""
     if knobs.cache.manager_class is None:
         knobs.cache.manager_class = KernelCache
-
-
-def kernel_folder() -> Path:
-    """$TRITON_CACHE_DIR where it is set, else `triton` in Headway's own cache folder."""
-    chosen = os.environ.get("TRITON_CACHE_DIR")
-    return Path(chosen) if chosen else cache_folder() / "triton"
 
 
 class KernelCache(FileCacheManager):  # type: ignore[misc]
@@ -47,7 +40,7 @@ class KernelCache(FileCacheManager):  # type: ignore[misc]
             super().__init__(key, override, dump)
             return
         self.key = key
-        self.cache_dir = str(kernel_folder() / key)
+        self.cache_dir = str(kernel_folders()[1] / key)
 
     def has_file(self, filename: str) -> bool:
         """Whether a file is there."""

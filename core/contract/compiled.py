@@ -43,7 +43,7 @@ def listen(listener: Listener) -> None:
     _LISTENERS.append(WeakMethod(listener))
 
 
-def announce(name: str) -> None:
+def announce_compilation(name: str) -> None:
     """Tell that a kernel has been compiled or loaded, outside what Triton tells of itself. From any thread."""
     for each in list(_LISTENERS):
         listener = each()

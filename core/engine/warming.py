@@ -51,11 +51,13 @@ class Warming:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Run all steps once. A backend that raises is named in the log: its first such step will raise again."""
+        """Run all steps once, to the end. A backend that raises is named in the log: its first such step will raise again."""
         for step in self._steps():
             self._launch(step)
         for spec in dict.fromkeys(self._attention.specs):
             self._attend(spec)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self._runner.forget_tokens()
         self._selector.forget()
         for cache in self._attention.caches:
@@ -77,8 +79,8 @@ class Warming:
         for num_seqs in powers(min(limits.max_num_seqs, limits.max_num_tokens - 1)):
             for first in range(len(_SAMPLED) if num_seqs == 1 else 1):
                 yield self._step([1] * num_seqs, [context] * num_seqs, first)
-            if num_seqs < limits.max_num_seqs:
-                yield self._step([1, *[1] * num_seqs], [0, *[context] * num_seqs])
+        if limits.max_num_seqs > 1:
+            yield self._step([1, 1], [0, context])
 
     def _step(self, query_lens: Sequence[int], context_lens: Sequence[int], first: int = 0) -> StepInput:
         """A step of token 0 only; first: which of `_SAMPLED` its first sequence takes."""
@@ -136,7 +138,7 @@ class Warming:
 
     def _launch(self, step: StepInput) -> None:
         try:
-            self._runner.launch(step).wait()
+            self._runner.launch(step)
         except Exception as error:
             self._note("step", error)
 
@@ -158,7 +160,7 @@ class Warming:
             return q.new_zeros((*q.shape[:2], self._attention.specs[layer].v_head_dim))
 
         few = torch.zeros(2, dtype=torch.int64, device=self._device)
-        self._model(few, few, attention)
+        self._model(few, few.int(), attention)  # as a graph of decode hands positions over
         memory: dict[int, Tensor] = {}
         found = []
         for tensor in seen:

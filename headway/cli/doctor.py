@@ -100,6 +100,10 @@ def facts(machine: Machine) -> list[tuple[str, str]]:
         ("to build with", ", ".join(f"{name} {found or 'not found'}" for name, found in tools)),
         ("CPU", f"{machine.cores} cores, torch uses {machine.threads} threads, {machine.memory_gib:g} GiB memory"),
         ("model cache", machine.model_cache),
+        (
+            "kernel cache",
+            ", ".join(f"{folder} ({wrong})" if wrong else folder for folder, wrong in machine.kernel_cache) or "none",
+        ),
         ("libraries", ", ".join(f"{name} {version}" for name, version in machine.installed.items()) or "none"),
     ]
 

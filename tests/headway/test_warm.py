@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from headway.cli.warm import show
-from headway.core.contract.compiled import announce
+from headway.core.contract.compiled import announce_compilation
 from headway.warm import warm
 from sandbox import Result, assert_refused
 
@@ -31,12 +31,12 @@ def test_it_counts_what_a_start_compiles_and_what_it_finds(own_cache: Path) -> N
 
     def start() -> None:
         for head_dim in (64, 128):
-            announce(f"vllm_paged: paged_attention of paged_attention.cu HEAD_DIM={head_dim}")
+            announce_compilation(f"vllm_paged: paged_attention of paged_attention.cu HEAD_DIM={head_dim}")
         (own_cache / "kernels" / "new.cubin").write_bytes(bytes(50))
-        announce("decode")
+        announce_compilation("decode")
 
     warmed = warm(start, told.append)
-    announce("later")
+    announce_compilation("later")
     assert warmed.kernels == {"vllm_paged: paged_attention": 2, "decode": 1}
     assert told == [1, 2, 3]
     assert warmed.compiled == 1

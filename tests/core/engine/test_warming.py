@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from driving import drain
 from headway.backends.sdpa import SDPAMath
 from headway.core.contract.backend import API_VERSION, BackendInfo
-from headway.core.contract.compiled import announce
+from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.warmup import StepLimits, StepShape, lattice, powers
 from headway.core.engine.config import EngineConfig
@@ -49,7 +49,7 @@ class Lazy(SDPAMath):
         variant = self.variant(metadata)
         if variant not in self.compiled:
             self.compiled.add(variant)
-            announce(f"lazy {variant}")
+            announce_compilation(f"lazy {variant}")
         return super().plan(metadata)
 
 

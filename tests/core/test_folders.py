@@ -1,0 +1,47 @@
+"""Where compiled kernels go, and what keeps them from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from headway.core.contract.folders import kernel_folders, obstacle, write_whole
+
+
+def test_the_folders_are_the_users_or_those_that_he_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert kernel_folders() == (tmp_path / "kernels", tmp_path / "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    assert kernel_folders() == (tmp_path / "kernels", tmp_path / "other")
+
+
+def test_a_folder_that_can_be_made_has_no_obstacle(tmp_path: Path) -> None:
+    assert obstacle(tmp_path) == obstacle(tmp_path / "new" / "deeper") == ""
+
+
+def test_obstacles_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    assert obstacle(tmp_path / "file" / "kernels") == f"{tmp_path / 'file'} is no folder"
+    with monkeypatch.context() as changed:
+        changed.setattr(os, "access", lambda path, mode: False)
+        assert obstacle(tmp_path / "kernels") == "cannot be written"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * 2**20))
+    assert obstacle(tmp_path) == "3 MiB free"
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_whole(tmp_path / "a" / "file", b"whole")
+    assert (tmp_path / "a" / "file").read_bytes() == b"whole"
+
+    def full(path: Path, target: Path) -> Path:
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        write_whole(tmp_path / "a" / "other", b"half")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
