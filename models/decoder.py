@@ -34,6 +34,8 @@ class Decoder:
         rope = config.inv_freq.to(device), config.rope_factor
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
         self.operations = invariant_operations(*rope, linears) if batch_invariant else operations_for(*rope)
+        for layer in self.layers:
+            layer.absorb_norms(self.operations)
         self.attention_specs = [self._spec(window, weights, batch_invariant) for window in config.sliding_windows]
 
     def _spec(self, window: int | None, weights: WeightSource, batch_invariant: bool) -> AttentionSpec:
@@ -103,6 +105,11 @@ class DecoderLayer:
         self.gate_up_proj = merged({"mlp.gate_proj": inner, "mlp.up_proj": inner}, config.mlp_bias)
         down_bias = take("mlp.down_proj.bias", hidden) if config.mlp_bias else None
         self.down_proj = Linear(take("mlp.down_proj.weight", hidden, inner), down_bias)
+
+    def absorb_norms(self, ops: Operations) -> None:
+        """Let what computes the layer prepare its norms and the products after them."""
+        self.input_norm, self.qkv_proj = ops.absorb(self.input_norm, self.qkv_proj)
+        self.post_norm, self.gate_up_proj = ops.absorb(self.post_norm, self.gate_up_proj)
 
     @property
     def linears(self) -> list[Linear]:

@@ -35,7 +35,7 @@ def fastest_sampling(device: torch.device) -> SamplingOps:
             log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
         else:
             fused = FusedSampling(device)
-            return SamplingOps(fused.greedy, fused.draw)
+            return SamplingOps(fused.greedy, fused.draw, choose=fused.draw)
     return TORCH_SAMPLING
 
 

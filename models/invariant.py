@@ -32,6 +32,10 @@ class InTiles:
         self._gate = gate
         self.embed, self.norm = inner.embed, inner.norm
 
+    def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
+        """As they are."""
+        return norm, linear
+
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """See Operations."""
         whole = torch.cat([linear(tile) for tile in self._tiles(x)])[: x.shape[0]]

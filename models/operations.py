@@ -19,6 +19,8 @@ class Norm:
     weight: Tensor
     """[size]"""
     eps: float
+    absorbed: bool = False
+    """Whether the weight, now all ones, is part of the product that follows: only a factor for each row is left of the norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ Rope = tuple[Tensor, Tensor]
 
 class Operations(Protocol):
     """The steps of one model. Rows are independent of each other in every one of them."""
+
+    def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
+        """A norm and the product that follows it, made once before any step: such that the two together compute the same."""
 
     def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Rope]:
         """Residual stream [num_tokens, hidden_size] and RoPE's cos and sin of a step, in the form that `norm_qkv` takes.
@@ -72,6 +77,10 @@ class Plain:
     def __init__(self, inv_freq: Tensor, rope_factor: float) -> None:
         """inv_freq: float32 [head_dim / 2]; rope_factor multiplies cos and sin."""
         self._inv_freq, self._rope_factor = inv_freq, rope_factor
+
+    def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
+        """As they are."""
+        return norm, linear
 
     def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Rope]:
         """cos twice, and sin with its first half negated: x * cos + swap_halves(x) * sin is the rotation, in three operations."""

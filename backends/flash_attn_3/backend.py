@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout, LayerCac
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
+from headway.core.contract.warmup import StepLimits, StepShape
 
 LATENT_HEAD = (576, 512)
 """head_dim and v_head_dim of DeepSeek's absorbed latent attention: the key is the value's 512 elements and 64 with positions."""
@@ -27,6 +29,8 @@ WORKSPACE = 256 * 2**20
 every query token, which for many extensions at once would be gigabytes; those fill the GPU without a split."""
 TILE = 128
 """Most query rows (tokens times heads of a group) that one program of the library takes."""
+MOST_PAIRS = 2**24
+"""Query tokens times context tokens of a warm-up: longer steps take the kernels of shorter ones."""
 ALIGNMENT = 16
 """Bytes: rows must begin at multiples of this, or TMA does not load them."""
 
@@ -151,6 +155,25 @@ class FlashAttention3(AttentionBackend):
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
         """Partial results of split keys."""
         return min(WORKSPACE, self._most_splits(1) * self._bytes_per_split(max_num_tokens))
+
+    def warmup_shapes(self, phase: Phase, limits: StepLimits) -> Iterator[StepShape]:
+        """What the library's kernels are chosen by: query rows around half a tile and a tile, and keys that are split or are not.
+
+        They are compiled already, and loaded at their first launch.
+        """
+        rows = TILE // self.spec.group_size
+        longest = limits.max_decode_len if phase is Phase.DECODE else min(limits.max_num_tokens, limits.max_model_len)
+        fewest = 2 if phase is Phase.EXTEND else 1
+        queries = {1, 2, rows // 2, rows // 2 + 1, rows, rows + 1, 8 * rows, longest}
+        most = limits.max_model_len - longest
+        contexts = {0} if phase is Phase.PREFILL else {1, *(4**n for n in range(5, 16)), max(most, 1)}
+        seqs = {1, 8, limits.max_num_seqs} if phase is Phase.DECODE else {1, 8}
+        for shape in starmap(StepShape, product(sorted(seqs), sorted(queries), sorted(contexts))):
+            tokens = shape.num_seqs * shape.query_len
+            fits = tokens <= limits.max_num_tokens and shape.query_len + shape.context_len <= limits.max_model_len
+            fits = fits and shape.num_seqs <= limits.max_num_seqs and fewest <= shape.query_len <= longest
+            if fits and tokens * shape.context_len <= MOST_PAIRS:
+                yield shape
 
     def plan(self, metadata: AttentionMetadata) -> FlashStep:
         """Fix the arguments of all layers' calls; over the cache the library's plan of the split is made here, once."""

@@ -25,6 +25,8 @@ class DecodeConfig:
     """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
     tile_us: float = 1.0
     """Time of one tile of a program that has its multiprocessor for itself: latency, not bandwidth."""
+    busy_us: float = 0.0
+    """Time of one tile of each program that a multiprocessor runs, however much of the memory's rate is left."""
     wave_us: float = 1.0
     """What a program costs beside its tiles."""
     merge_us: float = 0.085
@@ -46,18 +48,18 @@ class PrefillConfig:
     num_stages: int
     tma: bool = False
     """Read k and v by tensor descriptors where their strides allow it."""
+    ahead: bool = False
+    """Compute the scores of the next tile beside the weights of this one."""
     residents: int = 1
     """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
-    tile_us: float = 1.0
-    """Time of one tile of keys of a program that has its multiprocessor for itself."""
-    wave_us: float = 2.0
+    wave_us: float = 6.0
     """What a program costs beside its tiles."""
-    merge_us: float = 3.0
+    merge_us: float = 4.0
     """What merging costs beside moving the partial results: a launch, ..."""
     bytes_per_us: float = 3.0e6
     """... which are written and read at this rate."""
-    flops_per_us: float = 6.0e8
-    """Rate of the tensor cores of all multiprocessors."""
+    flops_per_us: float = 4.2e8
+    """Rate at which all multiprocessors work through tiles, one program each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,15 @@ class Architecture:
 SHORT_PROMPT = 2048
 _PLAIN = PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
 _SMALL = PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
-_TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
+_TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, ahead=True)
 
 SM_90 = Architecture(
     "sm_90",
     decode={
         "few": DecodeConfig(block_n=16, num_warps=1, num_stages=5, tile_us=0.54, wave_us=7.6, bytes_per_us=4.1e6),
-        "many": DecodeConfig(block_n=128, num_warps=4, num_stages=2, residents=3, tile_us=1.5, wave_us=1.7, bytes_per_us=4.1e6),
+        "many": DecodeConfig(
+            128, num_warps=4, num_stages=2, residents=3, tile_us=1.5, busy_us=2.02, wave_us=1.7, bytes_per_us=4.1e6
+        ),
         "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.59, wave_us=7.6, bytes_per_us=4.1e6),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),

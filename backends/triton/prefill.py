@@ -23,8 +23,9 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
 
-MERGE_ROWS = 8
-"""Rows of a query tile that one program merges: few, so that many programs share the work."""
+MERGE_ELEMENTS = 256
+"""Elements of partial results that one program of one warp merges: few, so that many programs share the work and none waits for
+another warp."""
 _MOST_DESCRIPTORS = 256
 """Descriptors that are kept: those of the caches of a large model, and of the buffers for k and v that its steps use in turn."""
 
@@ -69,6 +70,7 @@ class Prefill:
         self._multiprocessors = multiprocessors
         self._num_splits = 1 if spec.batch_invariant and num_splits is None else num_splits
         self._workspace = workspace
+        self._merge_rows = max(1, min(MERGE_ELEMENTS // layer.block_dv, 8))
         self._scalars = tuple(layer.scalars.values())
         self._launch = Launcher(varlen_attention)
         self._launch_merge = Launcher(merge_tiles)
@@ -89,8 +91,8 @@ class Prefill:
         config = prefill_config(self._arch, *row, longest, spec.group_size, paged)
         rule = RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self._multiprocessors, self._num_splits)
         work = list_work(
-            metadata.query_start_loc_cpu.diff().long().numpy(),
-            metadata.seq_lens_cpu.long().numpy(),
+            metadata.query_start_loc_cpu.numpy(),
+            metadata.seq_lens_cpu.numpy(),
             spec.group_size,
             config.block_m,
             config.block_n,
@@ -178,21 +180,20 @@ class Prefill:
         if split:
             v_scale, strides = self._layer.scalars["v_scale"], (out.stride(0), out.stride(1), sums_stride)
             rest = (plan.rows[plan.work.programs :], self._layer.sinks, plan.partial, plan.lse, v_scale, *strides)
-            grid = (self._spec.num_kv_heads, config.block_m // min(MERGE_ROWS, config.block_m), plan.work.merges)
+            grid = (self._spec.num_kv_heads, config.block_m // self._merge_rows, plan.work.merges)
             constants = self._merging(config, lse is not None)
-            merge = self._launch_merge.bind(compiled_for, grid, (out, sums), pointers[3:], rest, constants)
+            merge = self._launch_merge.bind(compiled_for, grid, (out, sums), pointers[3:], rest, constants, num_warps=1)
         if kernel is not None:
             plan.launches[key] = (kernel, merge, variant.tma)
 
     def _merging(self, config: PrefillConfig, lse: bool) -> dict[str, Any]:
         """Compile-time constants of the merge."""
         shared = ("NUM_KV_HEADS", "GROUP", "V_HEAD_DIM", "BLOCK_DV", "HAS_SINKS")
-        rows = min(MERGE_ROWS, config.block_m)
         return {
             **{name: self._layer.constants[name] for name in shared},
             "BLOCK_M": config.block_m,
-            "ROWS": rows,
-            "MERGED": max(1, min(8, 4096 // (rows * self._layer.block_dv))),
+            "ROWS": self._merge_rows,
+            "MERGED": max(1, min(8, 2048 // (self._merge_rows * self._layer.block_dv))),
             "HAS_LSE": lse,
             "PDL": self._pdl,
         }
@@ -220,14 +221,20 @@ class Prefill:
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "PAGED": not plan.dense,
-            "PEEK": not INTERPRETED and not (cache.logical_value.stride(1) == 1),
+            "PEEK": not INTERPRETED and cache.logical_value.stride(1) != 1,
             "TMA": tma,
             "HAS_LSE": lse,
             "STAGES": config.num_stages,
+            "AHEAD": self._ahead(config),
             "SPLIT": plan.work.slots > 0,
             "PDL": self._pdl,
         }
         return _Variant(tma, strides, constants)
+
+    def _ahead(self, config: PrefillConfig) -> bool:
+        """Whether the products of a tile run beside the softmax of another: not with a second tile of keys, nor in float32."""
+        half = self._spec.dtype.itemsize == 2 or INTERPRETED
+        return config.ahead and half and not self._layer.constants["TAIL"] and not self._layer.constants["VALUE_IN_KEY"]
 
     def _describe(
         self, keys: Tensor, values: Tensor, cache: LayerCache, plan: PrefillPlan

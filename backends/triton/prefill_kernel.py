@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.triton.tiles import LN_2, block_numbers, cached_rows, dense_rows, head_offsets, peeked_blocks, softmax_step
+from headway.backends.triton.tiles import LN_2
+from headway.backends.triton.walk_kernel import end_ahead, start_ahead, walk, walk_ahead
 
 
 @triton.jit(
@@ -76,6 +77,7 @@ def varlen_attention(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # see `walk_ahead`; no TAIL, the value does not lie in the key
     SPLIT: tl.constexpr,  # a tile's keys may be shared by programs
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
@@ -85,10 +87,10 @@ def varlen_attention(
     kv_head = tl.program_id(0)
     work = work_ptr + tl.program_id(1) * 8
     seq = tl.load(work)
-    first_row = tl.load(work + 1) * BLOCK_M
-    start = tl.load(work + 2)
-    query_len = tl.load(work + 3)
-    kv_len = tl.load(work + 4)
+    start = tl.load(work + 1)
+    query_len = tl.load(work + 2)
+    kv_len = tl.load(work + 3)
+    first_row = tl.load(work + 4) * BLOCK_M
     begin = tl.load(work + 5) * BLOCK_N  # a number of tiles there, so that the compiler sees a multiple
     end = tl.load(work + 6)
     slot = tl.load(work + 7)
@@ -123,31 +125,66 @@ def varlen_attention(
         newest = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
         full_begin = tl.cdiv(tl.maximum(newest - window + 1, 0), BLOCK_N) * BLOCK_N
         full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
-        m, l, acc = _walk(
-            q, key, value, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions, slopes,
-            score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+    if AHEAD:
+        scores, weights = start_ahead(
+            q, key, table, kv_head, start, begin, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, BLOCK_N, PAGED, PEEK, TMA, DOT, PRECISION,
+        )  # fmt: skip
+        if HAS_WINDOW:
+            m, l, acc, scores, weights = walk_ahead(
+                q, key, value, m, l, acc, scores, weights, table, kv_head, start, begin, begin, full_begin,
+                end, kv_len, positions, slopes, score_scale, cap_log2, window,
+                k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+                v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+                HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
+                PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+            )  # fmt: skip
+        m, l, acc, scores, weights = walk_ahead(
+            q, key, value, m, l, acc, scores, weights, table, kv_head, start, begin, full_begin, full_end,
+            end, kv_len, positions, slopes, score_scale, cap_log2, window,
+            k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+            PAGED, PEEK, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
         )  # fmt: skip
-    m, l, acc = _walk(
-        q, key, value, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions, slopes,
-        score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
-        v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-        HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, PEEK, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
-    )  # fmt: skip
-    m, l, acc = _walk(
-        q, key, value, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions, slopes,
-        score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
-        v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-        HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
-    )  # fmt: skip
+        m, l, acc, scores, weights = walk_ahead(
+            q, key, value, m, l, acc, scores, weights, table, kv_head, start, begin, full_end, end, end, kv_len, positions,
+            slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+            v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
+            PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        )  # fmt: skip
+        acc = end_ahead(
+            value, weights, acc, table, kv_head, start, end, kv_len, v_stride_block, v_stride_slot, v_stride_head, v_stride_dim,
+            v_stride_x, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, PEEK, TMA, DOT, PRECISION,
+        )  # fmt: skip
+    else:
+        if HAS_WINDOW:
+            m, l, acc = walk(
+                q, key, value, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions,
+                slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+                v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+                HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
+                PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+            )  # fmt: skip
+        m, l, acc = walk(
+            q, key, value, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions,
+            slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+            v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
+            PAGED, PEEK, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        )  # fmt: skip
+        m, l, acc = walk(
+            q, key, value, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions,
+            slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+            v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
+            PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        )  # fmt: skip
 
     if PDL:
         gdc_launch_dependents()
-    if HAS_SOFTCAP or HAS_ALIBI:
+    if HAS_SOFTCAP or HAS_ALIBI or AHEAD:
         score_scale = 1.0
     m = m * score_scale
     dv = tl.arange(0, BLOCK_DV)
@@ -163,75 +200,5 @@ def varlen_attention(
     else:
         part = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(lse_ptr + part, m + tl.log2(l))  # of a row without a visible key in this run: -inf
-        tl.store(partial_ptr + part[:, None] * BLOCK_DV + dv[None, :], acc / tl.where(l > 0, l, 1.0)[:, None], mask=live[:, None])
-
-
-@triton.jit
-def _walk(
-    q, key, value, m, l, acc, table, kv_head, start, begin, end, kv_len, positions, slopes,
-    score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
-    v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    VALUE_IN_KEY: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
-    V_SLOTS_INNER: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGED: tl.constexpr, PEEK: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Fold the keys begin .. end into (m, l, acc); begin is a multiple of BLOCK_N."""
-    n = tl.arange(0, BLOCK_N)
-    k_offsets = head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D)
-    v_offsets = head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_DV)
-    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        if TMA:
-            if PAGED:
-                block = peeked_blocks(table, first, kv_len, BLOCK_SIZE, BLOCK_N).to(tl.int32)
-                slot = first % BLOCK_SIZE
-            else:
-                block = 0
-                slot = start + first
-            k = key.load([block, kv_head, slot, 0]).reshape(BLOCK_N, BLOCK_D).to(DOT)
-            v = value.load([block, kv_head, slot, 0]).reshape(BLOCK_N, BLOCK_DV).to(DOT)
-            if MASKED:  # a weight of 0 does not silence NaN: rows past the end are a neighbour's or nobody's
-                v = tl.where((first + n < kv_len)[:, None], v, 0.0).to(DOT)
-        elif PAGED:
-            if PEEK:
-                blocks = peeked_blocks(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
-            else:
-                blocks = block_numbers(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
-            k = cached_rows(
-                key + kv_head * k_stride_head, blocks, k_offsets, first, kv_len, k_stride_block, k_stride_slot,
-                K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, MASKED and VALUE_IN_KEY, False, DOT,
-            )  # fmt: skip
-            if TAIL > 0:
-                t_base = key + kv_head * k_stride_head + BLOCK_D // K_X * k_stride_dim
-                t_offsets = head_offsets(k_stride_dim, k_stride_x, K_X, TAIL)
-                k_tail = cached_rows(
-                    t_base, blocks, t_offsets, first, kv_len, k_stride_block, k_stride_slot,
-                    K_X, BLOCK_SIZE, HEAD_DIM - BLOCK_D, TAIL, BLOCK_N, MASKED, False, False, DOT,
-                )  # fmt: skip
-            if VALUE_IN_KEY:
-                v = k
-            else:
-                v = cached_rows(
-                    value + kv_head * v_stride_head, blocks, v_offsets, first, kv_len, v_stride_block, v_stride_slot,
-                    V_X, BLOCK_SIZE, V_HEAD_DIM, BLOCK_DV, BLOCK_N, MASKED, MASKED, V_SLOTS_INNER, DOT,
-                )  # fmt: skip
-        else:
-            k_base = key + start.to(tl.int64) * k_stride_slot + kv_head * k_stride_head
-            v_base = value + start.to(tl.int64) * v_stride_slot + kv_head * v_stride_head
-            k = dense_rows(k_base, first, kv_len, k_stride_slot, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, DOT)
-            if TAIL > 0:
-                k_tail = dense_rows(
-                    k_base + BLOCK_D, first, kv_len, k_stride_slot, HEAD_DIM - BLOCK_D, TAIL, BLOCK_N, MASKED, DOT
-                )
-            v = dense_rows(v_base, first, kv_len, v_stride_slot, V_HEAD_DIM, BLOCK_DV, BLOCK_N, MASKED, DOT)
-        scores = tl.dot(q[0], tl.trans(k), input_precision=PRECISION)
-        if TAIL > 0:
-            scores = tl.dot(q[1], tl.trans(k_tail), scores, input_precision=PRECISION)
-        m, l, weights, shrink = softmax_step(
-            scores, m, l, first + n, positions, positions, slopes, score_scale, cap_log2, window,
-            MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
-        )  # fmt: skip
-        acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
-    return m, l, acc
+        result = acc * (1.0 / tl.where(l > 0, l, 1.0))[:, None]
+        tl.store(partial_ptr + part[:, None] * BLOCK_DV + dv[None, :], result, mask=live[:, None])

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy
-from numpy.typing import NDArray
-
 from headway.backends.triton.configs import DecodeConfig, PrefillConfig
 from headway.backends.triton.work import Ints
 
@@ -18,6 +15,9 @@ SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 MAX_ROUNDS = 40
 """Splits stop where every multiprocessor has this many programs: the partial results would cost more than the balance brings."""
+
+MANY_WAVES = 4
+"""Query tiles, in waves over the GPU, from which on keys are not split: the longest first balance each other."""
 
 FAN = 8
 """Partial results that one program merges; where a sequence has more, the results of such merges are merged."""
@@ -53,17 +53,19 @@ def expected_us(
     """Microseconds of a launch, less what is the same for every cut.
 
     A multiprocessor runs `residents` programs at a time. They take their tiles at the rate of the memory, or at that of their own
-    latency where they are too few, and near the crossing of the two at neither. The multiprocessor with most programs ends last:
-    it does not take more of the memory's rate because others have ended. Fitted on an H200 (docs/kernels.md).
+    latency where they are too few, and near the crossing of the two at neither; the multiprocessor with most programs at no more
+    than its own rate. Fitted on an H200 (docs/kernels.md).
     """
     tiles = -(-keys // config.block_n)
     each = -(-tiles // splits)
     shared_us = multiprocessors * config.block_n * key_bytes / config.bytes_per_us  # a tile of every multiprocessor at once
-    programs = -(-items * -(-tiles // each) // multiprocessors)
-    waves, rest = divmod(programs, config.residents)
+    programs = items * tiles / each / multiprocessors
+    waves = math.floor(programs / config.residents)
+    rest = programs - waves * config.residents
     time = waves * (each * math.hypot(config.tile_us, config.residents * shared_us) + config.wave_us)
     if rest > 0:
-        time += each * math.hypot(config.tile_us, rest * shared_us) + config.wave_us
+        tile_us = max(math.hypot(config.tile_us, rest * shared_us), math.ceil(rest) * config.busy_us)
+        time += each * tile_us + config.wave_us
     merge_us = config.merge_us + config.merge_row_us * rows
     parts = -(-tiles // each)
     if parts > FAN:
@@ -71,7 +73,7 @@ def expected_us(
     return time + (merge_us * parts if splits > 1 else 0.0)
 
 
-MOST_PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
 """Parts into which the keys of the longest query tile of a prefill or extend may be cut."""
 
 
@@ -85,35 +87,39 @@ class RunRule:
     v_head_dim: int
     multiprocessors: int
     num_splits: int | None = None
-    """Of the longest query tile's keys, in place of the rule."""
+    """Parts of the longest query tile's keys, in place of the rule."""
 
     def longest_run(self, tiles: Ints) -> int:
         """The most tiles of keys for one program; tiles: those that each query tile sees."""
-        longest = max(int(tiles.max()), 1)
+        longest = int(tiles.max())
         if self.num_splits is not None:
             return -(-longest // self.num_splits)
-        slots = self.multiprocessors * self.config.residents
-        if len(tiles) * self.num_kv_heads >= 4 * slots:
+        if len(tiles) * self.num_kv_heads >= MANY_WAVES * self.multiprocessors * self.config.residents:
             return longest
-        runs = numpy.array([-(-longest // parts) for parts in MOST_PARTS if parts <= longest])
-        return int(runs[numpy.argmin(self.expected_us(tiles, runs))])
+        total = int(tiles.sum())
+        runs = [-(-longest // parts) for parts in PARTS if parts <= longest]
+        return min(runs, key=lambda run: self.expected_us(len(tiles), total, longest, run))
 
-    def expected_us(self, tiles: Ints, runs: Ints) -> NDArray[numpy.float64]:
-        """Microseconds of a launch for each of `runs`, less what is the same for all."""
-        config, sms = self.config, self.multiprocessors
-        parts = -(-tiles[None, :] // runs[:, None])
-        each = -(-tiles[None, :] // parts)
-        programs = parts.sum(1) * self.num_kv_heads
+    def expected_us(self, count: int, total: int, longest: int, run: int) -> float:
+        """Microseconds of a launch, less what is the same for every cut.
+
+        count: query tiles; total, longest: tiles of keys that all of them and the longest of them see; run: the most that a
+        program folds. Fitted on an H200 (docs/kernels.md).
+        """
+        config, mean = self.config, total / count
+        parts = math.ceil(longest / run)
+        each = math.ceil(longest / parts)
+        # Those of equal length are cut alike; of very unequal ones each has half a part more than its length says.
+        programs = count * math.ceil(mean / run) if 2 * mean > longest else max(count, total / run + count / 2)
         flops = 2 * config.block_m * config.block_n * (self.head_dim + self.v_head_dim)
-        shared_us = flops * sms / config.flops_per_us  # a tile of each multiprocessor's tensor cores
-        together = numpy.minimum(numpy.ceil(programs / sms), config.residents)
-        tile_us = numpy.hypot(config.tile_us, together * shared_us)
-        waves = tiles.sum() * self.num_kv_heads / (sms * config.residents) * tile_us  # where programs are many
-        slowest = each.max(1)
-        more = programs > sms * config.residents
-        time = numpy.where(more, numpy.maximum(waves + 0.5 * slowest * tile_us, slowest * tile_us), slowest * tile_us)
-        slots = numpy.where(parts > 1, parts, 0).sum(1) * self.num_kv_heads
-        moved = slots * config.block_m * (self.v_head_dim + 1) * 8  # partial results, written and read
-        merge_us = numpy.where(slots > 0, config.merge_us + moved / config.bytes_per_us, 0.0)
-        rounds = numpy.ceil(programs / (sms * config.residents))
-        return numpy.asarray(time + rounds * config.wave_us + merge_us + parts.max(1) * 0.05)
+        tile_us = flops * self.multiprocessors / config.flops_per_us  # of a program that has its multiprocessor for itself
+        load = programs * self.num_kv_heads / self.multiprocessors  # programs a multiprocessor
+        waves, rest = divmod(load, config.residents)
+        wave_us = each * config.residents * tile_us + config.wave_us
+        time = waves * wave_us * min(1.0, mean / each) if waves > 1 else waves * wave_us
+        if rest > 0:
+            time += each * math.ceil(rest) * tile_us + config.wave_us
+        if run < longest:
+            rows = programs * self.num_kv_heads * config.block_m  # of partial results, written and read
+            time += config.merge_us + rows * (self.v_head_dim + 1) * 8 / config.bytes_per_us
+        return time

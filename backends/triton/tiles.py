@@ -253,19 +253,36 @@ def softmax_step(
     Returns m, l, the weights [BLOCK_M, BLOCK_N] and the factor [BLOCK_M] by which what was summed before must shrink.
     """
     if HAS_SOFTCAP or HAS_ALIBI:
-        if HAS_SOFTCAP:
-            scores = cap_log2 * tanh(scores * score_scale, DOT)
-        else:
-            scores = scores * score_scale
-        if HAS_ALIBI:
-            scores = scores - slopes[:, None] * (positions[:, None] - at[None, :]).to(tl.float32)
+        scores = scores * score_scale
         score_scale = 1.0
+    scores = visible_scores(
+        scores, at, positions, newest, slopes, cap_log2, window, MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT
+    )
+    return weigh(scores, m, l, tl.maximum(m, tl.max(scores, 1)), score_scale, MASKED)
+
+
+@triton.jit
+def visible_scores(
+    scores, at, positions, newest, slopes, cap_log2, window,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Scores with soft-cap, ALiBi and, where MASKED, -inf for the keys that a query does not see. Arguments as in `softmax_step`;
+    scores that are capped or biased come scaled."""
+    if HAS_SOFTCAP:
+        scores = cap_log2 * tanh(scores, DOT)
+    if HAS_ALIBI:
+        scores = scores - slopes[:, None] * (positions[:, None] - at[None, :]).to(tl.float32)
     if MASKED:
         seen = at[None, :] <= newest[:, None]
         if HAS_WINDOW:
             seen = seen & (at[None, :] > positions[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
-    m_new = tl.maximum(m, tl.max(scores, 1))
+    return scores
+
+
+@triton.jit
+def weigh(scores, m, l, m_new, score_scale, MASKED: tl.constexpr):
+    """The step of `softmax_step` from the new largest score on."""
     finite = m_new
     if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) = 0, not NaN
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)

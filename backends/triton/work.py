@@ -9,13 +9,13 @@ import numpy
 from numpy.typing import NDArray
 
 WORK_FIELDS = 8
-"""int32 numbers a program: its sequence, query tile, first query token of the sequence, query_len and kv_len; its first tile of
+"""int32 numbers a program: its sequence and that one's first query token, query_len and kv_len; its query tile, its first tile of
 keys and the end of its keys; the slot of its partial result, -1 where it has all keys of its query tile."""
 MERGE_FIELDS = 8
 """int32 numbers a query tile whose keys are shared: first query token of the sequence, query_len, tile, first slot, number of
 slots; the rest is unused."""
 
-Ints = NDArray[numpy.int64]
+Ints = NDArray[numpy.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Work:
 
 
 def list_work(
-    query_lens: Ints,
+    starts: Ints,
     kv_lens: Ints,
     group: int,
     block_m: int,
@@ -49,34 +49,36 @@ def list_work(
 ) -> Work:
     """Cut a step into query tiles of block_m rows, and their keys into runs of tiles of block_n keys.
 
-    query_lens, kv_lens: of each sequence; kv_len 0 marks padding. group: query heads of a kv head, rows of one token.
-    longest_run: from the tiles of keys that each query tile sees, the most that one program should fold.
+    starts: first query token of each sequence, and the end of the last; kv_lens: of each sequence, 0 marks padding. group: query
+    heads of a kv head, rows of one token. longest_run: from the tiles of keys that each query tile sees, the most that one
+    program should fold.
     """
-    counts = -(-(query_lens * group) // block_m) * (kv_lens > 0)
-    if len(counts) == 1:
-        seqs = numpy.zeros(counts[0], numpy.int64)
-        numbers = numpy.arange(counts[0] - 1, -1, -1)
-    else:
+    sequences = numpy.empty((len(kv_lens), 4), numpy.int32)
+    sequences[:, 0] = numpy.arange(len(kv_lens))
+    sequences[:, 1] = starts[:-1]
+    sequences[:, 2] = starts[1:] - starts[:-1]
+    sequences[:, 3] = kv_lens
+    counts = -(-(sequences[:, 2] * group) // block_m) * (kv_lens > 0)
+    if len(counts) > 1:
         order = numpy.argsort(-kv_lens, kind="stable")
-        counts = counts[order]
-        seqs = order.repeat(counts)
-        numbers = counts.cumsum().repeat(counts) - numpy.arange(1, len(seqs) + 1)
-    rows = numpy.empty((len(seqs), WORK_FIELDS), numpy.int32)
-    query_len, kv_len = query_lens[seqs], kv_lens[seqs]
-    first_token = kv_len - query_len + numbers * block_m // group  # position of the first row's token
-    ends = numpy.minimum(kv_len - query_len + ((numbers + 1) * block_m - 1) // group + 1, kv_len)
-    first = 0 if window is None else numpy.maximum(first_token - window + 1, 0) // block_n
-    tiles = -(-ends // block_n) - first
-    rows[:, 0] = seqs
-    rows[:, 1] = numbers
-    rows[:, 2] = (query_lens.cumsum() - query_lens)[seqs]
-    rows[:, 3] = query_len
-    rows[:, 4] = kv_len
-    rows[:, 5] = first
+        counts, sequences = counts[order], sequences[order]
+    rows = numpy.empty((counts.sum(), WORK_FIELDS), numpy.int32)
+    if len(rows) == 0:
+        return Work(rows, 0, 0)
+    rows[:, :4] = sequences.repeat(counts, 0)
+    numbers = counts.cumsum(dtype=numpy.int32).repeat(counts) - numpy.arange(1, len(rows) + 1, dtype=numpy.int32)
+    context = rows[:, 3] - rows[:, 2]
+    ends = numpy.minimum(context + (numbers * block_m + (block_m - 1)) // group + 1, rows[:, 3])
+    rows[:, 4] = numbers
+    rows[:, 5] = 0
+    tiles = (ends + (block_n - 1)) // block_n
+    if window is not None:
+        rows[:, 5] = numpy.maximum(context + numbers * block_m // group - window + 1, 0) // block_n
+        tiles -= rows[:, 5]
     rows[:, 6] = ends
     rows[:, 7] = -1
-    most = longest_run(tiles) if len(tiles) else 1
-    if len(tiles) == 0 or most >= tiles.max():
+    most = longest_run(tiles)
+    if most >= tiles.max():
         return Work(rows, len(rows), 0)
 
     each = -(-tiles // -(-tiles // most))
@@ -84,10 +86,10 @@ def list_work(
     split = parts > 1
     slots = parts * split
     first_slot = slots.cumsum() - slots
-    tile = numpy.arange(len(seqs)).repeat(parts)
+    tile = numpy.arange(len(rows)).repeat(parts)
     part = numpy.arange(len(tile)) - (parts.cumsum() - parts)[tile]
     merges = rows[split]
-    merges[:, 0:3] = merges[:, [2, 3, 1]]
+    merges[:, 0:3] = merges[:, [1, 2, 4]]
     merges[:, 3] = first_slot[split]
     merges[:, 4] = parts[split]
     rows, each = rows[tile], each[tile]

@@ -16,12 +16,13 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.model import Model
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.recorder import Recorder
-from headway.core.engine.rows import Rows
+from headway.core.engine.rows import Draws, Rows
+from headway.core.sampling.sampler import SamplingOps
 
-_LONGS = 2
-"""int64 numbers a row: its place in `newest`, and its slot."""
-_INTS = 2
-"""int32 numbers a row: its position, and its length."""
+_LONGS = 3
+"""int64 numbers a row: its place in `newest`, its slot, and the key of its draw."""
+_INTS = 3
+"""int32 numbers a row: its position, its length, and the bits of its draw's scale."""
 _ALIGN = 4
 """Fields begin at multiples of 16 bytes, which kernels may rely on."""
 
@@ -32,7 +33,7 @@ class GraphStep:
 
     model: Model
     attention: PagedAttention
-    greedy: Callable[[Tensor], Tensor]
+    sampling: SamplingOps
     newest: Tensor
     """int64 [max_num_seqs + 1]: the last sampled token of each row; the last place belongs to padding."""
     block_size: int
@@ -41,6 +42,11 @@ class GraphStep:
     """Of the pool."""
     logits: Tensor | None = None
     """[largest batch, vocab_size]: every graph computes its own into its first rows."""
+
+    def choose(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+        """A token for each row of logits; greedy ones where nothing draws in the same pass."""
+        ops = self.sampling
+        return ops.greedy(logits) if ops.choose is None else ops.choose(logits, scales, keys)
 
     @property
     def padding_row(self) -> int:
@@ -72,7 +78,9 @@ class StaticInputs:
             end,
         )
 
-    def fill(self, batch: int, at: NDArray[numpy.int32], positions: NDArray[numpy.int32], rows: Rows) -> tuple[Tensor, Tensor]:
+    def fill(
+        self, batch: int, at: NDArray[numpy.int32], positions: NDArray[numpy.int32], rows: Rows, draws: Draws | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Send the inputs of a step to the device. Returns seq_lens and block table of all `batch` rows, in host memory.
 
         at, positions: int32 [num_seqs]: row of each sequence, and where its new token stands. The rest of `batch` is padding:
@@ -81,12 +89,15 @@ class StaticInputs:
         self._host.reverse()  # to the buffer not in use: a step's copy is done before the step after next is launched
         host, count = self._host[0], len(at)
         longs, ints, table, end = self.views(host, batch)
-        places, slots = longs.numpy()
+        places, slots, keys = longs.numpy()
         places[:count], places[count:] = at, self._step.padding_row
         slots[:count], slots[count:] = rows.slots(at, positions, self._step.block_size), -1
-        written, seq_lens = ints.numpy()
+        written, seq_lens, scales = ints.numpy()
         written[:count], written[count:] = positions, 0
         seq_lens[:count], seq_lens[count:] = positions + 1, 0
+        scales[:] = 0  # greedy
+        if draws is not None:
+            scales[:count], keys[:count] = draws.scales.view(numpy.int32), draws.keys
         tables = table.numpy()
         numpy.take(rows.tables, at, axis=0, out=tables[:count, : rows.tables.shape[1]])
         tables[count:] = 0
@@ -102,9 +113,10 @@ class DecodeGraph:
         self._by_spec = backends
         self.backends = (name_of(backends),)
         longs, ints, table, _ = inputs.views(inputs.device, size)
-        self.rows, self._slots = longs
+        self.rows, self._slots, self._keys = longs
         """Places in `newest` of the last replay's rows, padding included; and their slots."""
-        self._positions, self._seq_lens = ints
+        self._positions, self._seq_lens, bits = ints
+        self._scales = bits.view(torch.float32)
         self.metadata = self._worst_case(table)
         self._plans = step.attention.begin_graph(self.metadata, backends)
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
@@ -151,7 +163,7 @@ class DecodeGraph:
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """Launch the step over the static inputs: logits into the buffer of all; returns the greedy tokens [size]."""
+        """Launch the step over the static inputs: logits into the buffer of all; returns the tokens [size]."""
         step, newest = self._step, self._step.newest
         step.attention.resume_graph(self.metadata, self._by_spec, self._plans)
         # The first and largest makes the buffer. A copy of logits that the model had put elsewhere would write them twice.
@@ -162,18 +174,20 @@ class DecodeGraph:
         assert out is None or logits.data_ptr() == out.data_ptr()
         if out is None:
             step.logits = logits
-        self.tokens = step.greedy(logits)
+        self.tokens = step.choose(logits, self._scales, self._keys)
         newest.index_copy_(0, self.rows, self.tokens)
         return self.tokens
 
-    def replay(self, at: NDArray[numpy.int32], positions: NDArray[numpy.int32], rows: Rows) -> tuple[Tensor, Tensor]:
-        """Run a step, see StaticInputs.fill. Returns its logits [num_seqs, vocab_size] and greedy tokens [num_seqs].
+    def replay(
+        self, at: NDArray[numpy.int32], positions: NDArray[numpy.int32], rows: Rows, draws: Draws | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run a step, see StaticInputs.fill. Returns its logits [num_seqs, vocab_size] and tokens [num_seqs].
 
-        Both are overwritten by the next replay.
+        draws: how they are chosen; None: greedily. Both are overwritten by the next replay.
         """
         assert self._replay is not None, "capture() it first"
         assert self._step.logits is not None
-        seq_lens, table = self._inputs.fill(self.size, at, positions, rows)
+        seq_lens, table = self._inputs.fill(self.size, at, positions, rows, draws)
         metadata = replace(self.metadata, seq_lens_cpu=seq_lens, block_table_cpu=table, upper_bound_lens=False)
         for spec, plan in self._plans.items():
             self._by_spec[spec].plan_for_replay(plan, metadata)

@@ -19,13 +19,13 @@ from headway.core.contract.backend import Backends
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.engine.graph import GraphStep, name_of
 from headway.core.engine.recorder import Recorder
-from headway.core.engine.rows import Rows
+from headway.core.engine.rows import Draws, Rows
 from headway.core.engine.step import StepInput
 
 log = logging.getLogger("headway")
 
-_LONGS = 2
-"""int64 numbers beside those of tokens: the row in `newest`, and the last token's place."""
+_LONGS = 4
+"""int64 numbers beside those of tokens: the row in `newest`, the last token's place, the key of the draw, its scale's bits."""
 
 
 class PromptInputs:
@@ -48,7 +48,7 @@ class PromptInputs:
         end = longs + -(-size // self._block_size)
         return ids, slots, ends, flat[longs:end].view(1, -1), end
 
-    def fill(self, size: int, token_ids: NDArray[numpy.int64], row: int, rows: Rows) -> None:
+    def fill(self, size: int, token_ids: NDArray[numpy.int64], row: int, rows: Rows, draws: Draws | None) -> None:
         """Send a prompt to the device. Padding has token 0, and slot -1."""
         self._host.reverse()  # to the buffer not in use: a step's copy is done before the step after next is launched
         host, count = self._host[0], len(token_ids)
@@ -58,7 +58,10 @@ class PromptInputs:
         places = slots.numpy()
         positions = numpy.arange(count, dtype=numpy.int32)
         places[:count], places[count:] = rows.slots(numpy.full(count, row, dtype=numpy.int32), positions, self._block_size), -1
-        ends.numpy()[:] = row, count - 1
+        last = ends.numpy()
+        last[:] = row, count - 1, 0, 0  # a scale of 0 is greedy
+        if draws is not None:
+            last[2:3], last[3:].view(numpy.float32)[:1] = draws.keys, draws.scales
         blocks = min(table.shape[1], rows.tables.shape[1])
         table.numpy()[0, :blocks] = rows.tables[row, :blocks]
         self.device[:end].copy_(host[:end], non_blocking=True)
@@ -71,8 +74,9 @@ class PromptGraph:
         self._step, self._inputs, self.size, self._by_spec = step, inputs, size, backends
         self.backends = (name_of(backends),)
         self._ids, slots, ends, table, _ = inputs.views(inputs.device, size)
-        self.rows, self._last = ends[:1], ends[1:]
-        """Place in `newest` of the last replay's prompt; and of its last token."""
+        self.rows, self._last, self._key = ends[:1], ends[1:2], ends[2:3]
+        """Place in `newest` of the last replay's prompt; that of its last token; and the key of its draw."""
+        self._scale = ends[3:].view(torch.float32)[:1]
         self._metadata = _static(step, size, slots, table)
         self._plans = step.attention.begin_prompt(self._metadata, backends)
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
@@ -85,7 +89,7 @@ class PromptGraph:
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """Launch the step over the static inputs: logits [1, vocab_size] into the buffer of all; returns the greedy token [1]."""
+        """Launch the step over the static inputs: logits [1, vocab_size] into the buffer of all; returns the token [1]."""
         step = self._step
         step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
         hidden = step.model(self._ids, self._inputs.positions[: self.size], step.attention)
@@ -93,15 +97,15 @@ class PromptGraph:
         logits = step.model.compute_logits(hidden.index_select(0, self._last), out)
         if out is None:
             step.logits = logits
-        self.tokens = step.greedy(logits)
+        self.tokens = step.choose(logits, self._scale, self._key)
         step.newest.index_copy_(0, self.rows, self.tokens)
         return self.tokens
 
-    def replay(self, step: StepInput, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Run a prompt. Returns its logits [1, vocab_size] and greedy token [1], which the next replay overwrites."""
+    def replay(self, step: StepInput, rows: Rows, draws: Draws | None) -> tuple[Tensor, Tensor]:
+        """Run a prompt. Returns its logits [1, vocab_size] and token [1], which the next replay overwrites."""
         assert self._replay is not None, "capture() it first"
         assert self._step.logits is not None
-        self._inputs.fill(self.size, step.token_ids, int(step.rows[0]), rows)
+        self._inputs.fill(self.size, step.token_ids, int(step.rows[0]), rows, draws)
         self._replay()
         return self._step.logits[:1], self.tokens
 

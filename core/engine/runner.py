@@ -22,7 +22,7 @@ from headway.core.engine.graphs import DecodeGraphs
 from headway.core.engine.pieces import PieceGraphs
 from headway.core.engine.prompts import PromptGraph, PromptGraphs
 from headway.core.engine.recorder import Recorder
-from headway.core.engine.rows import Rows
+from headway.core.engine.rows import Draws, Rows
 from headway.core.engine.step import NEWEST, Sampled, StepInput
 from headway.core.sampling.sampler import SamplingOps, sample
 from headway.core.sampling.verification import Verified, verify
@@ -105,7 +105,7 @@ class Runner:
         """
         self._pieces.capture(token_counts, recorder)
         sizes = self._block_size, self._max_model_len, self._num_blocks
-        step = GraphStep(self._model, self._attention, self._sampling.greedy, self._newest, *sizes)
+        step = GraphStep(self._model, self._attention, self._sampling, self._newest, *sizes)
         graphs, prompts, selector = DecodeGraphs(step), PromptGraphs(step), self._selector
 
         def candidates(size: int) -> list[Backends]:
@@ -138,14 +138,20 @@ class Runner:
         graph, no_graph = self._graph(step)
         order, verified, piecewise = None, None, False
         if graph is not None:
+            positions = step.context_lens + step.query_lens
             if isinstance(graph, PromptGraph):
-                logits, best = graph.replay(step, self._rows)
+                draws = self._draws(step.rows, positions)
+                logits, best = graph.replay(step, self._rows, draws)
             else:
                 # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
                 order = numpy.argsort(-step.context_lens, kind="stable")
                 step = replace(step, rows=step.rows[order], context_lens=step.context_lens[order])
-                logits, best = graph.replay(step.rows, step.context_lens, self._rows)
-            tokens = self._sample(logits, best, step.rows, step.context_lens + step.query_lens)
+                positions = step.context_lens + 1
+                draws = self._draws(step.rows, positions)
+                logits, best = graph.replay(step.rows, step.context_lens, self._rows, draws)
+            if self.observe is not None:
+                self.observe(step.rows, logits)
+            tokens = best if draws is not None else self._sample(logits, best, step.rows, positions)
             if tokens is not best:  # those are in their places already
                 self._newest.index_copy_(0, graph.rows[: step.num_seqs], tokens)
         else:
@@ -153,6 +159,8 @@ class Runner:
             if self._graphs is not None and not piecewise and self._pieces.largest:
                 no_graph = f"more than {self._pieces.largest} tokens"
             rows, positions = _sampled_at(step)
+            if self.observe is not None:
+                self.observe(rows, logits)
             tokens = self._sample(logits, self._sampling.greedy(logits), rows, positions)
             newest = tokens
             if step.num_draft_tokens.any():
@@ -225,9 +233,11 @@ class Runner:
             ids = torch.where(ids == NEWEST, self._newest.index_select(0, places).clamp_min(0), ids)
         return ids, positions
 
+    def _draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws | None:
+        """How a graph chooses all of a step's tokens; None where it can choose the most likely ones alone."""
+        return None if self._sampling.choose is None else self._rows.draws(rows, positions)
+
     def _sample(self, logits: Tensor, best: Tensor, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Tensor:
-        if self.observe is not None:
-            self.observe(rows, logits)
         params, seeds = self._rows.params, self._rows.seeds
         listed: list[int] = rows.tolist()
         listed_params = [params[row] for row in listed]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.transfer import upload
@@ -39,6 +41,8 @@ class SamplingOps:
 
     greedy: Callable[[Tensor], Tensor] = greedy
     draw: Draw = draw
+    choose: Draw | None = None
+    """Both in one pass, where something has it: like `draw`, but a row of scale 0 is greedy. NOT_A_TOKEN where a logit is NaN."""
 
 
 TORCH_SAMPLING = SamplingOps()
@@ -66,17 +70,27 @@ def sample(
     # One copy for all that the device needs of the host: a copy costs more than what it carries.
     packed = numpy.empty((3, len(rows)), dtype=numpy.int64)
     packed[0] = rows
-    packed[1] = _keys([seeds[row] for row in rows], [positions[row] for row in rows]).view(numpy.int64)
+    packed[1] = keys_of([seeds[row] for row in rows], [positions[row] for row in rows]).view(numpy.int64)
     packed[2] = numpy.array([_scale(each.temperature) for each in sampled]).view(numpy.int64)
     at, keys, bits = upload(torch.from_numpy(packed), logits.device)
     scales = bits.view(torch.float64).float()
     some = len(rows) < len(params)
     chosen = logits.index_select(0, at) if some else logits
-    if any(each.top_k > 0 or each.top_p < 1 or each.min_p > 0 for each in sampled):
+    if any(filters(each) for each in sampled):
         chosen, scales = _keep_likely(chosen.float() * scales[:, None], sampled), torch.ones_like(scales)
     drawn = draw(chosen, scales, keys)
     drawn = torch.where((best.index_select(0, at) if some else best) == NOT_A_TOKEN, NOT_A_TOKEN, drawn)
     return best.index_copy(0, at, drawn) if some else drawn
+
+
+def filters(params: SamplingParams) -> bool:
+    """Whether a draw leaves out unlikely tokens."""
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
+def scale_of(params: SamplingParams) -> float:
+    """What `SamplingOps.choose` takes for a row: 0 where it is greedy, else 1 / temperature."""
+    return 0.0 if params.greedy else _scale(params.temperature)
 
 
 def _scale(temperature: float) -> float:
@@ -151,16 +165,21 @@ def _philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
     return a, b, c, d
 
 
-def _keys(seeds: Sequence[int], positions: Sequence[int]) -> numpy.ndarray:
-    """SplitMix64 (Steele et al. 2014) of seed and position: uint64 [rows]."""
+def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[int] | NDArray[Any]) -> NDArray[numpy.uint64]:
+    """What decides the draws of rows: SplitMix64 (Steele et al. 2014) of seed and position, uint64 [rows]."""
 
-    def mix(x: numpy.ndarray) -> numpy.ndarray:
+    def mix(x: NDArray[Any]) -> NDArray[Any]:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-        mixed: numpy.ndarray = x ^ (x >> 31)
+        mixed: NDArray[Any] = x ^ (x >> 31)
         return mixed
 
-    # Seeds are whole numbers of any sign, and the largest one plus an index is more than an int64 holds.
-    seed, position = (numpy.array([each % 2**64 for each in values], dtype=numpy.uint64) for values in (seeds, positions))
     golden = 0x9E3779B97F4A7C15
-    return mix(mix(seed * golden) + position * golden)
+    return mix(mix(_unsigned(seeds) * golden) + _unsigned(positions) * golden)
+
+
+def _unsigned(values: Sequence[int] | NDArray[Any]) -> NDArray[numpy.uint64]:
+    if isinstance(values, numpy.ndarray):
+        return values.astype(numpy.uint64)
+    # Seeds are whole numbers of any sign, and the largest one plus an index is more than an int64 holds.
+    return numpy.array([each % 2**64 for each in values], dtype=numpy.uint64)

@@ -28,7 +28,7 @@ class FusedSampling:
         return self._choose(logits, None, None)
 
     def draw(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
-        """A token a row: int64 [rows], -1 where a logit is NaN. scales: float32 [rows]; keys: int64 [rows]."""
+        """A token a row: int64 [rows], -1 where a logit is NaN. scales: float32 [rows], 0: greedy; keys: int64 [rows]."""
         return self._choose(logits, scales, keys)
 
     def _choose(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None) -> Tensor:

@@ -67,21 +67,30 @@ def norm_and_rotate(
     sin_ptr,
     q_norm_ptr,  # [HEAD_DIM]
     k_norm_ptr,
+    x_ptr,  # [num_tokens, ROW] (ROW)
     eps,
+    row_eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     NORM: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (num_tokens, cdiv(HEADS + KV_HEADS, BLOCK_H)). RoPE turns one half of a head against the other."""
+    """Grid (num_tokens, cdiv(HEADS + KV_HEADS, BLOCK_H)). RoPE turns one half of a head against the other.
+
+    ROW: the product was of rows x that were not normed; all of its heads are scaled by their norm, so that v counts as heads too:
+    cdiv(HEADS + 2 KV_HEADS, BLOCK_H).
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     HALF: tl.constexpr = HEAD_DIM // 2
     h = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = (head < HEADS + KV_HEADS) & (h < HALF)
+    TOUCHED: tl.constexpr = HEADS + 2 * KV_HEADS if ROW else HEADS + KV_HEADS
+    mask = (head < TOUCHED) & (h < HALF)
     if NORM:
         is_q = head < HEADS
         low_weight = either(q_norm_ptr, k_norm_ptr, h, is_q, mask)
@@ -96,9 +105,25 @@ def norm_and_rotate(
     sin = tl.load(sin_ptr + token * HALF + h, mask=h < HALF, other=0.0)
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    low, high = turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, NORM)
+    if ROW:
+        scale = row_scale(x_ptr + token * ROW, row_eps, ROW, BLOCK_ROW)
+        low, high = low * scale, high * scale
+    turned_low, turned_high = turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, NORM)
+    if ROW:  # v is scaled, not turned
+        turns = head < HEADS + KV_HEADS
+        low, high = tl.where(turns, turned_low, low), tl.where(turns, turned_high, high)
+    else:
+        low, high = turned_low, turned_high
     tl.store(at, low.to(qkv_ptr.dtype.element_ty), mask=mask)
     tl.store(at + HALF, high.to(qkv_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def row_scale(x_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """RMSNorm's factor of one row."""
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
 
 
 @triton.jit
@@ -122,11 +147,15 @@ def either(q_ptr, k_ptr, at, is_q, mask):
 def silu_and_mul(
     x_ptr,  # [rows, 2 SIZE]
     y_ptr,  # [rows, SIZE], written
+    row_ptr,  # [rows, ROW] (ROW)
+    row_eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = silu(first half) * second half. Grid (rows, cdiv(SIZE, BLOCK))."""
+    """y = silu(first half) * second half, of an x that is scaled by the norm of its row (ROW). Grid (rows, cdiv(SIZE, BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -134,5 +163,8 @@ def silu_and_mul(
         gdc_launch_dependents()
     gate = tl.load(x_ptr + row * (2 * SIZE) + at, mask=at < SIZE, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * (2 * SIZE) + SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    if ROW:
+        scale = row_scale(row_ptr + row * ROW, row_eps, ROW, BLOCK_ROW)
+        gate, up = gate * scale, up * scale
     y = gate * tl.sigmoid(gate) * up
     tl.store(y_ptr + row * SIZE + at, y.to(y_ptr.dtype.element_ty), mask=at < SIZE)

@@ -21,6 +21,7 @@ from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout,
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
+from headway.core.contract.warmup import StepLimits
 from headway.registry import create_registry, hookimpl
 from headway.testing.cases import Case, make_case, parse_case
 from headway.testing.kit import Kit
@@ -206,6 +207,29 @@ def test_no_split_is_asked_for_where_the_plan_would_make_none(fake: FlashAttn3) 
         assert {given["num_splits"] for _, given in fake.calls} == set(asked)
         captured = made.plan_for_capture(views[-1])
         assert captured.arguments[made._operators.forward.place["num_splits"]] == 0  # its lengths change
+
+
+def test_a_warm_up_meets_every_choice_of_the_library_in_few_steps(fake: FlashAttn3) -> None:
+    """Its kernels differ by rows of at most 64 or more than 128, by a single query, and by split keys."""
+    made = FlashAttention3(spec(num_heads=32, num_kv_heads=8, head_dim=128), NHD, 16)
+    limits = StepLimits(8192, 256, 40960)
+    shapes = {phase: list(made.warmup_shapes(phase, limits)) for phase in Phase}
+    for phase, found in shapes.items():
+        assert 0 < len(found) < 120
+        assert len(found) == len(set(found))
+        for shape in found:
+            assert shape.num_seqs * shape.query_len <= limits.max_num_tokens
+            assert shape.query_len + shape.context_len <= limits.max_model_len
+            assert Phase.of(shape.query_len, shape.context_len) is phase
+    rows = {4 * shape.query_len for shape in shapes[Phase.EXTEND]}
+    assert min(rows) <= 64 < 128 < max(rows)
+    asked = set()
+    for num_seqs, query_len, context_len in shapes[Phase.EXTEND]:
+        step = AttentionMetadata.build([query_len] * num_seqs, [context_len] * num_seqs, [[0]] * num_seqs, 2**17)
+        asked.add(made._splits(step, lengths_hold=True))
+    assert asked == {0, 1}
+    tiny = StepLimits(4, 2, 8)
+    assert all(shape.num_seqs <= 2 for phase in Phase for shape in made.warmup_shapes(phase, tiny))
 
 
 # Claims and refusals.

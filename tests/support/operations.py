@@ -70,8 +70,8 @@ class Inputs:
         heads = Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, *head_norms)
         x, rope = ops.embed(self.ids.to(device), self.positions.to(device), put(self.table))
         results = {"embed": x, "norm": ops.norm(put(self.x), norm)}
-        results |= dict(zip("qkv", ops.norm_qkv(put(self.x), norm, linear("qkv"), heads, rope), strict=True))
-        results["norm_gated_product"] = ops.norm_gated_product(put(self.x), norm, linear("gate_up"))
+        results |= dict(zip("qkv", ops.norm_qkv(put(self.x), *ops.absorb(norm, linear("qkv")), heads, rope), strict=True))
+        results["norm_gated_product"] = ops.norm_gated_product(put(self.x), *ops.absorb(norm, linear("gate_up")))
         results["add_product"] = ops.add_product(put(self.residual), put(self.attended), linear("out"))
         results["product"] = ops.product(put(self.x), linear("qkv"))
         out = torch.empty_like(results["product"])

@@ -39,7 +39,8 @@ def test_each_row_meets_each_key_once(
     tile = schedule.tile
     rows = tile.rows // group * group
     seen = [numpy.zeros((q * group, -(-(q + c) // tile.keys)), dtype=numpy.int64) for q, c in lengths]
-    partials, tickets = set(), {}
+    partials: set[int] = set()
+    tickets: dict[tuple[int, int], set[int]] = {}
     starts = numpy.cumsum([0] + [q for q, _ in lengths])
     for start, query_len, kv_len, seq, number, first, last, splits, split, partial, ticket, _ in schedule.items.tolist():
         assert (start, query_len, kv_len) == (starts[seq], lengths[seq][0], sum(lengths[seq]))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.backends.hopper import attention
+from headway.backends.hopper import attention, cut
 from headway.backends.hopper.attention import Attention
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -18,6 +18,18 @@ from headway.core.contract.warmup import StepLimits, lattice
 pytest.importorskip("cuda.bindings")
 
 CPU = torch.device("cpu")
+
+
+class Silent:
+    """A kernel that is asked for and does nothing."""
+
+    def allow_shared(self, shared_bytes: int) -> None:
+        """As much as wanted."""
+
+    def __call__(self, *launch: object) -> None:
+        """Launch."""
+
+
 LIMITS = StepLimits(max_num_tokens=4096, max_num_seqs=64, max_model_len=16384)
 
 
@@ -27,11 +39,12 @@ def test_no_step_takes_a_kernel_that_the_warm_up_has_not_met(
 ) -> None:
     met: set[Any] = set()
 
-    def load(variant: Any, *rest: object) -> SimpleNamespace:
+    def load(variant: Any, *rest: object) -> Silent:
         met.add(variant)
-        return SimpleNamespace(allow_shared=lambda shared_bytes: None)
+        return Silent()
 
     monkeypatch.setattr(attention, "load", load)
+    monkeypatch.setattr(cut, "load", load)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     layer = Attention(AttentionSpec(num_heads, num_kv_heads, head_dim, 0.1, torch.bfloat16, CPU), 16)
 
@@ -40,11 +53,11 @@ def test_no_step_takes_a_kernel_that_the_warm_up_has_not_met(
         tables = [list(range(-(-end // 16))) for end in ends]
         layer.plan(AttentionMetadata.build(query_lens, context_lens, tables, 16, CPU))
 
-    for phase in (Phase.PREFILL, Phase.EXTEND):
+    for phase in Phase:
         for num_seqs, query_len, context_len in lattice(phase, LIMITS):
             plan([query_len] * num_seqs, [context_len] * num_seqs)
     warmed = set(met)
-    assert len(warmed) == 4, "wide and narrow tiles, with and without a cache"
+    assert len(warmed) == 5, "wide and narrow tiles, with and without a cache, and the cut of a decode"
     draw = random.Random(3)
     for _ in range(60):
         count = draw.choice((1, 2, 5, 30))

@@ -107,6 +107,36 @@ def test_any_number_of_splits_gives_the_same(num_splits: str) -> None:
     assert error_of(case, num_splits=num_splits) < 2e-6
 
 
+SPLIT_EXTENDS = {
+    "plain": {},
+    "window": {"sliding_window": 70},
+    "softcap alibi sinks": {"softcap": 2.0, "alibi_slopes": (0.5, 0.25, 0.125, 0.0625), "sinks": (0.3, -1.0, 2.0, 0.0)},
+    "fp8": {"kv_dtype": FP8, "k_scale": 0.02, "v_scale": 0.05},
+}
+
+
+@pytest.mark.parametrize("extend_splits", ["1", rare("2"), "5", rare("100")])
+@pytest.mark.parametrize("name", SPLIT_EXTENDS)
+@pytest.mark.parametrize("layout", [NHD, rare(HND), VLLM_5D], ids=lambda layout: layout.name)
+def test_programs_that_share_the_keys_of_a_query_tile_give_the_same(layout: CacheLayout, name: str, extend_splits: str) -> None:
+    case = case_of("1q30s300_1q3s17_1q9s9_1q1s1", spec(**SPLIT_EXTENDS[name]), layout, 16)
+    backend = TritonAttention(case.spec, layout, 16, {"extend_splits": extend_splits})
+    assert (backend.plan(case.metadata.prefill).work.merges > 0) == (extend_splits != "1")
+    lse = torch.full((case.spec.num_heads, len(case.q)), math.nan)
+    out = run_backend(backend, case, lse)
+    expected, sums = reference_with_lse(case)
+    assert relative_error(out, expected, case) < 2e-6
+    assert float((lse - sums).abs().max()) < 2e-5
+
+
+def test_many_results_of_a_decode_are_merged_in_two_goes() -> None:
+    case = case_of("1q1s1000_1q1s100_1q1s130_1q1s5", spec(sinks=(0.3, -1.0, 2.0, 0.0)))
+    backend = TritonAttention(case.spec, NHD, 16, {"num_splits": "64"})
+    for _ in range(2):  # a second time: the counters are back at zero
+        assert relative_error(run_backend(backend, case), reference(case), case) < 2e-6
+    assert not backend._decode._workspace.counters(1).any()
+
+
 def error_of_writing(
     layer: AttentionSpec, layout: CacheLayout = NHD, block_size: int = 16, spoiled: float = math.nan, **options: str
 ) -> float:
@@ -217,6 +247,8 @@ def test_refusals() -> None:
     assert "scale: needs a positive number" in reason(spec(scale=-1.0))
     with pytest.raises(ConfigError, match="num_splits"):
         TritonAttention(spec(), NHD, 16, {"num_splits": "0"})
+    with pytest.raises(ConfigError, match="extend_splits"):
+        TritonAttention(spec(), NHD, 16, {"extend_splits": "many"})
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ BLOCK_M, BLOCK_N = 16, 16
 
 
 def work_of(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None) -> Work:
-    query_lens, kv_lens = (numpy.array(column) for column in zip(*lens, strict=True))
-    return list_work(query_lens, kv_lens, group, BLOCK_M, BLOCK_N, window, lambda tiles: -(-int(tiles.max()) // parts))
+    starts = numpy.cumsum([0, *(query_len for query_len, _ in lens)], dtype=numpy.int32)
+    kv_lens = numpy.array([kv_len for _, kv_len in lens], numpy.int32)
+    return list_work(starts, kv_lens, group, BLOCK_M, BLOCK_N, window, lambda tiles: -(-int(tiles.max()) // parts))
 
 
 def check(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None) -> Work:
@@ -25,7 +26,7 @@ def check(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int |
     starts = numpy.cumsum([0] + [query_len for query_len, _ in lens])
     slots_of: dict[tuple[int, int], list[int]] = {}
     runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for seq, number, token, query_len, kv_len, first, end, slot in work.rows[: work.programs].tolist():
+    for seq, token, query_len, kv_len, number, first, end, slot in work.rows[: work.programs].tolist():
         assert (query_len, kv_len) == lens[seq]
         assert token == starts[seq]
         runs.setdefault((seq, number), []).append((first * BLOCK_N, end))
@@ -74,4 +75,4 @@ def test_padding_has_no_program() -> None:
 
 def test_the_longest_sequence_and_its_last_tile_come_first() -> None:
     rows = work_of([(9, 9), (9, 50)], 1, 4).rows
-    assert rows[:, :2].tolist() == [[1, 2], [1, 1], [1, 0], [0, 2], [0, 1], [0, 0]]
+    assert rows[:, [0, 4]].tolist() == [[1, 2], [1, 1], [1, 0], [0, 2], [0, 1], [0, 0]]

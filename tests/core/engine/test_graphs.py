@@ -35,7 +35,7 @@ from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import greedy
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
 from headway.registry import create_registry, hookimpl
 from taping import Tape
 from tiny import TinyModel
@@ -63,7 +63,7 @@ def test_batch_sizes(max_num_seqs: int, sizes: list[int]) -> None:
 
 def graph_step(attention: PagedAttention | None = None, block_size: int = BLOCK_SIZE, max_len: int = MAX_MODEL_LEN) -> GraphStep:
     attention = attention or PagedAttention([], [], lambda *_: None)
-    return GraphStep(TinyModel(), attention, greedy, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len, 9)
+    return GraphStep(TinyModel(), attention, TORCH_SAMPLING, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len, 9)
 
 
 class Again(Tape):
@@ -117,7 +117,8 @@ def check(inputs: StaticInputs, rows: Rows, step: list[ScheduledSequence], told:
     inputs.device.fill_(99)
     count, (lens_cpu, table_cpu) = len(step), inputs.fill(ROWS, told.rows, told.context_lens, rows)
     longs, ints, table, _ = inputs.views(inputs.device, ROWS)
-    (places, slots), (positions, seq_lens) = longs.tolist(), ints.tolist()
+    (places, slots, _), (positions, seq_lens, scales) = longs.tolist(), ints.tolist()
+    assert not any(scales)
     metadata = AttentionMetadata.build(
         [1] * count, [scheduled.context_len for scheduled in step], [scheduled.seq.blocks for scheduled in step], BLOCK_SIZE
     )
@@ -308,3 +309,29 @@ def test_what_is_captured_is_one_rule() -> None:
     assert str(Walk.captures(4)).startswith("no: graph_level: needs UNIFORM or higher, got DECODE")
     assert str(Exact.captures()).startswith("no: exact_host_lengths")
     assert Uncapturable.captures().reasons[0].got == "NONE"
+
+
+def test_a_graph_draws_for_the_rows_that_want_it() -> None:
+    """Beside greedy ones, in one pass; a step with a row that leaves out unlikely tokens draws after its graph."""
+    drawn: list[int] = []
+
+    def choose(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+        return torch.where(scales == 0, greedy(logits), draw(logits, scales, keys))
+
+    def outside(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+        drawn.append(len(logits))
+        return draw(logits, scales, keys)
+
+    settings = [{"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.5}, {"top_k": 4}]
+    wishes = [
+        SamplingParams(max_tokens=9 - 2 * (seed == 3), seed=seed, ignore_eos=True, **each) for seed, each in enumerate(settings)
+    ]
+    prompts = [[3, 1], [4, 1, 5], [9, 2, 6], [5]]
+    made = engine()
+    registry = create_registry([WalkPlugin()], load_entry_points=False)
+    fast = Engine(TinyModel(), registry, made.config, sampling=SamplingOps(draw=outside, choose=choose))
+    fast.executor.capture(Again())
+    expected = [each.token_ids for each in generate(made, prompts, wishes)]
+    assert [each.token_ids for each in generate(fast, prompts, wishes)] == expected
+    assert drawn == [3] * 7, "while the row with top_k runs; the two steps after it draw inside"
+    assert fast.stats.num_graph_steps == 8

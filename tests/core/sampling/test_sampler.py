@@ -11,7 +11,7 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, _exponential, _keep_top, _keys, _philox, greedy, sample
+from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, _exponential, _keep_top, _philox, greedy, keys_of, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -50.0])
 
@@ -125,8 +125,8 @@ def test_bad_values_are_named_with_what_is_needed(field: str, value: object) -> 
 
 def test_keys_are_splitmix64() -> None:
     """The published generator: with seed 0 its first outputs are the hashes of its increments."""
-    assert int(_keys([0], [1])[0]) == 0xE220A8397B1DCDAF
-    assert int(_keys([0], [2])[0]) == 0x6E789E6AA1B965F4
+    assert int(keys_of([0], [1])[0]) == 0xE220A8397B1DCDAF
+    assert int(keys_of([0], [2])[0]) == 0x6E789E6AA1B965F4
 
 
 def test_a_neighbours_top_k_cuts_nothing_from_a_row_without_limits() -> None:
@@ -140,9 +140,9 @@ def test_a_neighbours_top_k_cuts_nothing_from_a_row_without_limits() -> None:
 
 
 def test_any_seed_that_is_accepted_makes_a_key() -> None:
-    keys = _keys([-(2**63), -1, 0, 2**63 - 1], [3] * 4)
+    keys = keys_of([-(2**63), -1, 0, 2**63 - 1], [3] * 4)
     assert len(set(keys.tolist())) == 4
-    assert _keys([2**63], [3]) == keys[0], "a seed beyond the last goes round to the first"
+    assert keys_of([2**63], [3]) == keys[0], "a seed beyond the last goes round to the first"
 
 
 def words(*values: int) -> tuple[torch.Tensor, ...]:
@@ -221,8 +221,8 @@ def test_neighbours_are_uncorrelated(over: str) -> None:
     """Rows of neighbouring keys, and neighbouring columns: any number of a counter, and any counter beside the next."""
     rows, vocab = 64, 4 * LANES * 16
     keys = {
-        "seeds": _keys(range(rows), [9] * rows),
-        "positions": _keys([9] * rows, range(rows)),
+        "seeds": keys_of(range(rows), [9] * rows),
+        "positions": keys_of([9] * rows, range(rows)),
         "raw keys": numpy.arange(rows, dtype=numpy.uint64),
         "high halves": numpy.arange(rows, dtype=numpy.uint64) << 32,
     }[over]

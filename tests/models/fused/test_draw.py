@@ -31,6 +31,9 @@ def test_same_tokens_as_torch(device: str, dtype: torch.dtype, rows: int, vocab_
         assert torch.equal(got, expected)
     if dtype == torch.float32:  # no ties
         assert torch.equal(fused.greedy(logits), greedy(logits))
+    mixed, some = fused.draw(logits, scales * (torch.arange(rows, device=device) % 2), keys), torch.arange(rows) % 2 == 1
+    assert torch.equal(mixed[some], got[some])
+    assert torch.equal(mixed[~some], fused.greedy(logits)[~some]), "a row of scale 0 is greedy"
     chosen = logits.gather(1, fused.greedy(logits)[:, None])
     assert torch.equal(chosen, logits.amax(1, keepdim=True))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.models.operations import Plain
+from headway.models.linear import Linear
+from headway.models.operations import Norm, Plain
 from operations import Inputs, Sizes
 
 pytest.importorskip("triton")
@@ -42,7 +43,7 @@ EVERYDAY = [
     ("qwen2", 9, torch.float32),
     ("qwen3", 1, torch.bfloat16),
     ("qwen3", 9, torch.float16),
-    *((name, 17, torch.bfloat16) for name in TILED),
+    *((name, 17, torch.bfloat16) for name in (*TILED, "qwen3")),
     ("llama, head_dim 16", 5, torch.bfloat16),
 ]
 
@@ -60,6 +61,21 @@ def test_every_step_equals_the_plain_one(name: str, rows: int, dtype: torch.dtyp
     for step, expected in plain.items():
         error = (fused[step] - expected).norm() / expected.norm()
         assert error < TOLERANCE[dtype], (step, float(error))
+
+
+def test_a_norm_goes_into_the_product_after_it_where_it_may() -> None:
+    fused = Fused(INV_FREQ[16], 1.0)
+    norm, linear = Norm(torch.full((64,), 3.0, dtype=torch.bfloat16), 1e-6), Linear(torch.ones(8, 64, dtype=torch.bfloat16))
+    absorbed, product = fused.absorb(norm, linear)
+    assert absorbed == Norm(absorbed.weight, 1e-6, absorbed=True)
+    assert (absorbed.weight == 1).all()
+    assert (product.weight == 3).all()
+    assert (linear.weight == 1).all(), "what was handed in is left alone"
+    with_bias = Linear(linear.weight, torch.ones(8))
+    half = Norm(norm.weight.half(), 1e-6), Linear(linear.weight.half())
+    long = Norm(torch.ones(4096, dtype=torch.bfloat16), 1e-6), Linear(torch.ones(8, 4096, dtype=torch.bfloat16))
+    for left_alone in ((norm, with_bias), half, long):
+        assert fused.absorb(*left_alone) == left_alone
 
 
 @pytest.mark.parametrize("name", TILED)
