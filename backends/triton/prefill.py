@@ -87,7 +87,7 @@ class Prefill:
         rereads = spec.cache_dtype != spec.dtype or spec.batch_invariant
         dense = metadata.phase is Phase.PREFILL and not rereads
         paged = 0 if dense else self._block_size
-        row = (max(self._layer.block_d, self._layer.block_dv), spec.dtype.itemsize)
+        row = (max(self._layer.block_d + self._layer.constants["TAIL"], self._layer.block_dv), spec.dtype.itemsize)
         longest = ANY_PROMPT if spec.batch_invariant else metadata.max_query_len
         config = prefill_config(self._arch, *row, longest, spec.group_size, paged)
         if dense and metadata.num_prefill_tokens <= FEW_TOKENS:
