@@ -29,8 +29,9 @@ _KNOWN = {
     *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
     *("layer_types", "use_sliding_window", "sliding_window", "max_window_layers"),
     # What says nothing about inference.
-    *("_name_or_path", "attention_dropout", "bos_token_id", "initializer_range", "pad_token_id", "pretraining_tp"),
-    *("transformers_version", "use_cache", "rope_interleaved", "is_llama_config"),
+    *("_name_or_path", "_model_name_or_path", "attention_dropout", "bos_token_id", "initializer_range", "is_llama_config"),
+    *("pad_token_id", "pretraining_tp", "rope_interleaved", "transformers.js_config", "transformers_version", "unk_token_id"),
+    "use_cache",
 }
 
 
