@@ -13,7 +13,7 @@ from headway.core.contract.backend import Backends
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.warmup import StepLimits, StepShape, powers
+from headway.core.contract.warmup import Lengths, StepLimits, fits, powers
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.graph import name_of
 from headway.core.engine.runner import Runner
@@ -106,26 +106,19 @@ class Warming:
         for phase in Phase:
             for name in (selection.names[phase], *selection.others.get(phase, ())):
                 backends = self._selector.instances_of(name)
-                for shape in backends[spec].warmup_shapes(phase, self._limits):
-                    for metadata in self._layouts(shape, phase):
-                        self._attend_once(layer, metadata, backends, (q, k, v))
+                for step in backends[spec].warmup_steps(phase, self._limits):
+                    for whole in (step, [Lengths(1, 0), *step]) if phase is Phase.DECODE else (step,):
+                        if fits(whole, self._limits):
+                            self._attend_once(layer, self._metadata(whole), backends, (q, k, v))
 
-    def _layouts(self, shape: StepShape, phase: Phase) -> Iterator[AttentionMetadata]:
-        """A shape alone; and a decode also beside a prompt, where it writes no keys and its tokens come later."""
-        limits, decodes = self._limits, phase is Phase.DECODE
-        yield self._metadata(shape, 0, decodes)
-        if decodes and shape.num_seqs < limits.max_num_seqs and shape.num_seqs * shape.query_len < limits.max_num_tokens:
-            yield self._metadata(shape, 1, decodes)
-
-    def _metadata(self, shape: StepShape, prompts: int, decodes: bool) -> AttentionMetadata:
-        """prompts: of one token each, before the shape's sequences."""
+    def _metadata(self, lengths: Sequence[Lengths]) -> AttentionMetadata:
         return AttentionMetadata.build(
-            [1] * prompts + [shape.query_len] * shape.num_seqs,
-            [0] * prompts + [shape.context_len] * shape.num_seqs,
-            [self._table(1)] * prompts + [self._table(shape.query_len + shape.context_len)] * shape.num_seqs,
+            [each.query_len for each in lengths],
+            [each.context_len for each in lengths],
+            [self._table(each.query_len + each.context_len) for each in lengths],
             self._block_size,
             self._device,
-            num_draft_tokens=[0] * prompts + [shape.query_len - 1 if decodes else 0] * shape.num_seqs,
+            num_draft_tokens=[each.num_drafts for each in lengths],
             num_blocks=self._attention.caches[0].geometry.num_blocks,
         )
 
