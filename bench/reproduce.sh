@@ -63,13 +63,15 @@ kernels() {
         --layouts nhd --block-sizes 16,256 --output "$out/decode.json"
     run paged $bench --phase decode --backends triton,vllm_paged --no-peers --layouts vllm_5d --block-sizes 16 $both \
         --output "$out/vllm-paged-decode.json"
-    run prefill $bench --phase prefill --backends triton --only-peers flash_attn,flashinfer.fa2,flashinfer.fa3 --layouts nhd \
+    run prefill $bench --phase prefill --backends hopper,triton,flash_attn_3 --only-peers flash_attn,flash_attn_3.bare $both --layouts nhd \
         --block-sizes 256 --output "$out/prefill.json"
+    run extend $bench --phase prefill --backends hopper,triton,flash_attn_3 --only-peers flash_attn,flash_attn_3.bare $both --layouts nhd \
+        --block-sizes 16,256 --cases 1q16s3k,1q64s30000,1q200s5200,1q512s2560,1q512s60512,1q2ks10k,8q200s3200 --output "$out/extend.json"
     run write $bench --phase write --layouts nhd,hnd,vllm_5d --output "$out/write.json"
 }
 
 conformance() {  # every backend at once: most of the time goes into compiling kernels
-    for name in triton flash_attn flash_attn_3 flash_attn_4 torch_varlen xformers vllm_paged sdpa sdpa.math; do
+    for name in triton hopper flash_attn flash_attn_3 flash_attn_4 torch_varlen xformers vllm_paged sdpa sdpa.math; do
         $HEADWAY check $name --device cuda --jobs 2 --json "$out/check-$name.json" >"$out/check-$name.log" 2>&1 &
         pids="${pids:-} $!:$name"
     done

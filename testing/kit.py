@@ -27,6 +27,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "answer": (answers.answer, "answers against float64, every bit watched"),
     "long": (answers.answer, "more than 1,024 tokens"),
     "graph": (graphs.graph, "planned once at the longest, replayed at others"),
+    "prompt": (graphs.prompt, "one prompt captured at a length, replayed with shorter ones"),
     "bounds": (answers.bounds, "upper bounds as host lengths in decode"),
     "lse": (answers.lse, "the log-sum-exp of every query"),
     "turns": (steps.turns, "turns on one cache with sdpa.math"),
@@ -118,6 +119,7 @@ class Kit:
             cells += [cell.plain("graph", phase=phase) for phase in graph_phases if phase in phases]
             if cell.memory != "own":
                 continue
+            cells += [cell.plain("prompt", phase="prefill")] if "prefill" in phases else []
             cells += [cell.plain("bounds", phase="decode")] if "decode" in phases and not said.exact_host_lengths else []
             if phases & {"decode", "extend"}:
                 mixed = cell.plain("steps")

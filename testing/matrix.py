@@ -28,7 +28,7 @@ TABLES: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("feature", "Features", FEATURES),
 )
 """Axis, title, and the columns that come first; values that only a result has follow."""
-DEEP = ("graph", "bounds", "lse", "turns", "steps", "repeat", "invariant", "memory", "sync", "engine", "long")
+DEEP = ("graph", "prompt", "bounds", "lse", "turns", "steps", "repeat", "invariant", "memory", "sync", "engine", "long")
 PASS, REFUSED, FAIL, UNTRIED = "✓", "✗", "⚠", "–"
 LEGEND = (
     f"{PASS} with the number of cells whose answer was right; {REFUSED} refused, with reasons; {FAIL} wrong, and in how "

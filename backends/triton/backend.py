@@ -110,8 +110,8 @@ class TritonAttention(AttentionBackend):
         return "split_kv_decode (Triton)" if phase is Phase.DECODE else "varlen_attention (Triton)"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results of the decode splits."""
-        return self._decode.workspace_bytes(max_num_seqs)
+        """Partial results of decode, or of prefill and extend: they take turns with one buffer."""
+        return max(self._decode.workspace_bytes(max_num_seqs), self._prefill.workspace_bytes())
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
         """Fix grids, splits and buffers once for all layers. With HEADWAY_DEBUG=1 a negative block number raises here.

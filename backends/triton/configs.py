@@ -52,13 +52,13 @@ class PrefillConfig:
     """Compute the scores of the next tile beside the weights of this one."""
     residents: int = 1
     """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
-    wave_us: float = 6.0
+    wave_us: float = 4.0
     """What a program costs beside its tiles."""
     merge_us: float = 4.0
     """What merging costs beside moving the partial results: a launch, ..."""
-    bytes_per_us: float = 3.0e6
+    bytes_per_us: float = 7.0e5
     """... which are written and read at this rate."""
-    flops_per_us: float = 4.2e8
+    flops_per_us: float = 5.0e8
     """Rate at which all multiprocessors work through tiles, one program each."""
 
 
@@ -95,8 +95,8 @@ SM_90 = Architecture(
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
-    extend=PrefillConfig(block_m=128, block_n=64, num_warps=4, num_stages=3, tma=True),
-    extend_gather=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=2),
+    extend=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
+    extend_gather=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
 )
 SM_80 = Architecture(
     "sm_80",
@@ -147,7 +147,9 @@ def _shrunk(config: DecodeConfig, row_bytes: int) -> DecodeConfig:
 def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: int, group: int, paged: int) -> PrefillConfig:
     """As `decode_config`. query_len: of the longest sequence; paged: the block size, 0 where keys are this step's own k and v."""
     if paged:
-        config = arch.extend if paged % arch.extend.block_n == 0 else arch.extend_gather
+        config = arch.extend if paged % 64 == 0 else arch.extend_gather
+        if config.tma and paged % config.block_n:
+            config = replace(config, block_n=64)
     else:
         config = arch.prefill_short if query_len <= SHORT_PROMPT else arch.prefill
     if itemsize == 4:  # float32 has no tensor cores at full precision: small tiles, or registers spill
@@ -159,5 +161,5 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
         config = replace(config, block_n=max(config.block_n // 2, 16), num_stages=min(config.num_stages, 2), num_warps=8)
     rows = query_len * group
     while rows <= config.block_m // 2 and config.block_m > 64:
-        config = replace(config, block_m=config.block_m // 2, num_warps=4)
+        config = replace(config, block_m=config.block_m // 2, block_n=min(config.block_n, 64), num_warps=4)
     return config

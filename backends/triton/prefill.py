@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headway.backends.triton.configs import ANY_PROMPT, Architecture, PrefillConfig, prefill_config
+from headway.backends.triton.descriptors import Descriptors, blocks, describable, one_block
 from headway.backends.triton.launch import Bound, Launcher, aligned, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
 from headway.backends.triton.merge_kernel import merge_tiles
@@ -26,8 +26,6 @@ from headway.core.contract.transfer import upload
 MERGE_ELEMENTS = 256
 """Elements of partial results that one program of one warp merges: few, so that many programs share the work and none waits for
 another warp."""
-_MOST_DESCRIPTORS = 256
-"""Descriptors that are kept: those of the caches of a large model, and of the buffers for k and v that its steps use in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Prefill:
         self._launch_merge = Launcher(merge_tiles)
         self._pdl = launches_early(spec.device)
         self._variants: dict[Hashable, _Variant] = {}
-        self._descriptors: dict[Hashable, tuple[TensorDescriptor, TensorDescriptor]] = {}
+        self._descriptors = Descriptors(layer.block_d)
 
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan:
         """List what the programs do."""
@@ -89,7 +87,7 @@ class Prefill:
         row = (max(self._layer.block_d, self._layer.block_dv), spec.dtype.itemsize)
         longest = ANY_PROMPT if spec.batch_invariant else metadata.max_query_len
         config = prefill_config(self._arch, *row, longest, spec.group_size, paged)
-        rule = RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self._multiprocessors, self._num_splits)
+        rule = self._rule(config)
         work = list_work(
             metadata.query_start_loc_cpu.numpy(),
             metadata.seq_lens_cpu.numpy(),
@@ -97,7 +95,7 @@ class Prefill:
             config.block_m,
             config.block_n,
             spec.sliding_window,
-            rule.longest_run,
+            rule.cut,
         )
         results = work.slots * spec.num_kv_heads * config.block_m
         floats = self._workspace.floats(results * (self._layer.block_dv + 1))
@@ -110,6 +108,18 @@ class Prefill:
             partial=floats,
             lse=floats[results * self._layer.block_dv :],
         )
+
+    def _rule(self, config: PrefillConfig) -> RunRule:
+        spec = self._spec
+        return RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self._multiprocessors, self._num_splits)
+
+    def workspace_bytes(self) -> int:
+        """Most bytes the partial results take, unless the option `extend_splits` asks for more."""
+        if self._num_splits == 1:
+            return 0
+        configs = (self._arch.prefill, self._arch.prefill_short, self._arch.extend, self._arch.extend_gather)
+        rows = max(self._rule(config).most_programs() * config.block_m for config in configs)
+        return rows * (self._layer.block_dv + 1) * 4
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None
@@ -131,7 +141,7 @@ class Prefill:
             return
         kernel, merge, tma = known
         if tma:
-            pointers[1], pointers[2] = self._describe(keys, values, cache, plan)
+            pointers[1], pointers[2] = self._descriptors.of(keys, values, None if plan.dense else cache, plan.config.block_n)
         kernel(*pointers)
         if merge is not None:
             merge(pointers[3], pointers[4])
@@ -154,7 +164,8 @@ class Prefill:
             variant = self._variants[compiled_for] = self._variant(keys, values, cache, plan, lse is not None)
         read: tuple[Any, Any] = (keys, values)
         if variant.tma:
-            pointers[1], pointers[2] = read = self._describe(keys, values, cache, plan)
+            read = self._descriptors.of(keys, values, None if plan.dense else cache, config.block_n)
+            pointers[1], pointers[2] = read
         sums_stride = 0 if lse is None else lse.stride(0)
         rest = (
             plan.rows,
@@ -204,14 +215,14 @@ class Prefill:
         if plan.dense:
             strides = tuple(s for t in (keys, values) for s in (0, t.stride(0), t.stride(1), 1, 1))
             k_x = v_x = 1
-            views = _one_block(keys, values)
+            views = one_block(keys, values)
         else:
             addressing = Addressing.of(cache)
             strides, k_x, v_x = addressing.strides, addressing.k_x, addressing.v_x
-            views = _blocks(cache) if k_x == v_x == 1 else []
+            views = blocks(cache) if k_x == v_x == 1 else []
         whole = plan.dense or self._block_size % config.block_n == 0
         equal = self._spec.head_dim == self._spec.v_head_dim and not self._spec.value_in_key
-        tma = config.tma and whole and equal and bool(views) and all(map(_describable, views))
+        tma = config.tma and whole and equal and bool(views) and all(map(describable, views))
         constants = {
             **self._layer.constants,
             "BLOCK_SIZE": self._block_size,
@@ -236,22 +247,6 @@ class Prefill:
         half = self._spec.dtype.itemsize == 2 or INTERPRETED
         return config.ahead and half and not self._layer.constants["TAIL"] and not self._layer.constants["VALUE_IN_KEY"]
 
-    def _describe(
-        self, keys: Tensor, values: Tensor, cache: LayerCache, plan: PrefillPlan
-    ) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Descriptors of the keys and values, made once for each memory: a cache stays where it is, buffers come back."""
-        box = plan.config.block_n
-        key = (keys.data_ptr(), values.data_ptr(), plan.dense, box, keys.shape[0], keys.stride(), values.stride())
-        known = self._descriptors.get(key)
-        if known is None:
-            if len(self._descriptors) >= _MOST_DESCRIPTORS:
-                self._descriptors.clear()
-            views = _one_block(keys, values) if plan.dense else _blocks(cache)
-            boxes = [1, 1, box, self._layer.block_d]
-            first, second = (TensorDescriptor(_memory(t), list(t.shape), list(t.stride()), boxes) for t in views)
-            known = self._descriptors[key] = first, second
-        return known
-
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
@@ -260,35 +255,3 @@ class _Variant:
     tma: bool
     strides: tuple[int, ...]
     constants: Mapping[str, Any]
-
-
-def _one_block(k: Tensor, v: Tensor) -> list[Tensor]:
-    """Views [1, head, token, dim]: one block that holds every token."""
-    return [t.transpose(0, 1).unsqueeze(0) for t in (k, v)]
-
-
-def _blocks(cache: LayerCache) -> list[Tensor]:
-    """Views [block, head, slot, dim] of a cache whose head_dim is not split."""
-    return [t.squeeze(4).transpose(1, 2) for t in (cache.logical_key, cache.logical_value)]
-
-
-def _describable(view: Tensor) -> bool:
-    """Whether the tensor memory accelerator can address it: 16-byte aligned rows, elements side by side."""
-    size = view.element_size()
-    return view.stride(3) == 1 and view.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in view.stride()[:3])
-
-
-class _Memory:
-    """Stands for a tensor in a descriptor, which would keep it alive."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.dtype = tensor.dtype
-        self._address = tensor.data_ptr()
-
-    def data_ptr(self) -> int:
-        """Its address."""
-        return self._address
-
-
-def _memory(tensor: Tensor) -> Any:
-    return tensor if INTERPRETED else _Memory(tensor)

@@ -16,8 +16,8 @@ SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_ROUNDS = 40
 """Splits stop where every multiprocessor has this many programs: the partial results would cost more than the balance brings."""
 
-MANY_WAVES = 4
-"""Query tiles, in waves over the GPU, from which on keys are not split: the longest first balance each other."""
+MOST_WAVES = 4
+"""Programs of a prefill or extend whose keys are split, in waves over the GPU."""
 
 FAN = 8
 """Partial results that one program merges; where a sequence has more, the results of such merges are merged."""
@@ -89,16 +89,35 @@ class RunRule:
     num_splits: int | None = None
     """Parts of the longest query tile's keys, in place of the rule."""
 
-    def longest_run(self, tiles: Ints) -> int:
-        """The most tiles of keys for one program; tiles: those that each query tile sees."""
-        longest = int(tiles.max())
+    def cut(self, tiles: Ints) -> tuple[int, int]:
+        """How many query tiles, the first of the list, keep all their keys, and the most tiles of keys for a program of the rest.
+
+        tiles: of keys that each query tile sees. Where tiles are a little more than fill the GPU some times over, only those of
+        the last, incomplete wave are worth a split.
+        """
+        longest, count = int(tiles.max()), len(tiles)
         if self.num_splits is not None:
-            return -(-longest // self.num_splits)
-        if len(tiles) * self.num_kv_heads >= MANY_WAVES * self.multiprocessors * self.config.residents:
-            return longest
-        total = int(tiles.sum())
-        runs = [-(-longest // parts) for parts in PARTS if parts <= longest]
-        return min(runs, key=lambda run: self.expected_us(len(tiles), total, longest, run))
+            return 0, -(-longest // self.num_splits)
+        wave = max(self.multiprocessors * self.config.residents // self.num_kv_heads, 1)
+        best = self.expected_us(count, int(tiles.sum()), longest, longest), 0, longest
+        last = count // wave * wave
+        for whole in (0, last) if 0 < last < count and 1.25 * tiles[last:].min() > longest else (0,):
+            rest = count - whole
+            before_us = whole // wave * (longest * self.config.residents * self.tile_us() + self.config.wave_us)
+            total = int(tiles[whole:].sum())
+            most = min(longest, self.most_programs() // (rest * self.num_kv_heads))
+            for run in [-(-longest // parts) for parts in PARTS if 1 < parts <= most]:
+                best = min(best, (before_us + self.expected_us(rest, total, longest, run), whole, run))
+        return best[1:]
+
+    def most_programs(self) -> int:
+        """Programs that share keys, at most."""
+        return MOST_WAVES * self.multiprocessors * self.config.residents
+
+    def tile_us(self) -> float:
+        """Time of one tile of keys of a program that has its multiprocessor for itself."""
+        flops = 2 * self.config.block_m * self.config.block_n * (self.head_dim + self.v_head_dim)
+        return flops * self.multiprocessors / self.config.flops_per_us
 
     def expected_us(self, count: int, total: int, longest: int, run: int) -> float:
         """Microseconds of a launch, less what is the same for every cut.
@@ -111,8 +130,7 @@ class RunRule:
         each = math.ceil(longest / parts)
         # Those of equal length are cut alike; of very unequal ones each has half a part more than its length says.
         programs = count * math.ceil(mean / run) if 2 * mean > longest else max(count, total / run + count / 2)
-        flops = 2 * config.block_m * config.block_n * (self.head_dim + self.v_head_dim)
-        tile_us = flops * self.multiprocessors / config.flops_per_us  # of a program that has its multiprocessor for itself
+        tile_us = self.tile_us()
         load = programs * self.num_kv_heads / self.multiprocessors  # programs a multiprocessor
         waves, rest = divmod(load, config.residents)
         wave_us = each * config.residents * tile_us + config.wave_us

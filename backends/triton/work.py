@@ -45,13 +45,13 @@ def list_work(
     block_m: int,
     block_n: int,
     window: int | None,
-    longest_run: Callable[[Ints], int],
+    cut: Callable[[Ints], tuple[int, int]],
 ) -> Work:
     """Cut a step into query tiles of block_m rows, and their keys into runs of tiles of block_n keys.
 
     starts: first query token of each sequence, and the end of the last; kv_lens: of each sequence, 0 marks padding. group: query
-    heads of a kv head, rows of one token. longest_run: from the tiles of keys that each query tile sees, the most that one
-    program should fold.
+    heads of a kv head, rows of one token. cut: from the tiles of keys that each query tile sees, how many query tiles keep all
+    of theirs, the first of the list, and the most that one program of the others folds.
     """
     sequences = numpy.empty((len(kv_lens), 4), numpy.int32)
     sequences[:, 0] = numpy.arange(len(kv_lens))
@@ -77,11 +77,12 @@ def list_work(
         tiles -= rows[:, 5]
     rows[:, 6] = ends
     rows[:, 7] = -1
-    most = longest_run(tiles)
+    whole, most = cut(tiles)
     if most >= tiles.max():
         return Work(rows, len(rows), 0)
 
     each = -(-tiles // -(-tiles // most))
+    each[:whole] = tiles[:whole]
     parts = -(-tiles // each)
     split = parts > 1
     slots = parts * split

@@ -130,8 +130,11 @@ class Warming:
             self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
 
     def _launch(self, step: StepInput) -> None:
+        """A step, to the end: graphs have memory for the inputs of two steps at a time, as the engine has no more under way."""
         try:
-            self._runner.launch(step)
+            launched = self._runner.launch(step)
+            if launched.done is not None:
+                launched.done.synchronize()
         except Exception as error:
             self._note("step", error)
 

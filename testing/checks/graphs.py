@@ -5,6 +5,8 @@ On a CPU the same calls are made one by one in place of a graph's replay.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,10 +20,12 @@ from headway.testing.findings import Finding, Skipped
 from headway.testing.lengths import Lens
 from headway.testing.session import Session
 from headway.testing.stage import Stage, close_all, open_all, without_stray_reads
-from headway.testing.steps import Before, Inputs
+from headway.testing.steps import GUARD, Before, Inputs
 
 ROWS = 8
 LONGEST = {"cpu": 700, "cuda": 2048}
+PROMPT = 136
+"""Tokens at which a prompt is captured."""
 _ALIGN = 4
 
 
@@ -32,6 +36,34 @@ def graph(stage: Stage, cell: Cell) -> str:
         what, need, got, _ = captures.reasons[0]
         raise Skipped(f"{what}: needs {need}, got {got}, so no engine captures it")
     without_stray_reads(lambda poison: _replays(stage, cell, poison), stage.poison)
+    return ""
+
+
+def prompt(stage: Stage, cell: Cell) -> str:
+    """One prompt captured at a length, replayed with shorter ones and padding after them: what an idle engine runs."""
+    captures = stage.subject.backend.captures(PROMPT)
+    if not captures:
+        what, need, got, _ = captures.reasons[0]
+        raise Skipped(f"{what}: needs {need}, got {got}, so no engine captures it")
+    # An engine's pool is finite where no token lies, and padding may attend there.
+    session = stage.session(cell, [[(PROMPT, 0, 0)]], poison=0.0)
+    captured = _CapturedPrompt(session)
+    b = cell.block_size
+    for number, count in enumerate((PROMPT, 1, b, b + 1, 2 * b - 1, PROMPT - 3)):
+        count = min(count, PROMPT)
+        work = open_all(session, [(count, 0, 0)])
+        step = session.lay_out(work)
+        before = Before(step)
+        captured.load(step.metadata)
+        captured.replay()
+        for given in step.inputs:
+            given.guarded[GUARD + count :].fill_(math.nan)  # what padding computes is nobody's, and the verdict looks here
+        try:
+            session.finish(step, work, before)
+        except Finding as finding:
+            finding.args = (f"replay {number + 1}, {count} tokens, of a prompt that was captured at {PROMPT}: {finding}",)
+            raise
+        close_all(session, [turn.seq for turn in work])
     return ""
 
 
@@ -111,7 +143,7 @@ class _Captured:
         with torch.inference_mode():
             self._plans: dict[AttentionSpec, Plan] = session.attention.begin_graph(self.static, decode)
             self._run()
-            self._graph = self._capture() if device.type == "cuda" else None
+            self._graph = _capture(self._run) if device.type == "cuda" else None
 
     def load(self, now: AttentionMetadata) -> AttentionMetadata:
         """Bring the static tensors and the plans up to date; returns what the plans were told."""
@@ -142,18 +174,73 @@ class _Captured:
         for layer, given in enumerate(self._inputs):
             self._session.attention.run(layer, given.q, given.k, given.v, given.out)
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            graph.capture_begin()
-            try:
-                self._run()
-            except Exception as error:
-                raise Finding(
-                    f"graph_level says that decode can be captured: {' '.join(str(error).split())[:200]}",
-                    guess="allocates or waits for the device inside a capture",
-                ) from None
-            finally:
-                graph.capture_end()
-        return graph
+
+class _CapturedPrompt:
+    """The static tensors of one prompt of PROMPT tokens, what was planned over them, and on a GPU the graph."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        device = session.spec.device
+        starts, length = torch.tensor([0, PROMPT], dtype=torch.int32), torch.tensor([PROMPT], dtype=torch.int32)
+        width = -(-PROMPT // session.block_size)
+        self._static = AttentionMetadata(
+            num_prefills=1,
+            num_decodes=0,
+            num_prefill_tokens=PROMPT,
+            num_decode_tokens=0,
+            query_start_loc=starts.to(device),
+            seq_lens=length.to(device),
+            context_lens=torch.zeros(1, dtype=torch.int32, device=device),
+            block_table=torch.zeros((1, width), dtype=torch.int32, device=device),
+            slot_mapping=torch.full((PROMPT,), -1, dtype=torch.int64, device=device),
+            block_size=session.block_size,
+            max_query_len=PROMPT,
+            max_seq_len=PROMPT,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=length,
+            block_table_cpu=torch.zeros((1, width), dtype=torch.int32),
+            num_blocks=session.num_blocks,
+        )
+        self._inputs = [buffers.first(PROMPT) for buffers in session.buffers]
+        with torch.inference_mode():
+            session.attention.begin_prompt(self._static, session.backends[0])
+            self._run()
+            self._graph = _capture(self._run) if device.type == "cuda" else None
+
+    def load(self, now: AttentionMetadata) -> None:
+        """Bring slots and blocks up to date; the rest is padding."""
+        static = self._static
+        static.slot_mapping.fill_(-1)
+        static.slot_mapping[: now.num_tokens] = now.slot_mapping
+        static.block_table.zero_()
+        static.block_table[:, : now.block_table.shape[1]] = now.block_table
+
+    def replay(self) -> None:
+        """Run the prompt over the static tensors."""
+        if self._graph is not None:
+            self._graph.replay()
+            torch.cuda.synchronize()
+            return
+        with torch.inference_mode():
+            self._run()
+
+    def _run(self) -> None:
+        for layer, given in enumerate(self._inputs):
+            self._session.attention.run(layer, given.q, given.k, given.v, given.out)
+
+
+def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            run()
+        except Exception as error:
+            raise Finding(
+                f"graph_level says that this can be captured: {' '.join(str(error).split())[:200]}",
+                guess="allocates or waits for the device inside a capture",
+            ) from None
+        finally:
+            graph.capture_end()
+    return graph

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
+from headway.core.contract.backend import GraphLevel
+from headway.core.contract.metadata import AttentionMetadata
 from headway.testing.broken.planted import PLANTED
 from headway.testing.cells import Cell
 from headway.testing.kit import Kit
@@ -67,3 +70,24 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str, monkeypatch: pytest.
     right = Kit(load_subject("broken:nothing", torch.device("cpu")))
     results: list[CellResult] = [right.run(cell) for cell in cells_for(name)]
     assert [result.status for result in results] == ["passed"] * len(results), results
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["keeps its tensors", "copies them"])
+def test_a_captured_prompt_finds_its_blocks_where_they_were_planned(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.testing.broken import planted
+    from headway.testing.broken.plain import Plain, PlainPlan
+
+    class Uniform(Plain):
+        graph_level = GraphLevel.UNIFORM
+
+        def plan(self, metadata: AttentionMetadata) -> PlainPlan:
+            if not stale:
+                return PlainPlan(metadata)
+            return PlainPlan(replace(metadata, block_table=metadata.block_table.clone()))
+
+    monkeypatch.setitem(planted.PLANTED, "uniform", Uniform)
+    tried = Kit(load_subject("broken:uniform", torch.device("cpu")))
+    result = tried.run(
+        Cell("prompt", layout="nhd", block_size=8, head_dim=32, group=2, feature="none").plain("prompt", phase="prefill")
+    )
+    assert result.status == ("failed" if stale else "passed"), result

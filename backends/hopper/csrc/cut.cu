@@ -7,7 +7,9 @@
 using hopper::Item;
 
 constexpr int THREADS = 1024, WARPS = THREADS / 32;
-constexpr int MOST_SPLITS = 64;
+
+// Splits of a unit of so many tiles of keys: the last program to arrive reads all partial results, each in about the time of a tile.
+__device__ int most_splits(int length) { return max(static_cast<int>(1.4f * sqrtf(static_cast<float>(length))), 1); }
 
 struct Step {
   const int* seq_lens;
@@ -79,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Item item = {};
     if (number < units) item = step.unit(number);
     const int length = item.last - item.first;
-    const int splits = length == 0 ? 0 : min((length + run - 1) / run, MOST_SPLITS);
+    const int splits = length == 0 ? 0 : min((length + run - 1) / run, most_splits(length));
     const bool shared = splits > 1;
     const int3 before = scan({splits, shared ? splits : 0, shared ? 1 : 0}, all);
     const int from = item.first;

@@ -85,6 +85,30 @@ def test_any_number_of_splits(case_name: str, num_splits: int) -> None:
     check(case_name, layer_of(), NHD, 16, {"num_splits": str(num_splits)})
 
 
+SPLIT = {
+    "plain": {},
+    "head_dim 64": {"head_dim": 64},
+    "head_dim 256": {"head_dim": 256},
+    "features": {"sliding_window": 300, "softcap": 2.0, "alibi_slopes": (0.5, 0.25) * 4, "sinks": (0.3, -1.0) * 4},
+    "fp8": {"kv_dtype": FP8, "k_scale": 0.02, "v_scale": 0.05},
+    "float16": {"dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("extend_splits", [1, 3, 40])
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_keys_shared_by_programs(layout: CacheLayout, block_size: int, name: str, extend_splits: int) -> None:
+    check("1q200s1500_1q33s700_1q9s9_1q1s1", layer_of(**SPLIT[name]), layout, block_size, {"extend_splits": str(extend_splits)})
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("lengths", ["1q1_1q127_1q128_1q129_1q700", "1q3000_1q2049", "1q600s9000"])
+def test_prompts_of_many_tiles(lengths: str, name: str) -> None:
+    check(lengths, layer_of(**SPLIT[name]), NHD, 256)
+
+
 WRITING = {
     "gqa 4": {},
     "float32": {"dtype": torch.float32},

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.backends.triton.configs import DEFAULT, SM_90, decode_configs
-from headway.backends.triton.splits import FEWEST, MAX_ROUNDS, choose_cut, expected_us
+from headway.backends.triton.splits import FEWEST, MAX_ROUNDS, RunRule, choose_cut, expected_us
 
 H200 = 132
 KV = 512  # bytes of K and V of a key, 128 dims in half precision
@@ -63,3 +64,37 @@ def test_the_cut_is_the_cheapest_and_within_its_bounds(items: int, keys: int, mu
 def test_more_rows_make_merging_dearer_and_splits_fewer() -> None:
     counts = [choose_cut(8, 4096, KV, rows, H200, (FEW,))[1] for rows in (2, 4, 16)]
     assert counts == sorted(counts, reverse=True)
+
+
+def parts_of(count: int, tiles: int, num_kv_heads: int = 8) -> tuple[int, int]:
+    """Query tiles that keep their keys, and the parts of the others; `count` query tiles see `tiles` tiles of keys each."""
+    rule = RunRule(SM_90.extend, num_kv_heads, 128, 128, H200)
+    whole, run = rule.cut(numpy.full(count, tiles, numpy.int32))
+    return whole, -(-tiles // run)
+
+
+def test_an_extend_is_split_where_its_query_tiles_are_fewer_than_multiprocessors() -> None:
+    assert parts_of(7, 38) == (0, 2), "200 new tokens of 4,800, 32/8 heads: 56 programs"
+    assert parts_of(13, 38, num_kv_heads=2) == (0, 4), "the same, 16/2 heads: 26 programs"
+    assert parts_of(16, 469) == (0, 1), "512 new tokens of 60,000: 128 programs"
+    assert parts_of(96, 24) == (0, 1), "six full waves"
+
+
+def test_only_the_last_wave_is_split_where_it_is_not_full() -> None:
+    assert parts_of(22, 24) == (16, 2), "176 programs are 128 and 48"
+    assert parts_of(17, 400)[0] == 16
+
+
+def test_few_keys_are_not_split() -> None:
+    assert parts_of(4, 1) == (0, 1)
+    assert parts_of(4, 2)[1] <= 2
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=200), st.integers(1, 64))
+def test_the_programs_that_share_keys_fit_the_workspace(tiles: list[int], num_kv_heads: int) -> None:
+    rule = RunRule(SM_90.extend, num_kv_heads, 128, 128, H200)
+    seen = numpy.array(sorted(tiles, reverse=True), numpy.int32)
+    whole, run = rule.cut(seen)
+    parts = -(-seen[whole:] // run)
+    assert 0 <= whole < len(seen)
+    assert int(parts[parts > 1].sum()) * num_kv_heads <= rule.most_programs()

@@ -14,15 +14,15 @@ from headway.backends.triton.work import Work, list_work
 BLOCK_M, BLOCK_N = 16, 16
 
 
-def work_of(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None) -> Work:
+def work_of(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None, whole: int = 0) -> Work:
     starts = numpy.cumsum([0, *(query_len for query_len, _ in lens)], dtype=numpy.int32)
     kv_lens = numpy.array([kv_len for _, kv_len in lens], numpy.int32)
-    return list_work(starts, kv_lens, group, BLOCK_M, BLOCK_N, window, lambda tiles: -(-int(tiles.max()) // parts))
+    return list_work(starts, kv_lens, group, BLOCK_M, BLOCK_N, window, lambda tiles: (whole, -(-int(tiles.max()) // parts)))
 
 
-def check(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None) -> Work:
+def check(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None, whole: int = 0) -> Work:
     """That the programs of each query tile cover the keys its rows see, in order, and that merges name their slots."""
-    work = work_of(lens, parts, group, window)
+    work = work_of(lens, parts, group, window, whole)
     starts = numpy.cumsum([0] + [query_len for query_len, _ in lens])
     slots_of: dict[tuple[int, int], list[int]] = {}
     runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -66,6 +66,12 @@ def test_every_row_meets_every_key_it_sees_once(parts: int, window: int | None) 
 def test_nothing_is_merged_where_nothing_is_split() -> None:
     assert check([(20, 20), (7, 300)], 1).merges == 0
     assert check([(7, 300)], 4).slots == 2 * 4
+
+
+def test_the_first_tiles_may_keep_all_their_keys() -> None:
+    work = check([(20, 320)], 4, whole=3)
+    slots = work.rows[: work.programs, 7].tolist()
+    assert slots == [-1, -1, -1, *range(8)]
 
 
 def test_padding_has_no_program() -> None:
