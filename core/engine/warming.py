@@ -16,7 +16,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.warmup import Lengths, StepLimits, fits, powers
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.graph import name_of
-from headway.core.engine.runner import Runner
+from headway.core.engine.runner import Launched, Runner
 from headway.core.engine.step import NewBlocks, StartedRow, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.selector import Selector
@@ -48,10 +48,13 @@ class Warming:
         self._device = attention.specs[0].device
         self._blocks = list(range(-(-limits.max_model_len // block_size)))
         self._failed: set[str] = set()
+        self._in_flight: Launched | None = None
+        """The step that was launched last."""
 
     @torch.inference_mode()
     def run(self) -> None:
         """Run all steps once, to the end. A backend that raises is named in the log: its first such step will raise again."""
+        self._in_flight = None
         for step in self._steps():
             self._launch(step)
         for spec in dict.fromkeys(self._attention.specs):
@@ -130,11 +133,12 @@ class Warming:
             self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
 
     def _launch(self, step: StepInput) -> None:
-        """A step, to the end: graphs have memory for the inputs of two steps at a time, as the engine has no more under way."""
+        """Launch a step and wait for the one before it, as the loop does: graphs have memory for the inputs of two."""
         try:
             launched = self._runner.launch(step)
-            if launched.done is not None:
-                launched.done.synchronize()
+            if self._in_flight is not None:
+                self._in_flight.wait()
+            self._in_flight = launched
         except Exception as error:
             self._note("step", error)
 

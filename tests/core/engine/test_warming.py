@@ -22,6 +22,8 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.warmup import Lengths, StepLimits, fits, lattice, powers
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
+from headway.core.engine.runner import Launched, Runner
+from headway.core.engine.step import StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookimpl
 from tiny import TinyModel
@@ -210,6 +212,28 @@ def test_the_pool_of_one_sequence_is_enough() -> None:
     engine.add_request("a", [1, 2], SamplingParams(temperature=0.0, max_tokens=3))
     assert len(drain(engine)["a", 0].token_ids) == 3
     assert not engine.stats.compilations
+
+
+def test_no_more_steps_are_in_flight_than_the_loop_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's inputs go through two buffers: a third step would overwrite what the first has not read yet."""
+    launch, wait = Runner.launch, Launched.wait
+    unread: list[Launched] = []
+    most: list[int] = []
+
+    def launched(self: Runner, step: StepInput) -> Launched:
+        unread.append(launch(self, step))
+        most.append(len(unread))
+        return unread[-1]
+
+    def waited(self: Launched) -> Any:
+        unread[:] = [each for each in unread if each is not self]
+        return wait(self)
+
+    monkeypatch.setattr(Runner, "launch", launched)
+    monkeypatch.setattr(Launched, "wait", waited)
+    engine_with(Lazy)
+    assert 2 in most
+    assert max(most) <= 3, "two, and the last of the round before, which the device has ended"
 
 
 def test_zeros_have_the_strides_of_the_model() -> None:
