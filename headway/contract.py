@@ -30,7 +30,7 @@ from headway.core.contract.layout import (
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 from headway.core.contract.support import YES, Reason, Support
-from headway.core.contract.warmup import StepLimits, StepShape
+from headway.core.contract.warmup import Lengths, StepLimits
 
 __all__ = [
     "ALL_PHASES",
@@ -54,6 +54,7 @@ __all__ = [
     "LATENT",
     "LayerCache",
     "LayoutInfo",
+    "Lengths",
     "ModelError",
     "NHD",
     "Phase",
@@ -62,7 +63,6 @@ __all__ = [
     "PromptError",
     "Reason",
     "StepLimits",
-    "StepShape",
     "Support",
     "UnknownBackendError",
     "UnsupportedError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product, starmap
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout, LayerCac
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.core.contract.warmup import StepLimits, StepShape
+from headway.core.contract.warmup import Lengths, StepLimits, fits
 
 LATENT_HEAD = (576, 512)
 """head_dim and v_head_dim of DeepSeek's absorbed latent attention: the key is the value's 512 elements and 64 with positions."""
@@ -156,7 +156,7 @@ class FlashAttention3(AttentionBackend):
         """Partial results of split keys."""
         return min(WORKSPACE, self._most_splits(1) * self._bytes_per_split(max_num_tokens))
 
-    def warmup_shapes(self, phase: Phase, limits: StepLimits) -> Iterator[StepShape]:
+    def warmup_steps(self, phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
         """What the library's kernels are chosen by: query rows around half a tile and a tile, and keys that are split or are not.
 
         They are compiled already, and loaded at their first launch.
@@ -168,12 +168,10 @@ class FlashAttention3(AttentionBackend):
         most = limits.max_model_len - longest
         contexts = {0} if phase is Phase.PREFILL else {1, *(4**n for n in range(5, 16)), max(most, 1)}
         seqs = {1, 8, limits.max_num_seqs} if phase is Phase.DECODE else {1, 8}
-        for shape in starmap(StepShape, product(sorted(seqs), sorted(queries), sorted(contexts))):
-            tokens = shape.num_seqs * shape.query_len
-            fits = tokens <= limits.max_num_tokens and shape.query_len + shape.context_len <= limits.max_model_len
-            fits = fits and shape.num_seqs <= limits.max_num_seqs and fewest <= shape.query_len <= longest
-            if fits and tokens * shape.context_len <= MOST_PAIRS:
-                yield shape
+        for num_seqs, query_len, context_len in product(sorted(seqs), sorted(queries), sorted(contexts)):
+            step = [Lengths(query_len, context_len, query_len - 1 if phase is Phase.DECODE else 0)] * num_seqs
+            if fits(step, limits) and fewest <= query_len <= longest and num_seqs * query_len * context_len <= MOST_PAIRS:
+                yield step
 
     def plan(self, metadata: AttentionMetadata) -> FlashStep:
         """Fix the arguments of all layers' calls; over the cache the library's plan of the split is made here, once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.core.contract.warmup import StepLimits, StepShape, lattice
+from headway.core.contract.warmup import Lengths, StepLimits, lattice
 
 API_VERSION = 2
 """Version of this contract. A plugin built for another one is refused with both numbers."""
@@ -120,12 +120,12 @@ class AttentionBackend(ABC):
         """Device memory to keep free beside the cache."""
         return 0
 
-    def warmup_shapes(self, phase: Phase, limits: StepLimits) -> Iterable[StepShape]:
-        """Shapes of a phase that between them reach every kernel which this instance may choose in a step within the limits.
+    def warmup_steps(self, phase: Phase, limits: StepLimits) -> Iterable[Sequence[Lengths]]:
+        """Steps of a phase that between them reach every kernel which this instance may choose in a step within the limits.
 
-        The engine runs each once before it is ready, so that what is compiled or loaded at first sight delays no request; what
-        comes later all the same is counted (`EngineStats.compilations`). Override it where kernels are chosen at other numbers
-        than powers of two.
+        The engine runs each once before it is ready, a decode also beside a prompt, so that what is compiled or loaded at first
+        sight delays no request; what comes later all the same is counted (`EngineStats.compilations`). Override it where kernels
+        are chosen at other numbers than powers of two.
         """
         return lattice(phase, limits)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,39 +22,53 @@ class StepLimits:
     """Query tokens of a decode: more than 1 where drafts are verified."""
 
 
-class StepShape(NamedTuple):
-    """A part of a step: equal sequences of one phase."""
+class Lengths(NamedTuple):
+    """A sequence of a step."""
 
-    num_seqs: int
     query_len: int
     context_len: int
+    num_drafts: int = 0
+    """Of a decode that verifies: one less than its query tokens."""
 
 
-_PREFILLS = (1, 8)
-"""Sequences of a prefill: more differ in the number of programs alone."""
+_SEVERAL = 8
+"""Sequences of a prefill, between one and as many as there is room for."""
 _MOST_PAIRS = 2**27
 """Query tokens times context tokens of a shape: larger ones take long, and choose as those of a shorter query or context do."""
 
 
-def lattice(phase: Phase, limits: StepLimits) -> Iterator[StepShape]:
-    """Shapes of a phase at and just beyond the powers of two of sequences and query tokens, and at powers of four of the context.
+def lattice(phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
+    """Steps of a phase at and just beyond the powers of two of sequences and query tokens, and at powers of four of the context.
 
     They reach every kernel of a backend that chooses by these numbers and changes its mind at powers of two. One that chooses
-    otherwise lists its own shapes (`AttentionBackend.warmup_shapes`).
+    otherwise lists its own steps (`AttentionBackend.warmup_steps`).
     """
-    decodes = phase is Phase.DECODE
     contexts = [0] if phase is Phase.PREFILL else sorted({max(limits.max_model_len - 1, 1), *(4**n for n in range(16))})
-    longest = limits.max_decode_len if decodes else limits.max_num_tokens
-    for num_seqs in powers(limits.max_num_seqs) if decodes else _PREFILLS:
-        if num_seqs > limits.max_num_seqs:
+    decodes = phase is Phase.DECODE
+    longest = min(limits.max_decode_len if decodes else limits.max_num_tokens, limits.max_num_tokens, limits.max_model_len)
+    for query_len in powers(longest):
+        if phase is Phase.EXTEND and query_len == 1:  # which is a decode
             continue
-        for query_len in powers(min(longest, limits.max_num_tokens // num_seqs, limits.max_model_len)):
-            if phase is Phase.EXTEND and query_len == 1:  # which is a decode
-                continue
+        room = min(limits.max_num_seqs, limits.max_num_tokens // query_len)
+        left = limits.max_num_tokens - room * query_len
+        for num_seqs in powers(room) if decodes else sorted({1, min(_SEVERAL, room), room}):
             for context_len in contexts:
-                fits = context_len + query_len <= limits.max_model_len
-                if fits and (decodes or num_seqs * query_len * context_len <= _MOST_PAIRS):
-                    yield StepShape(num_seqs, query_len, context_len)
+                if context_len + query_len > limits.max_model_len or (
+                    not decodes and num_seqs * query_len * context_len > _MOST_PAIRS
+                ):
+                    continue
+                step = [Lengths(query_len, context_len, query_len - 1 if decodes else 0)] * num_seqs
+                yield step
+                shorter = 1 if context_len == 0 else 2
+                if not decodes and num_seqs == room < limits.max_num_seqs and left >= shorter:
+                    yield [*step, Lengths(left, context_len)]  # the most work there can be beside the longest query
+
+
+def fits(step: Sequence[Lengths], limits: StepLimits) -> bool:
+    """Whether an engine may run a step."""
+    longest = max((query_len + context_len for query_len, context_len, _ in step), default=0)
+    tokens = sum(each.query_len for each in step)
+    return 0 < len(step) <= limits.max_num_seqs and tokens <= limits.max_num_tokens and longest <= limits.max_model_len
 
 
 def powers(limit: int) -> list[int]:

@@ -13,10 +13,10 @@ from headway.core.contract.backend import Backends
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.warmup import StepLimits, StepShape, powers
+from headway.core.contract.warmup import Lengths, StepLimits, fits, powers
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.graph import name_of
-from headway.core.engine.runner import Runner
+from headway.core.engine.runner import Launched, Runner
 from headway.core.engine.step import NewBlocks, StartedRow, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.selector import Selector
@@ -48,10 +48,13 @@ class Warming:
         self._device = attention.specs[0].device
         self._blocks = list(range(-(-limits.max_model_len // block_size)))
         self._failed: set[str] = set()
+        self._in_flight: Launched | None = None
+        """The step that was launched last."""
 
     @torch.inference_mode()
     def run(self) -> None:
         """Run all steps once, to the end. A backend that raises is named in the log: its first such step will raise again."""
+        self._in_flight = None
         for step in self._steps():
             self._launch(step)
         for spec in dict.fromkeys(self._attention.specs):
@@ -106,26 +109,19 @@ class Warming:
         for phase in Phase:
             for name in (selection.names[phase], *selection.others.get(phase, ())):
                 backends = self._selector.instances_of(name)
-                for shape in backends[spec].warmup_shapes(phase, self._limits):
-                    for metadata in self._layouts(shape, phase):
-                        self._attend_once(layer, metadata, backends, (q, k, v))
+                for step in backends[spec].warmup_steps(phase, self._limits):
+                    for whole in (step, [Lengths(1, 0), *step]) if phase is Phase.DECODE else (step,):
+                        if fits(whole, self._limits):
+                            self._attend_once(layer, self._metadata(whole), backends, (q, k, v))
 
-    def _layouts(self, shape: StepShape, phase: Phase) -> Iterator[AttentionMetadata]:
-        """A shape alone; and a decode also beside a prompt, where it writes no keys and its tokens come later."""
-        limits, decodes = self._limits, phase is Phase.DECODE
-        yield self._metadata(shape, 0, decodes)
-        if decodes and shape.num_seqs < limits.max_num_seqs and shape.num_seqs * shape.query_len < limits.max_num_tokens:
-            yield self._metadata(shape, 1, decodes)
-
-    def _metadata(self, shape: StepShape, prompts: int, decodes: bool) -> AttentionMetadata:
-        """prompts: of one token each, before the shape's sequences."""
+    def _metadata(self, lengths: Sequence[Lengths]) -> AttentionMetadata:
         return AttentionMetadata.build(
-            [1] * prompts + [shape.query_len] * shape.num_seqs,
-            [0] * prompts + [shape.context_len] * shape.num_seqs,
-            [self._table(1)] * prompts + [self._table(shape.query_len + shape.context_len)] * shape.num_seqs,
+            [each.query_len for each in lengths],
+            [each.context_len for each in lengths],
+            [self._table(each.query_len + each.context_len) for each in lengths],
             self._block_size,
             self._device,
-            num_draft_tokens=[0] * prompts + [shape.query_len - 1 if decodes else 0] * shape.num_seqs,
+            num_draft_tokens=[each.num_drafts for each in lengths],
             num_blocks=self._attention.caches[0].geometry.num_blocks,
         )
 
@@ -137,11 +133,12 @@ class Warming:
             self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
 
     def _launch(self, step: StepInput) -> None:
-        """A step, to the end: graphs have memory for the inputs of two steps at a time, as the engine has no more under way."""
+        """Launch a step and wait for the one before it, as the loop does: graphs have memory for the inputs of two."""
         try:
             launched = self._runner.launch(step)
-            if launched.done is not None:
-                launched.done.synchronize()
+            if self._in_flight is not None:
+                self._in_flight.wait()
+            self._in_flight = launched
         except Exception as error:
             self._note("step", error)
 

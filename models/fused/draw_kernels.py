@@ -66,7 +66,7 @@ def _race(logits, counter, first, vocab_size, scale, key, LANES: tl.constexpr, N
     return best, at, sick
 
 
-@triton.jit(do_not_specialize=["stride", "vocab_size"])
+@triton.jit(do_not_specialize=["stride", "vocab_size"], do_not_specialize_on_alignment=["scales", "keys"])
 def best_of_chunks(
     logits,  # [rows, vocab_size]
     scales,  # float32 [rows] (NOISE, as the next one)

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids_ptr", "positions_ptr"])
 def embed_tokens(
     ids_ptr,  # int32 or int64 [num_tokens]
     positions_ptr,  # likewise

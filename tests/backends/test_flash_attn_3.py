@@ -21,7 +21,7 @@ from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout,
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.core.contract.warmup import StepLimits
+from headway.core.contract.warmup import StepLimits, fits
 from headway.registry import create_registry, hookimpl
 from headway.testing.cases import Case, make_case, parse_case
 from headway.testing.kit import Kit
@@ -213,23 +213,23 @@ def test_a_warm_up_meets_every_choice_of_the_library_in_few_steps(fake: FlashAtt
     """Its kernels differ by rows of at most 64 or more than 128, by a single query, and by split keys."""
     made = FlashAttention3(spec(num_heads=32, num_kv_heads=8, head_dim=128), NHD, 16)
     limits = StepLimits(8192, 256, 40960)
-    shapes = {phase: list(made.warmup_shapes(phase, limits)) for phase in Phase}
-    for phase, found in shapes.items():
+    steps = {phase: list(made.warmup_steps(phase, limits)) for phase in Phase}
+    for phase, found in steps.items():
         assert 0 < len(found) < 120
-        assert len(found) == len(set(found))
-        for shape in found:
-            assert shape.num_seqs * shape.query_len <= limits.max_num_tokens
-            assert shape.query_len + shape.context_len <= limits.max_model_len
-            assert Phase.of(shape.query_len, shape.context_len) is phase
-    rows = {4 * shape.query_len for shape in shapes[Phase.EXTEND]}
+        assert len(found) == len(set(map(tuple, found)))
+        for step in found:
+            assert fits(step, limits)
+            assert all(Phase.of(each.query_len, each.context_len) is phase for each in step)
+    rows = {4 * step[0].query_len for step in steps[Phase.EXTEND]}
     assert min(rows) <= 64 < 128 < max(rows)
     asked = set()
-    for num_seqs, query_len, context_len in shapes[Phase.EXTEND]:
-        step = AttentionMetadata.build([query_len] * num_seqs, [context_len] * num_seqs, [[0]] * num_seqs, 2**17)
+    for lengths in steps[Phase.EXTEND]:
+        query_lens, context_lens, _ = zip(*lengths, strict=True)
+        step = AttentionMetadata.build(query_lens, context_lens, [[0]] * len(lengths), 2**17)
         asked.add(made._splits(step, lengths_hold=True))
     assert asked == {0, 1}
     tiny = StepLimits(4, 2, 8)
-    assert all(shape.num_seqs <= 2 for phase in Phase for shape in made.warmup_shapes(phase, tiny))
+    assert all(len(step) <= 2 for phase in Phase for step in made.warmup_steps(phase, tiny))
 
 
 # Claims and refusals.

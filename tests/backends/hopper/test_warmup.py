@@ -51,11 +51,13 @@ def test_no_step_takes_a_kernel_that_the_warm_up_has_not_met(
     def plan(query_lens: list[int], context_lens: list[int]) -> None:
         ends = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
         tables = [list(range(-(-end // 16))) for end in ends]
-        layer.plan(AttentionMetadata.build(query_lens, context_lens, tables, 16, CPU))
+        step = AttentionMetadata.build(query_lens, context_lens, tables, 16, CPU)
+        for view in filter(None, (step.prefill, step.decode)):
+            layer.plan(view)
 
     for phase in Phase:
-        for num_seqs, query_len, context_len in lattice(phase, LIMITS):
-            plan([query_len] * num_seqs, [context_len] * num_seqs)
+        for step in lattice(phase, LIMITS):
+            plan([each.query_len for each in step], [each.context_len for each in step])
     warmed = set(met)
     assert len(warmed) == 5, "wide and narrow tiles, with and without a cache, and the cut of a decode"
     draw = random.Random(3)

@@ -20,7 +20,7 @@ from headway.backends.triton.writer import Writer
 from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.warmup import StepLimits
+from headway.core.contract.warmup import Lengths, StepLimits, fits
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(max_num_tokens=2100, max_num_seqs=70, max_model_len=9000, max_decode_len=4)
@@ -110,12 +110,10 @@ class Layer:
     def warm_up(self) -> None:
         """As core/engine/warming.py does."""
         for phase in Phase:
-            for num_seqs, query_len, context_len in self.backend.warmup_shapes(phase, LIMITS):
-                drafts = query_len - 1 if phase is Phase.DECODE else 0
-                shape = [query_len] * num_seqs, [context_len] * num_seqs, [drafts] * num_seqs
-                self.step(*shape)
-                if phase is Phase.DECODE and num_seqs < LIMITS.max_num_seqs and num_seqs * query_len < LIMITS.max_num_tokens:
-                    self.step([1, *shape[0]], [0, *shape[1]], [0, *shape[2]])
+            for step in self.backend.warmup_steps(phase, LIMITS):
+                for whole in (step, [Lengths(1, 0), *step]) if phase is Phase.DECODE else (step,):
+                    if fits(whole, LIMITS):
+                        self.step(*map(list, zip(*whole, strict=True)))
         for count in range(1, LIMITS.max_num_tokens + 1, 7):
             self.step([count], [0], [0])
 

@@ -19,9 +19,11 @@ from headway.backends.sdpa import SDPAMath
 from headway.core.contract.backend import API_VERSION, BackendInfo
 from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.core.contract.warmup import StepLimits, StepShape, lattice, powers
+from headway.core.contract.warmup import Lengths, StepLimits, fits, lattice, powers
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
+from headway.core.engine.runner import Launched, Runner
+from headway.core.engine.step import StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookimpl
 from tiny import TinyModel
@@ -61,10 +63,12 @@ class Odd(Lazy):
     def variant(self, view: AttentionMetadata) -> tuple[object, ...]:
         return view.phase, view.max_query_len > 13, view.num_seqs > 6
 
-    def warmup_shapes(self, phase: Phase, limits: StepLimits) -> Iterable[StepShape]:
+    def warmup_steps(self, phase: Phase, limits: StepLimits) -> Iterable[list[Lengths]]:
         context = 0 if phase is Phase.PREFILL else 7
         lengths = (1,) if phase is Phase.DECODE else (2, 13, 14)
-        return [StepShape(num_seqs, length, context) for num_seqs in (1, 7) for length in lengths if num_seqs * length <= 98]
+        return [
+            [Lengths(length, context), *[Lengths(min(length, 2), context)] * others] for others in (0, 6) for length in lengths
+        ]
 
 
 class Plugin:
@@ -172,22 +176,29 @@ def test_a_kernel_that_never_settles_ends_the_warm_up(caplog: pytest.LogCaptureF
 
 
 def test_drafts_are_warmed_where_there_is_a_proposer() -> None:
-    shapes = set(lattice(Phase.DECODE, StepLimits(64, 8, 128, max_decode_len=8)))
-    assert {shape.query_len for shape in shapes} == {1, 2, 3, 4, 5, 8}
-    assert {shape.query_len for shape in lattice(Phase.DECODE, StepLimits(64, 8, 128))} == {1}
+    steps = list(lattice(Phase.DECODE, StepLimits(64, 8, 128, max_decode_len=8)))
+    assert {step[0].query_len for step in steps} == {1, 2, 3, 4, 5, 8}
+    assert all(each.num_drafts == each.query_len - 1 for step in steps for each in step)
+    assert {step[0].query_len for step in lattice(Phase.DECODE, StepLimits(64, 8, 128))} == {1}
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 300), st.sampled_from(list(Phase)))
-def test_shapes_stay_within_the_limits(tokens: int, seqs: int, length: int, phase: Phase) -> None:
+def test_steps_stay_within_the_limits(tokens: int, seqs: int, length: int, phase: Phase) -> None:
     limits = StepLimits(tokens, seqs, length, max_decode_len=4)
-    shapes = list(lattice(phase, limits))
-    assert len(shapes) == len(set(shapes))
-    for num_seqs, query_len, context_len in shapes:
-        assert num_seqs <= seqs
-        assert num_seqs * query_len <= tokens
-        assert query_len + context_len <= length
-        assert Phase.of(query_len, context_len, limits.max_decode_len if phase is Phase.DECODE else 1) is phase
-    assert phase is not Phase.PREFILL or (1, min(tokens, length), 0) in shapes
+    steps = list(lattice(phase, limits))
+    assert len(steps) == len(set(map(tuple, steps)))
+    for step in steps:
+        assert fits(step, limits)
+        for query_len, context_len, num_drafts in step:
+            assert Phase.of(query_len, context_len, num_drafts + 1) is phase
+    assert phase is not Phase.PREFILL or [Lengths(min(tokens, length), 0)] in steps
+
+
+def test_what_does_not_fit_is_told() -> None:
+    limits = StepLimits(10, 2, 20)
+    assert fits([Lengths(4, 16), Lengths(6, 0)], limits)
+    for step in ([], [Lengths(1, 0)] * 3, [Lengths(11, 0)], [Lengths(5, 16)]):
+        assert not fits(step, limits)
 
 
 def test_powers_hold_both_sides_of_every_power_of_two() -> None:
@@ -201,6 +212,28 @@ def test_the_pool_of_one_sequence_is_enough() -> None:
     engine.add_request("a", [1, 2], SamplingParams(temperature=0.0, max_tokens=3))
     assert len(drain(engine)["a", 0].token_ids) == 3
     assert not engine.stats.compilations
+
+
+def test_no_more_steps_are_in_flight_than_the_loop_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's inputs go through two buffers: a third step would overwrite what the first has not read yet."""
+    launch, wait = Runner.launch, Launched.wait
+    unread: list[Launched] = []
+    most: list[int] = []
+
+    def launched(self: Runner, step: StepInput) -> Launched:
+        unread.append(launch(self, step))
+        most.append(len(unread))
+        return unread[-1]
+
+    def waited(self: Launched) -> Any:
+        unread[:] = [each for each in unread if each is not self]
+        return wait(self)
+
+    monkeypatch.setattr(Runner, "launch", launched)
+    monkeypatch.setattr(Launched, "wait", waited)
+    engine_with(Lazy)
+    assert 2 in most
+    assert max(most) <= 3, "two, and the last of the round before, which the device has ended"
 
 
 def test_zeros_have_the_strides_of_the_model() -> None:
