@@ -111,7 +111,7 @@ def headway_register_backends() -> list[BackendInfo]:
             _vllm_paged,
             "headway[cuda]",
         ),
-        _info("hopper", "our attention in CUDA C++ for H100 and H200, compiled at first use", _hopper, "headway[cuda]"),
+        _info("hopper", "our prefill and extend in CUDA C++ for H100 and H200, compiled at first use", _hopper, "headway[cuda]"),
         _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
         _info(
             "flash_attn_3",
@@ -144,7 +144,6 @@ RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
         Phase.EXTEND: _PROMPTS,
         Phase.DECODE: (
             "triton",
-            "hopper",
             "flash_attn_3",
             "vllm_paged",
             "flash_attn",

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from struct import Struct
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.backends.hopper.cut import WAVES, Cut
-from headway.backends.hopper.schedule import Problem, choose
+from headway.backends.hopper.schedule import Problem, Schedule, choose
 from headway.backends.hopper.tiles import ARCH, Tile, box_of, tiles_of, variant_of
 from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.launch import Kernel, Launch
@@ -24,7 +22,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
 
 _LOG2E = math.log2(math.e)
-_ARGUMENTS = Struct("=9Q4q7i2f4x")
+_ARGUMENTS = Struct("=8Q4q6i2f")
 """struct Arguments of shape.cuh."""
 _MOST_MAPS = 1024
 """Tensor maps kept: three for each layer, and new ones where activations lie elsewhere or are more."""
@@ -32,30 +30,27 @@ _MOST_MAPS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step; without a tile there is nothing to do."""
+    """One step."""
 
-    dense: bool = False
+    dense: bool
     """Whether no sequence has a context: this step's keys and values are all there are."""
-    tile: Tile | None = None
-    tokens: int = 0
-    """Of a tile of queries."""
-    kernel: Any = None
-    launch: Any = None
-    addresses: tuple[int, ...] = ()
-    """Of items, their number, block table, sinks, partial results, tickets and queue."""
-    table_row: int = 0
-    numbers: tuple[int | float, ...] = ()
+    kernel: Kernel | None
+    """None where there is nothing to do."""
+    launch: Launch | None
+    box: int
+    """Slots that one copy of keys takes."""
+    addresses: tuple[int, ...]
+    """Of items, block table, sinks, partial results, tickets and queue."""
+    table_row: int
+    numbers: tuple[int | float, ...]
     """The arguments after the strides."""
-    cut: Cut | None = None
-    """What makes the items, where the device does."""
-    num_items: int = 0
-    """Of each kv head; of a cut, the most."""
-    kept: tuple[Tensor, ...] = ()
+    schedule: Schedule
+    kept: tuple[Tensor, ...]
     """What the addresses point to."""
 
 
 class Attention:
-    """Attention of one layer kind.
+    """Prefill and extend of one layer kind.
 
     :raises UnsupportedError: no compiler. BackendError: the kernel does not compile.
     """
@@ -91,11 +86,7 @@ class Attention:
         return kernel
 
     def plan(self, metadata: AttentionMetadata) -> Plan:
-        """Cut a view of sequences into items, and fix the launch for all layers."""
-        return self._plan_decode(metadata) if metadata.phase is Phase.DECODE else self._plan_prefill(metadata)
-
-    def _plan_prefill(self, metadata: AttentionMetadata) -> Plan:
-        """The host cuts: it knows the lengths."""
+        """Cut a view of sequences that prefill or extend into items, and fix the launch for all layers."""
         spec, tiles = self._spec, self._tiles
         dense = metadata.phase is Phase.PREFILL
         most_rows = metadata.max_query_len * spec.group_size
@@ -105,65 +96,34 @@ class Attention:
             candidates = (tiles.wide,)
         else:
             candidates = (tiles.wide, tiles.narrow)
+        table = metadata.block_table
         schedule = choose(Problem.of(metadata, spec, self._programs), candidates, self._num_splits)
         if len(schedule.items) == 0:
-            return Plan()
+            return Plan(dense, None, None, 0, (), 0, (), schedule, ())
         tile = schedule.tile
         items = upload(torch.from_numpy(schedule.items), spec.device)
-        tokens = tile.rows // spec.group_size
-        self._grow(schedule.num_partials, schedule.num_tickets, tile, tokens)
-        return self._plan(
-            metadata, tile, len(schedule.items), schedule.section, tokens, (items.data_ptr(), 0), (items,), dense=dense
-        )
-
-    def _plan_decode(self, metadata: AttentionMetadata) -> Plan:
-        """The device cuts: it alone knows the lengths, and in a graph they change from replay to replay."""
-        spec, tile = self._spec, self._tiles.narrow
-        if metadata.num_seqs == 0:
-            return Plan()
-        cut = Cut.of(metadata, tile, spec.group_size, spec.num_kv_heads, spec.sliding_window, self._programs)
-        cut.make()
-        self._grow(cut.most_partials, cut.most_shared, tile, cut.tokens)
-        addresses = (cut.items.data_ptr(), cut.count_address)
-        return self._plan(metadata, tile, cut.room, spec.num_kv_heads, cut.tokens, addresses, (cut.items,), cut=cut)
-
-    def _plan(
-        self,
-        metadata: AttentionMetadata,
-        tile: Tile,
-        num_items: int,
-        section: int,
-        tokens: int,
-        items: tuple[int, int],
-        kept: tuple[Tensor, ...],
-        *,
-        dense: bool = False,
-        cut: Cut | None = None,
-    ) -> Plan:
-        spec, table = self._spec, metadata.block_table
+        self._grow(schedule)
+        programs = min(self._programs, len(schedule.items) * spec.num_kv_heads)
         sinks = 0 if self._sinks is None else self._sinks.data_ptr()
         buffers = (self._partials, self._tickets, self._queue)
         return Plan(
             dense=dense,
-            tile=tile,
-            tokens=tokens,
             kernel=self.kernel(tile, dense),
-            launch=self._launch(tile, min(self._programs, num_items * spec.num_kv_heads)),
-            addresses=(*items, table.data_ptr(), sinks, *(buffer.data_ptr() for buffer in buffers)),
+            launch=self._launch(tile, programs),
+            box=box_of(tile, None if dense else self._block_size),
+            addresses=(items.data_ptr(), table.data_ptr(), sinks, *(buffer.data_ptr() for buffer in buffers)),
             table_row=table.stride(0),
             numbers=(
-                num_items,
+                len(schedule.items),
                 spec.num_kv_heads,
-                section,
+                schedule.section,
                 spec.group_size,
-                tokens,
+                tile.rows // spec.group_size,
                 spec.sliding_window or 0,
-                _merge_threads(tile, tokens * spec.group_size),
                 *self._scaling,
             ),
-            cut=cut,
-            num_items=num_items,
-            kept=(*kept, table, *buffers),
+            schedule=schedule,
+            kept=(items, table, *buffers),
         )
 
     def _launch(self, tile: Tile, programs: int) -> Launch:
@@ -178,8 +138,7 @@ class Attention:
 
         lse: float32 [num_heads, num_tokens], or None.
         """
-        tile = plan.tile
-        if tile is None:
+        if plan.kernel is None or plan.launch is None:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)
         address, (token, head, _) = out.data_ptr(), out.stride()
@@ -195,26 +154,28 @@ class Attention:
             plan.table_row,
             *plan.numbers,
         )
-        cached, box = (None, box_of(tile, None)) if plan.dense else (cache, box_of(tile, self._block_size))
-        maps = self._query_map(q, plan.tokens), self._map(keys, cached, "key", box), self._map(values, cached, "value", box)
+        cached = None if plan.dense else cache
+        maps = (
+            self._query_map(q, plan.schedule.tile),
+            self._map(keys, cached, "key", plan.box),
+            self._map(values, cached, "value", plan.box),
+        )
         self._arguments.set(*maps, arguments)
         plan.kernel(plan.launch, self._arguments)
 
     def workspace_bytes(self) -> int:
-        """Most bytes of partial results: a step that fills the GPU is not cut, and a decode leaves two for each item."""
+        """Most bytes of partial results: a step that fills the GPU is not cut."""
         tile, spec = self._tiles.wide, self._spec
-        prefill = 4 * self._programs * tile.groups * 128
-        decode = 2 * (self._programs * WAVES + spec.num_kv_heads) * 128
-        return max(prefill, decode) * _partial_floats(spec.v_head_dim) * 4
+        return 4 * self._programs * tile.groups * _partial_floats(spec.v_head_dim) * 4
 
-    def _query_map(self, q: Tensor, tokens: int) -> bytes:
-        """The tensor map of queries as [token, kv head, head of the group, dim], by tiles of so many tokens."""
-        key = (q.data_ptr(), q.shape[0], q.stride(), tokens)
+    def _query_map(self, q: Tensor, tile: Tile) -> bytes:
+        """The tensor map of queries as [token, kv head, head of the group, dim], by tiles."""
+        key = (q.data_ptr(), q.shape[0], q.stride(), tile.rows)
         known = self._maps.get(key)
         if known is None:
             group = self._spec.group_size
             view = q.view(q.shape[0], self._spec.num_kv_heads, group, self._spec.head_dim)
-            known = self._keep(key, tensor_map(view, (tokens, 1, group, 64)))
+            known = self._keep(key, tensor_map(view, (tile.rows // group, 1, group, 64)))
         return known
 
     def _map(self, tensor: Tensor, cache: LayerCache | None, name: str, box: int) -> bytes:
@@ -235,28 +196,19 @@ class Attention:
         self._maps[key] = encoded
         return encoded
 
-    def _grow(self, num_partials: int, num_tickets: int, tile: Tile, tokens: int) -> None:
-        """Room for the partial results of so many splits and query tiles of each kv head.
-
-        What was outgrown is kept: a captured graph may still use it.
-        """
-        spec = self._spec
-        floats = _merge_threads(tile, tokens * spec.group_size) * _partial_floats(spec.v_head_dim)
-        floats *= num_partials * spec.num_kv_heads * tile.groups
-        tickets = num_tickets * spec.num_kv_heads * tile.groups
+    def _grow(self, schedule: Schedule) -> None:
+        """Room for the partial results. What was outgrown is kept until the steps that use it have ended, which nobody tells."""
+        heads, groups = self._spec.num_kv_heads, schedule.tile.groups
+        floats = schedule.num_partials * heads * groups * _partial_floats(self._spec.v_head_dim)
+        tickets = schedule.num_tickets * heads * groups
         if self._partials.numel() < floats:
             self._outgrown.append(self._partials)
-            self._partials = torch.empty(floats, dtype=torch.float32, device=spec.device)
+            self._partials = torch.empty(floats, dtype=torch.float32, device=self._spec.device)
         if self._tickets.numel() < tickets:
             self._outgrown.append(self._tickets)
-            self._tickets = torch.zeros(2 * tickets, dtype=torch.int32, device=spec.device)
-
-
-def _merge_threads(tile: Tile, rows: int) -> int:
-    """Threads of a warpgroup that hold rows which exist, 16 a warp."""
-    return 128 if tile.groups > 1 else 32 * min(-(-rows // 16), 4)
+            self._tickets = torch.zeros(2 * tickets, dtype=torch.int32, device=self._spec.device)
 
 
 def _partial_floats(v_head_dim: int) -> int:
-    """Of a thread: PARTIAL_FLOATS of finish.cuh."""
-    return v_head_dim // 2 + 4
+    """Of a warpgroup: PARTIAL_FLOATS of finish.cuh."""
+    return 128 * (v_head_dim // 2 + 4)

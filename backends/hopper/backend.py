@@ -13,7 +13,7 @@ from headway.backends.hopper.tiles import HEAD_DIMS, MAX_GROUP, UNEQUAL
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.backends.probe import HALF_DTYPES, capability, has_gpu
 from headway.core.contract.backend import AttentionBackend, GraphLevel
-from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
@@ -26,11 +26,11 @@ _HINT = "name triton, which runs on every GPU"
 
 
 class HopperAttention(AttentionBackend):
-    """Our CUDA C++ attention for H100 and H200: warp-specialised, persistent, keys split where rows are few."""
+    """Our CUDA C++ prefill and extend for H100 and H200: warp-specialised, persistent, keys split where rows are few."""
 
     name = "hopper"
     capabilities = Capabilities(
-        phases=ALL_PHASES,
+        phases=frozenset({Phase.PREFILL, Phase.EXTEND}),
         layouts=(NHD, HND),
         dtypes=HALF_DTYPES,
         block_multiple=16,
@@ -41,7 +41,7 @@ class HopperAttention(AttentionBackend):
         features=frozenset({"sliding_window", "softcap", "sinks"}),
         dense_prefill=True,
     )
-    graph_level = GraphLevel.UNIFORM
+    graph_level = GraphLevel.UNIFORM  # a prompt's items are fixed by its length, which a captured prompt keeps
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of the longest sequence's keys, in place of the built-in rule"}
 
     def __init__(
@@ -91,20 +91,11 @@ class HopperAttention(AttentionBackend):
         """Cut the step into items, and choose the tile, once for all layers."""
         return self._attention.plan(metadata)
 
-    def plan_for_replay(self, plan: Plan, metadata: AttentionMetadata) -> None:
-        """Cut the sequences anew, for the lengths that the device has now."""
-        if plan.cut is not None:
-            plan.cut.make()
-
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attention of several new tokens a sequence."""
         self._attention.run(q, k, v, cache, plan, out, lse)
-
-    def decode(self, q: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache."""
-        self._attention.run(q, q, q, cache, plan, out, lse)
 
 
 def _is_hopper(device: torch.device) -> Support:

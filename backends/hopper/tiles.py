@@ -19,7 +19,7 @@ MAX_GROUP = 64
 """Most query heads that share a kv head: the rows of the narrow tile."""
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block of threads can ask for."""
-CSRC = Path(__file__).parent / "csrc"
+_FOLDER = Path(__file__).parent / "csrc"
 _PANEL = 64
 
 
@@ -96,7 +96,7 @@ def variant_of(spec: AttentionSpec, tile: Tile, block_size: int | None) -> Varia
         "SHARED_BYTES": tile.shared_bytes(spec.head_dim, spec.v_head_dim),
         "WINDOW": int(spec.sliding_window is not None),
     }
-    return Variant(CSRC, "attention.cu", tuple(constants.items()))
+    return Variant(_FOLDER, "attention.cu", tuple(constants.items()))
 
 
 def box_of(tile: Tile, block_size: int | None) -> int:

@@ -73,10 +73,12 @@ def describe(registry: Registry, name: str) -> dict[str, Any]:
     return row
 
 
+_SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts"}
+"""Phases in a narrow terminal."""
+
+
 def _table(rows: list[dict[str, Any]], width: int, num_layouts: int) -> Table:
     """One line for each backend; a narrow terminal gets shorter words for the same."""
-    from headway.core.contract.metadata import Phase
-
     wide = width >= _WIDE
     table = Table(title="attention backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("name", style="bold", no_wrap=True)
@@ -91,7 +93,7 @@ def _table(rows: list[dict[str, Any]], width: int, num_layouts: int) -> Table:
             continue
         block = "any" if row["block_multiple"] == 1 else f"n x {row['block_multiple']}"
         dtypes = [_SHORT.get(dtype, dtype) for dtype in row["dtypes"]]
-        phases = "all" if len(row["phases"]) == len(Phase) and not wide else " ".join(row["phases"])
+        phases = " ".join(row["phases"]) if wide else _SHORTER.get(" ".join(row["phases"]), " ".join(row["phases"]))
         layouts = "all" if len(row["layouts"]) == num_layouts and not wide else " ".join(row["layouts"])
         table.add_row(*start, phases, layouts, block, " ".join(dtypes))
     return table

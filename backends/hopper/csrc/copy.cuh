@@ -39,13 +39,8 @@ struct TileCopy {
   }
 };
 
-// Where an item of the queue lies: sections of kv heads one after the other, in each the longest items first, head by head. Items that the
-// device has cut are one section.
+// Where an item of the queue lies: sections of kv heads one after the other, in each the longest items first, head by head.
 __device__ __forceinline__ int item_of(const Arguments& arguments, int index, int& head) {
-  if (arguments.count != nullptr) {
-    head = index % arguments.num_kv_heads;
-    return index / arguments.num_kv_heads;
-  }
   const int whole = arguments.num_items * arguments.section, first = index / whole * arguments.section;
   const int heads = min(arguments.section, arguments.num_kv_heads - first), within = index % whole;
   head = first + within % heads;
@@ -55,15 +50,14 @@ __device__ __forceinline__ int item_of(const Arguments& arguments, int index, in
 // Takes items one by one, the longest first, until there are none, shows them to the other warps, and copies their keys. Each program
 // begins with the item of its own number.
 __device__ __forceinline__ void copy_keys(u32 base, const TensorMap& map, const Arguments& arguments, int lane) {
-  const int room = arguments.num_items * arguments.num_kv_heads;
-  const int total = arguments.count == nullptr ? room : *arguments.count * arguments.num_kv_heads;
+  const int total = arguments.num_items * arguments.num_kv_heads;
   // A lane's word of an item; the last lane's is the kv head, negative behind the end.
   const auto fetch = [&](int index) {
-    int head, word = 0;
-    const int place = item_of(arguments, min(index, room - 1), head);
-    if (lane < ITEM_INTS) word = reinterpret_cast<const int*>(arguments.items + place)[lane];  // there is room, if no item
-    if (lane == ITEM_INTS - 1) word = index < total ? head : -1;
-    return word;
+    if (index >= total) return lane == ITEM_INTS - 1 ? -1 : 0;
+    int head;
+    const int place = item_of(arguments, index, head);
+    if (lane == ITEM_INTS - 1) return head;
+    return lane < ITEM_INTS ? reinterpret_cast<const int*>(arguments.items + place)[lane] : 0;
   };
   TileCopy<K_PANELS> copy{map, base + Layout::k, base + Layout::k_full, base + Layout::k_empty, lane};
   Ring<2> shown;

@@ -6,7 +6,7 @@
 namespace hopper {
 
 // Of each thread of a warpgroup: its sums, then the maximum and the sum of its two rows.
-constexpr int PARTIAL_FLOATS = V_HEAD_DIM / 2 + 4;
+constexpr int PARTIAL_FLOATS = 128 * (V_HEAD_DIM / 2 + 4);
 
 // The four threads of a row exchange pieces, so that each stores 16 bytes: 4 x 4 words change places across and down.
 __device__ __forceinline__ uint4 exchange(u32 a, u32 b, u32 c, u32 d, int lane) {
@@ -64,17 +64,12 @@ __device__ __forceinline__ bool merge(const Arguments& arguments, const Item& it
                                       float (&sums)[V_HEAD_DIM / 2]) {
   const auto place = [&](int split) {
     const long long number = (static_cast<long long>(item.partial + split) * arguments.num_kv_heads + item.head) * GROUPS + group;
-    return reinterpret_cast<float4*>(arguments.partials + number * (PARTIAL_FLOATS * arguments.merge_threads)) + thread;
+    return reinterpret_cast<float4*>(arguments.partials + number * PARTIAL_FLOATS) + thread;
   };
-  const int threads = arguments.merge_threads;
-  if (thread < threads) {
-    float4* mine = place(item.split);
+  float4* mine = place(item.split);
 #pragma unroll
-    for (int i = 0; i < V_HEAD_DIM / 8; ++i) {
-      __stcg(mine + threads * i, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
-    }
-    __stcg(mine + threads * (V_HEAD_DIM / 8), make_float4(softmax.most[0], softmax.most[1], softmax.sum[0], softmax.sum[1]));
-  }
+  for (int i = 0; i < V_HEAD_DIM / 8; ++i) __stcg(mine + 128 * i, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+  __stcg(mine + 128 * (V_HEAD_DIM / 8), make_float4(softmax.most[0], softmax.most[1], softmax.sum[0], softmax.sum[1]));
   __threadfence();
   named_sync(ALONE + group, 128);
   int* ticket = arguments.tickets + (item.ticket * arguments.num_kv_heads + item.head) * GROUPS + group;
@@ -90,14 +85,13 @@ __device__ __forceinline__ bool merge(const Arguments& arguments, const Item& it
   if (!last) return false;
   __threadfence();
   if (thread == 0) *ticket = 0;
-  if (thread >= threads) return true;  // its rows do not exist, and store() skips them
   softmax = Softmax();
 #pragma unroll
   for (int i = 0; i < V_HEAD_DIM / 2; ++i) sums[i] = 0.0f;
 #pragma unroll 1
   for (int split = 0; split < item.splits; ++split) {
     const float4* from = place(split);
-    const float4 state = __ldcg(from + threads * (V_HEAD_DIM / 8));
+    const float4 state = __ldcg(from + 128 * (V_HEAD_DIM / 8));
     float old[2], add[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -110,7 +104,7 @@ __device__ __forceinline__ bool merge(const Arguments& arguments, const Item& it
     }
 #pragma unroll
     for (int i = 0; i < V_HEAD_DIM / 8; ++i) {
-      const float4 piece = __ldcg(from + threads * i);
+      const float4 piece = __ldcg(from + 128 * i);
       sums[4 * i] = sums[4 * i] * old[0] + piece.x * add[0];
       sums[4 * i + 1] = sums[4 * i + 1] * old[0] + piece.y * add[0];
       sums[4 * i + 2] = sums[4 * i + 2] * old[1] + piece.z * add[1];

@@ -6,7 +6,6 @@
 // SHARED_BYTES (dynamic shared memory that the launch asks for).
 #pragma once
 
-#include "item.cuh"
 #include "wgmma.cuh"
 
 namespace hopper {
@@ -25,24 +24,42 @@ constexpr int COPY_REGISTERS = GROUPS == 3 ? 32 : 40;
 constexpr int PRODUCT_REGISTERS = GROUPS == 3 ? 160 : 232;
 constexpr bool PAGED = BLOCK_SIZE > 0;
 
+// The unit of work: a tile of query rows and the tiles of keys [first, last) that it attends to.
+//
+// A row is one query head of one token: the heads that share a kv head are neighbours, so keys are read once for all of them. A tile
+// holds whole tokens; rows that are left over idle.
+struct Item {
+  int token_start;  // packed token of the sequence's first query
+  int query_len;
+  int kv_len;
+  int seq;      // row of the block table
+  int tile;         // its tokens: tile * Arguments::tokens and on
+  int first;    // tiles of keys
+  int last;
+  int splits;   // programs that share the rows; 1: nobody does
+  int split;    // which of them this is
+  int partial;  // number of the first split's partial result, of one kv head
+  int ticket;   // number of the counter that those programs share, of one kv head
+  int head;     // the kv head, filled in when an item is shown; negative where there is no item any more
+};
+constexpr int ITEM_INTS = sizeof(Item) / 4;
+
 struct Arguments {
   void* out;
   float* lse;  // [heads, tokens], or null
   const Item* items;
-  const int* count;  // how many there are of each kv head, where the device has cut them; null: num_items
   const int* block_table;
   const float* sinks;  // [heads], times log2(e), or null
   float* partials;
   int* tickets;  // of split tiles; all zero before and after
   int* queue;    // two counters, zero before and after: items handed out, programs that have ended
   long long out_token, out_head, lse_head, table_row;  // strides in elements
-  int num_items;  // of each kv head; with `count`, as many as there is room for
+  int num_items;  // of each kv head
   int num_kv_heads;
   int section;    // kv heads whose items are taken together, so that their keys and values stay in the L2 cache
   int group;      // query heads of a kv head
   int tokens;     // of a tile of queries: ROWS / group
   int window;
-  int merge_threads;  // of a warpgroup, that hold rows which exist: those alone leave partial results
   float scale;  // of scores, to the base-2 domain; with SOFTCAP: of what tanh gives
   float inner;  // with SOFTCAP: of scores before tanh
 };

@@ -36,6 +36,7 @@ def test_what_it_does_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert HopperAttention.supports(SPEC, NHD, 16, Phase.EXTEND)
     assert HopperAttention.supports(SPEC, VLLM_5D, 8, Phase.PREFILL), "a prompt reads no cache"
     change = dataclasses.replace
+    assert "phase" in _reasons(phase=Phase.DECODE)
     assert "kv_layout" in _reasons(layout=VLLM_5D)
     assert "block_size" in _reasons(block_size=8)
     assert "dtype" in _reasons(change(SPEC, dtype=torch.float32))
@@ -102,7 +103,7 @@ def test_answers_match_the_oracle(features: dict[str, object], layout: CacheLayo
         out = torch.full_like(q, torch.nan)
         metadata = AttentionMetadata.build(query_lens, contexts, tables, 32, "cuda")
         backend.prefill(q, new_k, new_v, cache, backend.plan(metadata), out)
-        for queries, answer, k, v in zip(torch.split(q, query_lens), torch.split(out, query_lens), keys, values, strict=True):
+        for queries, answer, k, v in zip(q.split(query_lens), out.split(query_lens), keys, values, strict=True):
             expected, _ = attend(spec, queries, k.double(), v.double(), len(k) - len(queries))
             error = (answer.double() - expected).norm() / expected.norm()
             assert error < HopperAttention.tolerance[spec.dtype]

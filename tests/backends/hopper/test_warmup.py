@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.backends.hopper import attention, cut
+from headway.backends.hopper import attention
 from headway.backends.hopper.attention import Attention
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -44,7 +44,6 @@ def test_no_step_takes_a_kernel_that_the_warm_up_has_not_met(
         return Silent()
 
     monkeypatch.setattr(attention, "load", load)
-    monkeypatch.setattr(cut, "load", load)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     layer = Attention(AttentionSpec(num_heads, num_kv_heads, head_dim, 0.1, torch.bfloat16, CPU), 16)
 
@@ -55,11 +54,11 @@ def test_no_step_takes_a_kernel_that_the_warm_up_has_not_met(
         for view in filter(None, (step.prefill, step.decode)):
             layer.plan(view)
 
-    for phase in Phase:
+    for phase in (Phase.PREFILL, Phase.EXTEND):
         for step in lattice(phase, LIMITS):
             plan([each.query_len for each in step], [each.context_len for each in step])
     warmed = set(met)
-    assert len(warmed) == 5, "wide and narrow tiles, with and without a cache, and the cut of a decode"
+    assert len(warmed) == 4, "wide and narrow tiles, with and without a cache"
     draw = random.Random(3)
     for _ in range(60):
         count = draw.choice((1, 2, 5, 30))
