@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
 
+FEW_TOKENS = 1024
+"""Prompts of up to this many tokens in all are read through pointers: a launch with descriptors costs the host 6 us more, which a
+kernel of 20 us does not hide."""
 MERGE_ELEMENTS = 256
 """Elements of partial results that one program of one warp merges: few, so that many programs share the work and none waits for
 another warp."""
@@ -84,9 +87,11 @@ class Prefill:
         rereads = spec.cache_dtype != spec.dtype or spec.batch_invariant
         dense = metadata.phase is Phase.PREFILL and not rereads
         paged = 0 if dense else self._block_size
-        row = (max(self._layer.block_d, self._layer.block_dv), spec.dtype.itemsize)
+        row = (max(self._layer.block_d + self._layer.constants["TAIL"], self._layer.block_dv), spec.dtype.itemsize)
         longest = ANY_PROMPT if spec.batch_invariant else metadata.max_query_len
         config = prefill_config(self._arch, *row, longest, spec.group_size, paged)
+        if dense and metadata.num_prefill_tokens <= FEW_TOKENS:
+            config = replace(config, tma=False)
         rule = self._rule(config)
         work = list_work(
             metadata.query_start_loc_cpu.numpy(),

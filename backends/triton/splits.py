@@ -107,7 +107,10 @@ class RunRule:
             total = int(tiles[whole:].sum())
             most = min(longest, self.most_programs() // (rest * self.num_kv_heads))
             for run in [-(-longest // parts) for parts in PARTS if 1 < parts <= most]:
-                best = min(best, (before_us + self.expected_us(rest, total, longest, run), whole, run))
+                time = before_us + self.expected_us(rest, total, longest, run)
+                if time > 2 * best[0]:
+                    break  # more parts are dearer still
+                best = min(best, (time, whole, run))
         return best[1:]
 
     def most_programs(self) -> int:

@@ -141,19 +141,20 @@ class AttentionMetadata:
     @classmethod
     def build(
         cls,
-        query_lens: Sequence[int],
-        context_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int] | NDArray[numpy.int32]],
+        query_lens: Sequence[int] | NDArray[numpy.int32],
+        context_lens: Sequence[int] | NDArray[numpy.int32],
+        block_tables: Sequence[Sequence[int] | NDArray[numpy.int32]] | NDArray[numpy.int32],
         block_size: int,
         device: torch.device | str = "cpu",
         decode_query_len: int = 1,
-        num_draft_tokens: Sequence[int] | None = None,
+        num_draft_tokens: Sequence[int] | NDArray[numpy.int32] | None = None,
         num_blocks: int = 0,
         upper_bound_lens: bool = False,
     ) -> AttentionMetadata:
         """Lay out one step from host lengths.
 
-        block_tables: for each sequence the physical blocks that hold its context and have room for its new tokens.
+        block_tables: for each sequence the physical blocks that hold its context and have room for its new tokens; rows of one
+        array hold 0 past those.
         decode_query_len: most new tokens that still count as DECODE.
         num_draft_tokens: for each sequence the drafts that it verifies. A sequence with drafts has one query token more than
         drafts and is DECODE, one without is DECODE with a single query token: lengths alone cannot tell a draft from a prompt.
@@ -161,14 +162,15 @@ class AttentionMetadata:
         Sequences that decode must come last; a padding row has query_len 1, context_len -1 (so a length of 0) and no blocks.
         """
         num_seqs = len(query_lens)
-        lens = list(zip(query_lens, context_lens, strict=True))
-        most = [decode_query_len] * num_seqs if num_draft_tokens is None else [drafts + 1 for drafts in num_draft_tokens]
-        decodes = [Phase.of(q, c, longest) is Phase.DECODE for (q, c), longest in zip(lens, most, strict=True)]
-        num_prefills = num_seqs - sum(decodes)
-        assert not any(decodes[:num_prefills]), "sequences that prefill or extend must come before those that decode"
-
         query, context = (numpy.asarray(each, dtype=numpy.int32) for each in (query_lens, context_lens))
-        num_tokens, widest = int(query.sum()), max((len(row) for row in block_tables), default=0)
+        most = decode_query_len if num_draft_tokens is None else numpy.asarray(num_draft_tokens) + 1
+        decodes = (context != 0) & (query <= most)  # Phase.of
+        num_prefills = num_seqs - int(decodes.sum())
+        assert not decodes[:num_prefills].any(), "sequences that prefill or extend must come before those that decode"
+
+        num_tokens = int(query.sum())
+        whole = block_tables if isinstance(block_tables, numpy.ndarray) else None
+        widest = max((len(row) for row in block_tables), default=0) if whole is None else whole.shape[1]
         # All that the device needs lies in one piece of memory: a copy costs more than what it carries.
         packed = _Packed(
             slots=2 * num_tokens, starts=num_seqs + 1, seq_lens=num_seqs, contexts=num_seqs, table=num_seqs * max(widest, 1)
@@ -178,8 +180,11 @@ class AttentionMetadata:
         numpy.add(query, context, out=seq_lens)
         numpy.maximum(context, 0, out=packed.host("contexts"))
         table = packed.host("table").reshape(num_seqs, max(widest, 1))
-        for row, blocks in enumerate(block_tables):
-            table[row, : len(blocks)] = blocks
+        if whole is None:
+            for row, blocks in enumerate(block_tables):
+                table[row, : len(blocks)] = blocks
+        else:
+            table[:, :widest] = whole
         num_prefill_tokens = int(starts[num_prefills])
 
         rows = numpy.repeat(numpy.arange(num_seqs), query)  # [num_tokens]: the sequence of each token
@@ -200,7 +205,7 @@ class AttentionMetadata:
             block_table=packed.device("table").view(table.shape),
             slot_mapping=packed.device("slots").view(torch.int64),
             block_size=block_size,
-            max_query_len=max(query_lens, default=0),
+            max_query_len=int(query.max()) if num_seqs else 0,
             max_seq_len=int(seq_lens.max()) if num_seqs else 0,
             query_start_loc_cpu=torch.from_numpy(starts),
             seq_lens_cpu=torch.from_numpy(seq_lens),

@@ -134,12 +134,16 @@ def _static(step: GraphStep, size: int, slots: Tensor, table: Tensor) -> Attenti
 
 
 class PromptGraphs:
-    """Graphs of one prompt each, by captured length and backend; a prompt takes the smallest that holds it."""
+    """Graphs of one prompt each, by captured length; a prompt takes the smallest that holds it.
+
+    A length is captured with the backend that is fastest there. A prompt takes that graph whoever is fastest at its own length or
+    serves at present: a replay spares more than backends that are about as fast differ by.
+    """
 
     def __init__(self, step: GraphStep) -> None:
         self._step = step
         self._sizes: list[int] = []
-        self._graphs: dict[tuple[int, str], PromptGraph] = {}
+        self._graphs: dict[int, PromptGraph] = {}
 
     def capture(self, sizes: Sequence[int], backends: Callable[[int], Backends], recorder: Recorder) -> None:
         """Record prompts of these lengths, the longest first. backends: the fastest for a length; others take no part."""
@@ -162,12 +166,12 @@ class PromptGraphs:
                 torch.cuda.empty_cache()
                 log.warning("CUDA graphs: no memory for a prompt of %d tokens", size)
             else:
-                self._graphs[size, name] = graph
+                self._graphs[size] = graph
         log.info("CUDA graphs: %d of one prompt captured, in %.1f s", len(self._graphs), time.perf_counter() - started)
 
-    def for_step(self, step: StepInput, backends: Callable[[int], Backends]) -> PromptGraph | None:
+    def for_step(self, step: StepInput) -> PromptGraph | None:
         """The graph that runs a step; None where it is not one whole prompt, or a longer one than was captured."""
         if step.num_seqs != 1 or step.context_lens[0] != 0 or not step.samples[0]:
             return None
-        size = next((size for size in self._sizes if size >= step.num_tokens), None)
-        return None if size is None else self._graphs.get((size, name_of(backends(step.num_tokens))))
+        size = next((size for size in self._sizes if size >= step.num_tokens), 0)
+        return self._graphs.get(size)

@@ -44,11 +44,14 @@ class CudaRecorder:
     def begin(self) -> None:
         """See Recorder."""
         # Not torch.cuda.graph, which collects Python's garbage before each capture: longer than the capture itself.
-        graph = torch.cuda.CUDAGraph()
-        self._before = torch.cuda.current_stream()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.set_stream(self._stream)
-        graph.capture_begin(pool=self._pool)
-        self._graph = graph
+        try:
+            graph.capture_begin(pool=self._pool)
+        except BaseException:
+            torch.cuda.set_stream(before)
+            raise
+        self._graph, self._before = graph, before
 
     def end(self) -> Callable[[], None]:
         """See Recorder."""

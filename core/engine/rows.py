@@ -48,6 +48,13 @@ class Rows:
             return None
         return Draws(self._scales[rows], keys_of(self._seeds[rows], positions).view(numpy.int64))
 
+    def blocks(self, rows: NDArray[numpy.int32], seq_lens: NDArray[numpy.int32], block_size: int) -> NDArray[numpy.int32]:
+        """The block table of a step: [num_seqs, blocks of the longest], 0 past a sequence's own blocks."""
+        counts = -(-seq_lens // block_size)
+        table = numpy.take(self.tables, rows, axis=0)[:, : int(counts.max())]
+        table[numpy.arange(table.shape[1]) >= counts[:, None]] = 0
+        return table
+
     def slots(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32], block_size: int) -> NDArray[numpy.int64]:
         """Where the k and v of one position of each row go."""
         blocks = self.tables[rows, positions // block_size].astype(numpy.int64)

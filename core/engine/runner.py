@@ -190,7 +190,7 @@ class Runner:
         """The graph that runs a step: captured for its size and for the backend that is fastest at its lengths; or why none."""
         if self._graphs is None or self._prompts is None:
             return None, ""
-        prompt = self._prompts.for_step(step, self._prompt_backends)
+        prompt = self._prompts.for_step(step)
         if prompt is not None:
             return prompt, ""
         kv_len = int(step.context_lens.sum()) // step.num_seqs + 1
@@ -198,13 +198,16 @@ class Runner:
 
     def _run(self, step: StepInput) -> tuple[Tensor, bool]:
         """The step in pieces or as single launches: logits of the tokens after which something is sampled; whether in pieces."""
-        lens = step.query_lens.tolist(), step.context_lens.tolist()
-        tables = self._rows.tables
-        ends = ((step.context_lens + step.query_lens - 1) // self._block_size + 1).tolist()
-        blocks = [tables[row, :end] for row, end in zip(step.rows.tolist(), ends, strict=True)]
-        drafts = step.num_draft_tokens.tolist() if step.num_draft_tokens.any() else None
+        tables = self._rows.blocks(step.rows, step.context_lens + step.query_lens, self._block_size)
+        drafts = step.num_draft_tokens if step.num_draft_tokens.any() else None
         metadata = AttentionMetadata.build(
-            *lens, blocks, self._block_size, self._device, num_draft_tokens=drafts, num_blocks=self._num_blocks
+            step.query_lens,
+            step.context_lens,
+            tables,
+            self._block_size,
+            self._device,
+            num_draft_tokens=drafts,
+            num_blocks=self._num_blocks,
         )
         input_ids, positions = self._inputs(step)
         prefill, decode = self._backends(metadata.prefill, Phase.PREFILL), self._backends(metadata.decode, Phase.DECODE)

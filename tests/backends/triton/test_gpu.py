@@ -92,6 +92,7 @@ SPLIT = {
     "features": {"sliding_window": 300, "softcap": 2.0, "alibi_slopes": (0.5, 0.25) * 4, "sinks": (0.3, -1.0) * 4},
     "fp8": {"kv_dtype": FP8, "k_scale": 0.02, "v_scale": 0.05},
     "float16": {"dtype": torch.float16},
+    "192/128": {"head_dim": 192, "v_head_dim": 128},
 }
 
 

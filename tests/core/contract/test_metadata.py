@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -90,3 +93,19 @@ def test_the_case_grammar() -> None:
     assert parse_case("8q1s1k") == [(1, 1024)] * 8
     assert parse_case("2q2k_q3s5") == [(2048, 2048), (2048, 2048), (3, 5)]
     assert parse_case("1q1s9_1q4") == [(4, 4), (1, 9)], "decodes come last"
+
+
+def test_arrays_and_lists_lay_out_the_same_step() -> None:
+    lens = [5, 9, 1, 3], [0, 7, 12, 4]
+    blocks = [[3], [1, 4], [2, 6], [5]]
+    drafts = [0, 0, 0, 2]
+    table = numpy.zeros((4, 2), dtype=numpy.int32)
+    for row, own in enumerate(blocks):
+        table[row, : len(own)] = own
+    from_lists = AttentionMetadata.build(*lens, blocks, 8, num_draft_tokens=drafts)
+    arrays = (numpy.array(each, dtype=numpy.int32) for each in lens)
+    from_arrays = AttentionMetadata.build(*arrays, table, 8, num_draft_tokens=numpy.array(drafts, dtype=numpy.int32))
+    for each in fields(AttentionMetadata):
+        one, other = getattr(from_lists, each.name), getattr(from_arrays, each.name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, each.name
+    assert (from_lists.num_prefills, from_lists.num_decodes) == (2, 2)

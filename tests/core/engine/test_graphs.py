@@ -30,6 +30,7 @@ from headway.core.engine.engine import Engine
 from headway.core.engine.graph import DecodeGraph, GraphStep, StaticInputs
 from headway.core.engine.graphs import DecodeGraphs, capture_sizes
 from headway.core.engine.prepare import prepare
+from headway.core.engine.prompts import PromptGraphs
 from headway.core.engine.rows import Rows
 from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence
@@ -299,6 +300,26 @@ def test_a_backend_that_cannot_be_captured_is_named_with_the_cost(caplog: pytest
     assert "uncapturable cannot be captured (graph_level: needs DECODE or higher, got NONE" in record.message
     assert re.search(r"takes the host \d+\.\d ms$", record.message)
     assert captured.for_step(step_of((1, 8), goes_on=True), lambda size: backends) == (None, "no graph was captured")
+
+
+class Prompted(Walk):
+    name = "prompted"
+    graph_level = GraphLevel.UNIFORM
+
+
+def test_a_prompt_takes_the_next_captured_length_whoever_is_fastest_at_its_own() -> None:
+    made = engine()
+
+    def fastest(length: int) -> Backends:
+        kind = Walk if length % 16 else Prompted  # which has no graph of a prompt
+        return {spec: kind(spec, made.selection.layout, 8) for spec in made.executor.attention.specs}
+
+    captured = PromptGraphs(graph_step(made.executor.attention, 8, 64))
+    captured.capture([8, 16, 32], fastest, Again())
+    found = [captured.for_step(step_of((length, 0))) for length in (1, 9, 16, 17, 32, 33)]
+    assert [graph and graph.size for graph in found] == [None, 16, 16, 32, 32, None]
+    assert captured.for_step(step_of((9, 4))) is None
+    assert captured.for_step(step_of((9, 0), (9, 0))) is None
 
 
 def test_what_is_captured_is_one_rule() -> None:
