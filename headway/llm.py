@@ -50,6 +50,7 @@ class LLM:
         self.registry = args.registry or create_registry(args.plugins)
         check_names(self.registry, config.attn_backend, config.kv_layout, config.attn_options)
         self.device = resolve_device(args.device)
+        ahead = compile_ahead(self.device)
         self.num_threads = set_threads(args.num_threads) if self.device.type == "cpu" else None
         self.model = load_model(args.model, args.dtype, self.device, args.load_format, args.skip_tokenizer_init, deterministic)
         specs, costs = cache_specs(self.model.decoder.attention_specs, config.kv_cache_dtype), None
@@ -59,7 +60,7 @@ class LLM:
             costs = costs_for(specs, self.registry, config.attn_backend, table)
         # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
-        eos, ahead = self.model.eos_token_ids, compile_ahead(self.device)
+        eos = self.model.eos_token_ids
         self.engine = Engine(self.model.decoder, self.registry, config, eos, sampling, costs, compile_ahead=ahead)
         self.tokenizer = self.model.tokenizer
         self._processor = OutputProcessor(self.tokenizer)

@@ -44,7 +44,8 @@ def compile_ahead(device: torch.device) -> CompileAhead | None:
     if device.type != "cuda":
         return None
     try:
-        from headway.backends.triton.ahead import compile_ahead as of_triton
+        from headway.backends.triton import ahead
     except ImportError:
         return compile_all_ahead
-    return of_triton
+    ahead.prepare()
+    return ahead.compile_ahead

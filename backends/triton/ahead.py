@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import Any
 
 import triton
-from triton.runtime import driver
+from triton.runtime import cache, driver
 
 from headway.core.contract import compiled
+
+
+def prepare() -> None:
+    """Begin what the first compilation, or the first look into the cache, would wait for: Triton hashes its own library once."""
+    key = getattr(cache, "triton_key", None)  # no part of Triton's interface
+    if key is not None:
+        Thread(target=key, name="triton-key", daemon=True).start()
 
 
 @contextmanager

@@ -31,27 +31,26 @@ class Lengths(NamedTuple):
     """Of a decode that verifies: one less than its query tokens."""
 
 
-_SEVERAL = 8
-"""Sequences of a prefill, between one and as many as there is room for."""
 _MOST_PAIRS = 2**27
 """Query tokens times context tokens of a shape: larger ones take long, and choose as those of a shorter query or context do."""
 
 
 def lattice(phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
-    """Steps of a phase at and just beyond the powers of two of sequences and query tokens, and at powers of four of the context.
+    """Steps of a phase at and just beyond the powers of two of sequences and query tokens, and at powers of the context.
 
     They reach every kernel of a backend that chooses by these numbers and changes its mind at powers of two. One that chooses
     otherwise lists its own steps (`AttentionBackend.warmup_steps`).
     """
-    contexts = [0] if phase is Phase.PREFILL else sorted({max(limits.max_model_len - 1, 1), *(4**n for n in range(16))})
     decodes = phase is Phase.DECODE
+    contexts = sorted({max(limits.max_model_len - 1, 1), *((4 if decodes else 16) ** n for n in range(16))})
+    contexts = [0] if phase is Phase.PREFILL else contexts
     longest = min(limits.max_decode_len if decodes else limits.max_num_tokens, limits.max_num_tokens, limits.max_model_len)
     for query_len in powers(longest):
         if phase is Phase.EXTEND and query_len == 1:  # which is a decode
             continue
         room = min(limits.max_num_seqs, limits.max_num_tokens // query_len)
         left = limits.max_num_tokens - room * query_len
-        for num_seqs in powers(room) if decodes else sorted({1, min(_SEVERAL, room), room}):
+        for num_seqs in powers(room) if decodes else sorted({1, room}):
             for context_len in contexts:
                 if context_len + query_len > limits.max_model_len or (
                     not decodes and num_seqs * query_len * context_len > _MOST_PAIRS

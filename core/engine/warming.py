@@ -29,6 +29,8 @@ _SAMPLED = (
     SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01),
 )
 """The ways in which tokens are chosen; sequences of a step take them in turn."""
+_SMALL = 2048
+"""Tokens of a step up to which products are chosen by their number; a larger one takes the kernels of the largest."""
 _CONTEXT = 32
 """Cached tokens of a sequence in a whole step, where attention's own choices are not the question."""
 
@@ -70,7 +72,8 @@ class Warming:
     def _steps(self) -> Iterator[StepInput]:
         """Prompts of every number of tokens that products and norms may choose by, then decodes and mixed steps."""
         limits = self._limits
-        numbers = {*range(1, 18), *powers(limits.max_num_tokens), *(3 * 2**n for n in range(32))}
+        small = min(limits.max_num_tokens, _SMALL)
+        numbers = {*powers(small), *(3 * 2**n for n in range(32) if 3 * 2**n <= small), limits.max_num_tokens}
         for count in sorted(each for each in numbers if each <= limits.max_num_tokens):
             whole, rest = divmod(count, limits.max_model_len)
             query_lens = [limits.max_model_len] * whole + [rest] * (rest > 0)
