@@ -91,10 +91,15 @@ def _table(rows: list[dict[str, Any]], width: int, num_layouts: int) -> Table:
         if "phases" not in row:
             table.add_row(*start, "?", "?", "?", "?")
             continue
-        block = "any" if row["block_multiple"] == 1 else f"n x {row['block_multiple']}"
+        multiple = row["block_multiple"]
+        block = "any" if multiple == 1 else f"n x {multiple}" if wide else f"x{multiple}"
         dtypes = [_SHORT.get(dtype, dtype) for dtype in row["dtypes"]]
         phases = " ".join(row["phases"]) if wide else _SHORTER.get(" ".join(row["phases"]), " ".join(row["phases"]))
-        layouts = "all" if len(row["layouts"]) == num_layouts and not wide else " ".join(row["layouts"])
+        layouts = " ".join(row["layouts"])
+        if not wide and len(row["layouts"]) > 2:
+            layouts = (
+                "all" if len(row["layouts"]) == num_layouts else f"{' '.join(row['layouts'][:2])} +{len(row['layouts']) - 2}"
+            )
         table.add_row(*start, phases, layouts, block, " ".join(dtypes))
     return table
 
