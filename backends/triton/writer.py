@@ -66,4 +66,6 @@ def tile_of(num_tokens: int) -> tuple[int, int]:
     """(tokens a program, warps): large tiles keep many reads in flight, small ones occupy the whole GPU with few tokens."""
     if num_tokens >= 4096:
         return 64, 4
-    return (16, 4) if num_tokens >= 256 else (4, 1)
+    if num_tokens >= 1024:
+        return 16, 4
+    return (16, 2) if num_tokens >= 256 else (4, 1)
