@@ -117,7 +117,7 @@ SPLIT_EXTENDS = {
 
 @pytest.mark.parametrize("extend_splits", ["1", rare("2"), "5", rare("100")])
 @pytest.mark.parametrize("name", SPLIT_EXTENDS)
-@pytest.mark.parametrize("layout", [NHD, rare(HND), VLLM_5D], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [NHD, rare(HND), rare(VLLM_5D)], ids=lambda layout: layout.name)
 def test_programs_that_share_the_keys_of_a_query_tile_give_the_same(layout: CacheLayout, name: str, extend_splits: str) -> None:
     case = case_of("1q30s300_1q3s17_1q9s9_1q1s1", spec(**SPLIT_EXTENDS[name]), layout, 16)
     backend = TritonAttention(case.spec, layout, 16, {"extend_splits": extend_splits})
@@ -130,7 +130,7 @@ def test_programs_that_share_the_keys_of_a_query_tile_give_the_same(layout: Cach
 
 
 def test_many_results_of_a_decode_are_merged_in_two_goes() -> None:
-    case = case_of("1q1s1000_1q1s100_1q1s130_1q1s5", spec(sinks=(0.3, -1.0, 2.0, 0.0)))
+    case = case_of("1q1s400_1q1s100_1q1s130_1q1s5", spec(sinks=(0.3, -1.0, 2.0, 0.0)))
     backend = TritonAttention(case.spec, NHD, 16, {"num_splits": "64"})
     for _ in range(2):  # a second time: the counters are back at zero
         assert relative_error(run_backend(backend, case), reference(case), case) < 2e-6
