@@ -50,7 +50,7 @@ class Plan:
 
 
 class Attention:
-    """Prefill and extend of one layer kind.
+    """Prefill and extend of one layer kind, on one stream at a time: launches share a queue and the partial results.
 
     :raises UnsupportedError: no compiler. BackendError: the kernel does not compile.
     """

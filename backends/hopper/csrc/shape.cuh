@@ -1,9 +1,8 @@
 // What one compilation is for, how a block of threads is laid out, and what it is launched with.
 //
 // Constants given by the compiler's command line: HALF_IS_BF16, HEAD_DIM, V_HEAD_DIM, GROUPS (warpgroups that multiply), KEYS (of a
-// tile), STAGES, QUERY_STAGES (tiles of queries), BOX (slots that one copy takes),
-// BLOCK_SIZE (0: this step's own keys are read, else slots of a block), TURNS, SOFTCAP, WINDOW,
-// SHARED_BYTES (dynamic shared memory that the launch asks for).
+// tile), STAGES (tiles of keys, and of values), QUERY_STAGES (tiles of queries), BOX (slots that one copy takes), BLOCK_SIZE (slots of a
+// block; 0: this step's own keys are read), TURNS, SOFTCAP, WINDOW, SHARED_BYTES (what the launch asks for).
 #pragma once
 
 #include "wgmma.cuh"
@@ -33,7 +32,7 @@ struct Item {
   int query_len;
   int kv_len;
   int seq;      // row of the block table
-  int tile;         // its tokens: tile * Arguments::tokens and on
+  int tile;     // its tokens: tile * Arguments::tokens and on
   int first;    // tiles of keys
   int last;
   int splits;   // programs that share the rows; 1: nobody does
