@@ -48,8 +48,6 @@ class PrefillConfig:
     num_stages: int
     tma: bool = False
     """Read k and v by tensor descriptors where their strides allow it."""
-    ahead: bool = False
-    """Compute the scores of the next tile beside the weights of this one."""
     residents: int = 1
     """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
     wave_us: float = 4.0
@@ -82,7 +80,7 @@ class Architecture:
 SHORT_PROMPT = 2048
 _PLAIN = PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
 _SMALL = PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
-_TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, ahead=True)
+_TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
 
 SM_90 = Architecture(
     "sm_90",

@@ -241,16 +241,10 @@ class Prefill:
             "TMA": tma,
             "HAS_LSE": lse,
             "STAGES": config.num_stages,
-            "AHEAD": self._ahead(config),
             "SPLIT": plan.work.slots > 0,
             "PDL": self._pdl,
         }
         return _Variant(tma, strides, constants)
-
-    def _ahead(self, config: PrefillConfig) -> bool:
-        """Whether the products of a tile run beside the softmax of another: not with a second tile of keys, nor in float32."""
-        half = self._spec.dtype.itemsize == 2 or INTERPRETED
-        return config.ahead and half and not self._layer.constants["TAIL"] and not self._layer.constants["VALUE_IN_KEY"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.backends.triton.tiles import LN_2
-from headway.backends.triton.walk_kernel import end_ahead, start_ahead, walk, walk_ahead
+from headway.backends.triton.walk_kernel import walk
 
 
 @triton.jit(
@@ -77,7 +77,6 @@ def varlen_attention(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # see `walk_ahead`; no TAIL, the value does not lie in the key
     SPLIT: tl.constexpr,  # a tile's keys may be shared by programs
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
@@ -125,66 +124,32 @@ def varlen_attention(
         newest = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
         full_begin = tl.cdiv(tl.maximum(newest - window + 1, 0), BLOCK_N) * BLOCK_N
         full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
-    if AHEAD:
-        scores, weights = start_ahead(
-            q, key, table, kv_head, start, begin, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_X, BLOCK_N, PAGED, PEEK, TMA, DOT, PRECISION,
-        )  # fmt: skip
-        if HAS_WINDOW:
-            m, l, acc, scores, weights = walk_ahead(
-                q, key, value, m, l, acc, scores, weights, table, kv_head, start, begin, begin, full_begin,
-                end, kv_len, positions, slopes, score_scale, cap_log2, window,
-                k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
-                v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-                HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-                PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
-            )  # fmt: skip
-        m, l, acc, scores, weights = walk_ahead(
-            q, key, value, m, l, acc, scores, weights, table, kv_head, start, begin, full_begin, full_end,
-            end, kv_len, positions, slopes, score_scale, cap_log2, window,
-            k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
-            v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-            PAGED, PEEK, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
-        )  # fmt: skip
-        m, l, acc, scores, weights = walk_ahead(
-            q, key, value, m, l, acc, scores, weights, table, kv_head, start, begin, full_end, end, end, kv_len, positions,
+    if HAS_WINDOW:
+        m, l, acc = walk(
+            q, key, value, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions,
             slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
             PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
         )  # fmt: skip
-        acc = end_ahead(
-            value, weights, acc, table, kv_head, start, end, kv_len, v_stride_block, v_stride_slot, v_stride_head, v_stride_dim,
-            v_stride_x, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, PEEK, TMA, DOT, PRECISION,
-        )  # fmt: skip
-    else:
-        if HAS_WINDOW:
-            m, l, acc = walk(
-                q, key, value, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions,
-                slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
-                v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-                HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-                PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
-            )  # fmt: skip
-        m, l, acc = walk(
-            q, key, value, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions,
-            slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
-            v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-            PAGED, PEEK, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
-        )  # fmt: skip
-        m, l, acc = walk(
-            q, key, value, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions,
-            slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
-            v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
-            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-            PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
-        )  # fmt: skip
+    m, l, acc = walk(
+        q, key, value, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions,
+        slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+        v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+        HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
+        PAGED, PEEK, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+    )  # fmt: skip
+    m, l, acc = walk(
+        q, key, value, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions,
+        slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
+        v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
+        HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
+        PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+    )  # fmt: skip
 
     if PDL:
         gdc_launch_dependents()
-    if HAS_SOFTCAP or HAS_ALIBI or AHEAD:
+    if HAS_SOFTCAP or HAS_ALIBI:
         score_scale = 1.0
     m = m * score_scale
     dv = tl.arange(0, BLOCK_DV)

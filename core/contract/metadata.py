@@ -139,6 +139,33 @@ class AttentionMetadata:
         )
 
     @classmethod
+    def one_prompt(
+        cls, length: int, block_table: Tensor, slot_mapping: Tensor, block_size: int, num_blocks: int = 0
+    ) -> AttentionMetadata:
+        """A single prompt of a fixed length over tensors that a graph keeps: block_table int32 [1, blocks], slot_mapping int64
+        [length]."""
+        device = slot_mapping.device
+        starts, lens = torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        return cls(
+            num_prefills=1,
+            num_decodes=0,
+            num_prefill_tokens=length,
+            num_decode_tokens=0,
+            query_start_loc=starts.to(device),
+            seq_lens=lens.to(device),
+            context_lens=torch.zeros(1, dtype=torch.int32, device=device),
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            block_size=block_size,
+            max_query_len=length,
+            max_seq_len=length,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=lens,
+            block_table_cpu=torch.zeros(block_table.shape, dtype=torch.int32),
+            num_blocks=num_blocks,
+        )
+
+    @classmethod
     def build(
         cls,
         query_lens: Sequence[int] | NDArray[numpy.int32],

@@ -77,7 +77,7 @@ class PromptGraph:
         self.rows, self._last, self._key = ends[:1], ends[1:2], ends[2:3]
         """Place in `newest` of the last replay's prompt; that of its last token; and the key of its draw."""
         self._scale = ends[3:].view(torch.float32)[:1]
-        self._metadata = _static(step, size, slots, table)
+        self._metadata = AttentionMetadata.one_prompt(size, table, slots, step.block_size, step.num_blocks)
         self._plans = step.attention.begin_prompt(self._metadata, backends)
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.tokens = self.run()
@@ -108,29 +108,6 @@ class PromptGraph:
         self._inputs.fill(self.size, step.token_ids, int(step.rows[0]), rows, draws)
         self._replay()
         return self._step.logits[:1], self.tokens
-
-
-def _static(step: GraphStep, size: int, slots: Tensor, table: Tensor) -> AttentionMetadata:
-    device = slots.device
-    starts, length = torch.tensor([0, size], dtype=torch.int32), torch.tensor([size], dtype=torch.int32)
-    return AttentionMetadata(
-        num_prefills=1,
-        num_decodes=0,
-        num_prefill_tokens=size,
-        num_decode_tokens=0,
-        query_start_loc=starts.to(device),
-        seq_lens=length.to(device),
-        context_lens=torch.zeros(1, dtype=torch.int32, device=device),
-        block_table=table,
-        slot_mapping=slots,
-        block_size=step.block_size,
-        max_query_len=size,
-        max_seq_len=size,
-        query_start_loc_cpu=starts,
-        seq_lens_cpu=length,
-        block_table_cpu=torch.zeros(table.shape, dtype=torch.int32),
-        num_blocks=step.num_blocks,
-    )
 
 
 class PromptGraphs:

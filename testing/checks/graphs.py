@@ -105,11 +105,39 @@ def _turns(longest: int, block_size: int, tokens: int) -> list[Lens]:
     ]
 
 
-class _Captured:
+class _Recorded:
+    """Layers over static tensors, and on a GPU the graph that runs them."""
+
+    def __init__(self, session: Session, count: int) -> None:
+        """count: tokens of the static tensors."""
+        self._session = session
+        self._inputs: list[Inputs] = [buffers.first(count) for buffers in session.buffers]
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def _record(self) -> None:
+        """Run once, then capture what ran."""
+        self._run()
+        self._graph = _capture(self._run) if self._session.spec.device.type == "cuda" else None
+
+    def replay(self) -> None:
+        """Run the layers over the static tensors."""
+        if self._graph is not None:
+            self._graph.replay()
+            torch.cuda.synchronize()
+            return
+        with torch.inference_mode():
+            self._run()
+
+    def _run(self) -> None:
+        for layer, given in enumerate(self._inputs):
+            self._session.attention.run(layer, given.q, given.k, given.v, given.out)
+
+
+class _Captured(_Recorded):
     """The static tensors of a decode, what was planned over them, and on a GPU the graph."""
 
     def __init__(self, session: Session, longest: int, tokens: int) -> None:
-        self._session = session
+        super().__init__(session, ROWS * tokens)
         device = session.spec.device
         blocks = -(-longest // session.block_size)
         width = -(-blocks // _ALIGN) * _ALIGN
@@ -138,12 +166,10 @@ class _Captured:
             num_blocks=session.num_blocks,
             upper_bound_lens=True,
         )
-        self._inputs: list[Inputs] = [buffers.first(count) for buffers in session.buffers]
         decode = session.backends[1]
         with torch.inference_mode():
             self._plans: dict[AttentionSpec, Plan] = session.attention.begin_graph(self.static, decode)
-            self._run()
-            self._graph = _capture(self._run) if device.type == "cuda" else None
+            self._record()
 
     def load(self, now: AttentionMetadata) -> AttentionMetadata:
         """Bring the static tensors and the plans up to date; returns what the plans were told."""
@@ -161,51 +187,19 @@ class _Captured:
                 self._session.backends[1][spec].plan_for_replay(plan, told)
         return told
 
-    def replay(self) -> None:
-        """Run the decode over the static tensors."""
-        if self._graph is not None:
-            self._graph.replay()
-            torch.cuda.synchronize()
-            return
-        with torch.inference_mode():
-            self._run()
 
-    def _run(self) -> None:
-        for layer, given in enumerate(self._inputs):
-            self._session.attention.run(layer, given.q, given.k, given.v, given.out)
-
-
-class _CapturedPrompt:
+class _CapturedPrompt(_Recorded):
     """The static tensors of one prompt of PROMPT tokens, what was planned over them, and on a GPU the graph."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        super().__init__(session, PROMPT)
         device = session.spec.device
-        starts, length = torch.tensor([0, PROMPT], dtype=torch.int32), torch.tensor([PROMPT], dtype=torch.int32)
-        width = -(-PROMPT // session.block_size)
-        self._static = AttentionMetadata(
-            num_prefills=1,
-            num_decodes=0,
-            num_prefill_tokens=PROMPT,
-            num_decode_tokens=0,
-            query_start_loc=starts.to(device),
-            seq_lens=length.to(device),
-            context_lens=torch.zeros(1, dtype=torch.int32, device=device),
-            block_table=torch.zeros((1, width), dtype=torch.int32, device=device),
-            slot_mapping=torch.full((PROMPT,), -1, dtype=torch.int64, device=device),
-            block_size=session.block_size,
-            max_query_len=PROMPT,
-            max_seq_len=PROMPT,
-            query_start_loc_cpu=starts,
-            seq_lens_cpu=length,
-            block_table_cpu=torch.zeros((1, width), dtype=torch.int32),
-            num_blocks=session.num_blocks,
-        )
-        self._inputs = [buffers.first(PROMPT) for buffers in session.buffers]
+        table = torch.zeros((1, -(-PROMPT // session.block_size)), dtype=torch.int32, device=device)
+        slots = torch.full((PROMPT,), -1, dtype=torch.int64, device=device)
+        self._static = AttentionMetadata.one_prompt(PROMPT, table, slots, session.block_size, session.num_blocks)
         with torch.inference_mode():
             session.attention.begin_prompt(self._static, session.backends[0])
-            self._run()
-            self._graph = _capture(self._run) if device.type == "cuda" else None
+            self._record()
 
     def load(self, now: AttentionMetadata) -> None:
         """Bring slots and blocks up to date; the rest is padding."""
@@ -214,19 +208,6 @@ class _CapturedPrompt:
         static.slot_mapping[: now.num_tokens] = now.slot_mapping
         static.block_table.zero_()
         static.block_table[:, : now.block_table.shape[1]] = now.block_table
-
-    def replay(self) -> None:
-        """Run the prompt over the static tensors."""
-        if self._graph is not None:
-            self._graph.replay()
-            torch.cuda.synchronize()
-            return
-        with torch.inference_mode():
-            self._run()
-
-    def _run(self) -> None:
-        for layer, given in enumerate(self._inputs):
-            self._session.attention.run(layer, given.q, given.k, given.v, given.out)
 
 
 def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:

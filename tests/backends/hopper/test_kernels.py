@@ -10,7 +10,7 @@ import torch
 
 from headway.backends.hopper import attention, schedule, tiles
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES, tiles_of, variant_of
-from headway.backends.nvrtc.compiler import Compiler, find_compiler
+from headway.backends.nvrtc.compiler import Compiler
 from headway.core.contract.spec import AttentionSpec
 
 CSRC = Path(tiles.__file__).parent / "csrc"
@@ -18,14 +18,6 @@ PAIRS = [(dim, dim) for dim in tiles.HEAD_DIMS] + list(tiles.UNEQUAL)
 EVERYDAY = [(128, 128)]
 KINDS = [pair if pair in EVERYDAY else pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS]
 FORMATS = {"int": "i", "float": "f", "long long": "q"}
-
-
-@pytest.fixture
-def compiler() -> Compiler:
-    found, support = find_compiler()
-    if found is None:
-        pytest.skip(str(support))
-    return found
 
 
 def _spec(pair: tuple[int, int], **others: object) -> AttentionSpec:

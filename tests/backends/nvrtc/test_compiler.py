@@ -14,14 +14,6 @@ from headway.backends.vllm_paged.backend import VllmPagedAttention
 
 
 @pytest.fixture
-def compiler() -> Compiler:
-    found, support = find_compiler()
-    if found is None:
-        pytest.skip(str(support))
-    return found
-
-
-@pytest.fixture
 def searched_anew() -> Iterator[None]:
     """The search for a compiler is made again in the test, and forgotten after it."""
     find_compiler.cache_clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.backends.nvrtc.compiler import Compiler, find_compiler
+from headway.backends.nvrtc.compiler import Compiler
 from headway.backends.nvrtc.variant import Variant
 from headway.backends.vllm_paged.arguments import CSRC
 from headway.backends.vllm_paged.decode import variant_of
@@ -25,14 +25,6 @@ RARE = [
     (BF16, FP8, 128, 16),
 ]
 SHAPES = [*EVERYDAY, *(pytest.param(shape, marks=pytest.mark.slow) for shape in RARE)]
-
-
-@pytest.fixture
-def compiler() -> Compiler:
-    found, support = find_compiler()
-    if found is None:
-        pytest.skip(str(support))
-    return found
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
