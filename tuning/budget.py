@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-_MOST_COMPILING = 2.0
+MOST_COMPILING = 2.0
 """Times the budget: compiling beyond this counts, so that no start takes longer than three times what was asked for."""
 
 
@@ -21,7 +21,7 @@ class Budget:
     @property
     def spent(self) -> float:
         """Seconds that count."""
-        free = self.compiling if self._seconds is None else min(self.compiling, _MOST_COMPILING * self._seconds)
+        free = self.compiling if self._seconds is None else min(self.compiling, MOST_COMPILING * self._seconds)
         return time.perf_counter() - self._started - free
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
@@ -18,6 +20,7 @@ from headway.registry import Registry
 from headway.testing.json_files import write_json
 from headway.testing.origin import Origin
 from headway.tuning import selftest
+from headway.tuning.ahead import compile_points
 from headway.tuning.budget import Budget
 from headway.tuning.compare import differences
 from headway.tuning.device import crowding, identify_device
@@ -61,6 +64,8 @@ class CrossoverOptions:
     resume: bool = False
     """Go on with the table at `output`."""
     command: str = ""
+    compile_ahead: CompileAhead | None = None
+    """What the device's kernels are compiled in, before the first point of the grid; None: each when it is needed."""
 
 
 def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Console | None = None) -> CrossoverTable:
@@ -81,6 +86,11 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
         task = progress.add_task("crossover", total=len(todo), completed=sum((p.phase, p.case) in done for p in todo))
         search = _Search(bench, takers, pairs)
         try:
+            if options.compile_ahead is not None:
+                began = time.perf_counter()
+                progress.update(task, description="compiling")
+                compile_points((p for p in todo if (p.phase, p.case) not in done), bench, takers, pairs, options.compile_ahead)
+                bench.budget.compiling += time.perf_counter() - began
             for turn in range(1 + options.refine):
                 between = turn > 0
                 wanted = midpoints(table.cells, table.noise) if between else todo
