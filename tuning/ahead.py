@@ -13,6 +13,7 @@ from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.testing.cases import Case
+from headway.tuning import selftest
 from headway.tuning.attempt import run_layer
 from headway.tuning.measure_point import Bench, Pair
 from headway.tuning.points import CORE_PHASE, Point
@@ -23,13 +24,15 @@ from headway.tuning.work import VERIFY_QUERY_LEN
 def compile_points(
     points: Iterable[Point], bench: Bench, names: Sequence[str], pairs: Sequence[Pair], compile_ahead: CompileAhead
 ) -> None:
-    """Launch every backend at every point, inside `compile_ahead`, over a cache of one block that all sequences share.
+    """Launch every backend's self-test and every point, inside `compile_ahead`, over a cache of one block that all
+    sequences share.
 
     What raises is left to the measurement, which says so. A backend whose launches run all the same has nothing to be
     compiled, and is left after its first.
     """
     listed = list(points)
     with compile_ahead():
+        selftest.launch(bench.registry, names, bench.spec, pairs)
         for pair in pairs:
             for name in names:
                 _compile(listed, bench, name, pair)

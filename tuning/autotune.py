@@ -33,7 +33,7 @@ log = logging.getLogger("headway")
 
 DEFAULT_BUDGET = {"cpu": 10.0, "cuda": 20.0}
 """Seconds a kind of layer, by device type."""
-_TURNS = Turns(rounds=2, round_ms=2.0)
+_TURNS = Turns(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
 _NEEDED_LEVEL = 1
 """Of the grid: a table that was cut short before these points is completed at the next start."""
 

@@ -18,6 +18,10 @@ class Budget:
         self.compiling = 0.0
         """Seconds that first calls took longer than later ones; whoever makes such a call adds to it."""
 
+    def begin(self) -> None:
+        """Count from now on; what went before, at most `MOST_COMPILING` times the budget, was compiling."""
+        self.compiling += time.perf_counter() - self._started
+
     @property
     def spent(self) -> float:
         """Seconds that count."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -78,19 +77,18 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
     with torch.no_grad(), on_device(options.spec.device), progress_bar(console) as progress:
         names = _names(options.backends, registry)
         pairs = _pairs(options, registry)
-        table = _begin(options, registry, names, pairs)
-        takers = [record.name for record in table.backends if record.usable]
         todo = list(grid(options.spec.device.type) if options.grid is None else options.grid)
         bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget))
+        task = progress.add_task("compiling", total=len(todo))
+        if options.compile_ahead is not None:
+            compile_points(todo, bench, [name for name in names if registry.availability(name)], pairs, options.compile_ahead)
+        table = _begin(options, registry, names, pairs)
+        takers = [record.name for record in table.backends if record.usable]
+        bench.budget.begin()
         done = {cell.point for cell in table.cells}
-        task = progress.add_task("crossover", total=len(todo), completed=sum((p.phase, p.case) in done for p in todo))
+        progress.update(task, description="crossover", completed=sum((p.phase, p.case) in done for p in todo))
         search = _Search(bench, takers, pairs)
         try:
-            if options.compile_ahead is not None:
-                began = time.perf_counter()
-                progress.update(task, description="compiling")
-                compile_points((p for p in todo if (p.phase, p.case) not in done), bench, takers, pairs, options.compile_ahead)
-                bench.budget.compiling += time.perf_counter() - began
             for turn in range(1 + options.refine):
                 between = turn > 0
                 wanted = midpoints(table.cells, table.noise) if between else todo
