@@ -86,6 +86,4 @@ def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
 
 def _version(owner: str) -> str:
     """Of the distribution that brings a backend; an entry point's owner is its name and version."""
-    if owner == "built-in":
-        return metadata.version("headway")
-    return owner
+    return Origin.here().version if owner == "built-in" else owner
