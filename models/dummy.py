@@ -33,5 +33,9 @@ class DummyWeights:
         """Draw all rows at once."""
         return self.take(next(iter(sizes)), (sum(sizes.values()), *rest))
 
+    def take_into(self, target: Tensor, name: str) -> None:
+        """Draw one tensor in place."""
+        target.copy_(self.take(name, tuple(target.shape)))
+
     def finish(self) -> None:
         """Nothing can be left over."""

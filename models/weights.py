@@ -35,6 +35,9 @@ class WeightSource(Protocol):
     def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
         """Tensors of shape [size, *rest] as one, one after the other along the first axis."""
 
+    def take_into(self, target: Tensor, name: str) -> None:
+        """One tensor of the target's shape, converted to its dtype, into memory that is there already."""
+
     def finish(self) -> None:
         """Nothing more is taken."""
 
@@ -82,6 +85,13 @@ class Weights:
             merged[row : row + size] = self._read(name, (size, *rest))
             row += size
         return merged
+
+    def take_into(self, target: Tensor, name: str) -> None:
+        """Read one tensor into a part of another that was allocated for several.
+
+        :raises ModelError: it is missing, or its shape is not the target's.
+        """
+        target.copy_(self._read(name, tuple(target.shape)))
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._file_of:
