@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.routing import route, sort_by_expert
+from headway.models.experts.routing import Routing, route, sort_by_expert
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
 
@@ -41,6 +41,10 @@ class PlainExperts:
     def __call__(self, x: Tensor, product: Product, gate: Callable[[Tensor], Tensor] = silu) -> Tensor:
         """x: [num_tokens, hidden_size], normed. Returns what the experts add to the residual stream. gate: SiLU of a matrix."""
         routing = route(product(x, self.router), self.config, self._correction_bias)
+        return self.apply(x, routing, product, gate)
+
+    def apply(self, x: Tensor, routing: Routing, product: Product, gate: Callable[[Tensor], Tensor] = silu) -> Tensor:
+        """The weighted sum of what each token's experts give. Arguments as above."""
         order = sort_by_expert(routing.experts, self.config.num_all)
         tokens = order.pairs // self.config.num_slots
         weights = routing.weights.flatten()[order.pairs, None]
