@@ -38,8 +38,8 @@ class WeightSource(Protocol):
     def take_into(self, target: Tensor, name: str) -> None:
         """One tensor of the target's shape, converted to its dtype, into memory that is there already."""
 
-    def finish(self) -> None:
-        """Nothing more is taken."""
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+        """Nothing more is taken; ignored: suffixes of what may be left."""
 
 
 class Weights:
@@ -82,7 +82,7 @@ class Weights:
         merged = torch.empty(sum(sizes.values()), *rest, dtype=self.dtype, device=self.device)
         row = 0
         for name, size in sizes.items():
-            merged[row : row + size] = self._read(name, (size, *rest))
+            self.take_into(merged[row : row + size], name)
             row += size
         return merged
 
@@ -107,12 +107,14 @@ class Weights:
         self._left.discard(name)
         return tensor
 
-    def finish(self) -> None:
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Check that nothing was left over: a tensor nobody took means a model that computes something else.
+
+        ignored: suffixes of tensors of which it does not.
 
         :raises ModelError: naming the first few.
         """
-        left = sorted(name for name in self._left if not name.endswith(IGNORED))
+        left = sorted(name for name in self._left if not name.endswith(IGNORED + ignored))
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
         self._file_of.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from headway.core.contract.errors import ModelError
 
@@ -15,7 +16,6 @@ class ExpertsConfig:
     ones', so that all are computed together.
     """
 
-    hidden_size: int
     num_experts: int
     """Those that the router chooses from."""
     top_k: int
@@ -25,57 +25,54 @@ class ExpertsConfig:
     """Of all shared experts together; 0: there is none."""
     shared_gate: bool = False
     """Whether what the shared experts give is multiplied by the sigmoid of one more row of the router (Qwen2-MoE)."""
-    scoring: str = "softmax"
-    """softmax or sigmoid, of the router's logits."""
-    renormalize: bool = False
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores."""
+    renormalize: bool = True
     """Whether a token's weights are divided by their sum. With softmax this is the softmax over the chosen logits alone."""
     scale: float = 1.0
-    """Multiplies the weights of the routed experts."""
+    """Multiplies the weights of the routed experts, after that."""
     num_groups: int = 1
     """Groups of equally many experts, of which a token may choose from `top_k_groups` (DeepSeek-V2, node-limited routing)."""
     top_k_groups: int = 1
-    group_score: int = 1
-    """How many of a group's best scores are added to rank it: 1 (DeepSeek-V2) or 2 (DeepSeek-V3)."""
+    group_score: Literal["max", "top2"] = "max"
+    """What ranks a group: its best score (DeepSeek-V2), or the sum of its two best (DeepSeek-V3)."""
     correction_bias: bool = False
     """Whether a bias for each expert is added to its score for the choice, not for its weight (DeepSeek-V3)."""
     router_bias: bool = False
     """Whether the logits have a bias (gpt-oss)."""
-    bias: bool = False
+    biases: bool = False
     """Whether the experts' products have biases (gpt-oss)."""
-    activation_alpha: float = 1.0
+    swiglu_alpha: float = 1.0
     """The gate is gate * sigmoid(alpha * gate); 1: SiLU."""
-    activation_limit: float | None = None
+    swiglu_limit: float | None = None
     """The gate is at most this, and the other half within plus and minus this and then raised by 1 (gpt-oss); None: neither."""
 
     def __post_init__(self) -> None:
         """:raises ModelError: numbers that contradict each other, by the names of config.json."""
-        for name in ("hidden_size", "num_experts", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"experts: {name} needs a number above 0, got {getattr(self, name)}")
+        _whole("num_experts", self.num_experts, 1)
+        _whole("moe_intermediate_size", self.intermediate_size, 1)
+        _whole("num_experts_per_tok", self.top_k, 1, self.num_experts, "the number of experts")
+        _whole("shared experts' size", self.shared_intermediate_size, 0)
         if self.scoring not in ("softmax", "sigmoid"):
-            raise ModelError(f"scoring_func: needs softmax or sigmoid, got {self.scoring}")
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ModelError(f"num_experts_per_tok: needs 1 to {self.num_experts}, the number of experts, got {self.top_k}")
-        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise ModelError(f"scoring_func: needs softmax or sigmoid, got {self.scoring!r}")
+        _whole("n_group", self.num_groups, 1, self.num_experts, "the number of experts")
+        if self.num_experts % self.num_groups:
             raise ModelError(f"n_group: needs a divisor of {self.num_experts}, the number of experts, got {self.num_groups}")
-        if not 1 <= self.top_k_groups <= self.num_groups:
-            raise ModelError(f"topk_group: needs 1 to {self.num_groups}, the number of groups, got {self.top_k_groups}")
-        if self.top_k > self.top_k_groups * self.group_size:
-            raise ModelError(
-                f"num_experts_per_tok: needs at most {self.top_k_groups * self.group_size}, the experts of topk_group groups, "
-                f"got {self.top_k}"
-            )
-        if self.num_groups > 1 and self.group_size < self.group_score:
-            raise ModelError(f"n_group: needs groups of {self.group_score} experts or more, got groups of {self.group_size}")
-        if self.shared_intermediate_size < 0:
-            raise ModelError(f"experts: the size of the shared ones needs 0 or more, got {self.shared_intermediate_size}")
-        if self.bias and self.num_shared:
-            raise ModelError("experts: biases beside shared experts are not supported")
+        _whole("topk_group", self.top_k_groups, 1, self.num_groups, "n_group")
+        allowed = self.top_k_groups * self.group_size
+        _whole("num_experts_per_tok", self.top_k, 1, allowed, "the experts of topk_group groups")
+        if self.num_groups > 1 and self.group_size < self.scores_a_group:
+            raise ModelError(f"n_group: needs groups of {self.scores_a_group} experts or more, got groups of {self.group_size}")
 
     @property
     def group_size(self) -> int:
         """Experts in a group."""
         return self.num_experts // self.num_groups
+
+    @property
+    def scores_a_group(self) -> int:
+        """How many of a group's best scores are added to rank it."""
+        return 1 if self.group_score == "max" else 2
 
     @property
     def num_shared(self) -> int:
@@ -96,3 +93,10 @@ class ExpertsConfig:
     def num_logits(self) -> int:
         """Rows of the router: the experts', and the shared ones' gate."""
         return self.num_experts + (1 if self.shared_gate else 0)
+
+
+def _whole(key: str, value: object, least: int, most: int | None = None, what: str = "") -> None:
+    """:raises ModelError: a value that is no whole number between the two."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        need = f"of at least {least}" if most is None else f"from {least} to {most}, {what}"
+        raise ModelError(f"{key}: needs a whole number {need}, got {value!r}")

@@ -52,7 +52,7 @@ class _Launchers:
 
 
 def _activation(config: ExpertsConfig) -> dict[str, float]:
-    return {"ALPHA": config.activation_alpha, "LIMIT": config.activation_limit or 0.0}
+    return {"ALPHA": config.swiglu_alpha, "LIMIT": config.swiglu_limit or 0.0}
 
 
 MAX_ROWS = 16
@@ -152,7 +152,7 @@ class Tiles:
         num_pairs = len(order.pairs)
         between = residual.new_empty((num_pairs, config.intermediate_size))
         self._multiply(routed.x, weights.gate_up, weights.gate_up_bias, order.pairs, order.ends, between, gated=True)
-        parts = residual.new_empty((num_pairs, config.hidden_size))
+        parts = residual.new_empty((num_pairs, residual.shape[1]))
         self._multiply(between, weights.down, weights.down_bias, order.pairs, order.ends, parts, gated=False)
         add_all_slots(self._launchers, config, parts, None, routed, order.places, residual)
 
@@ -197,7 +197,7 @@ class GroupedMM:
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
-        whole = self._config.hidden_size % 8 == 0 and self._config.intermediate_size % 8 == 0  # 16 bytes
+        whole = self._config.intermediate_size % 8 == 0  # 16 bytes; hidden sizes always are
         return dtype == torch.bfloat16 and whole and hasattr(torch, "_grouped_mm")
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
@@ -207,7 +207,7 @@ class GroupedMM:
     def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
         """See Method."""
         config = self._config
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = residual.shape[1], config.intermediate_size
         order = self._router.order(routed)
         num_pairs = len(order.pairs)
         x = residual.new_empty((num_pairs, hidden))
@@ -254,3 +254,5 @@ TILINGS = (
     Tiling(128, 256, 64, 8, 3),
 )
 """What is tried when methods are measured."""
+INVARIANT = TILINGS[2]
+"""What serves any number of tokens where a token's bits must not depend on it."""

@@ -62,8 +62,8 @@ class PlainExperts:
 def activate(gate_up: Tensor, config: ExpertsConfig, gate: Callable[[Tensor], Tensor] = silu) -> Tensor:
     """From gate and up, [rows, 2 intermediate_size], to the hidden rows of the experts [rows, intermediate_size]."""
     low, high = gate_up.chunk(2, dim=1)
-    if config.activation_limit is not None:
-        low = low.clamp(max=config.activation_limit)
-        high = high.clamp(-config.activation_limit, config.activation_limit) + 1
-    alpha = config.activation_alpha
+    if config.swiglu_limit is not None:
+        low = low.clamp(max=config.swiglu_limit)
+        high = high.clamp(-config.swiglu_limit, config.swiglu_limit) + 1
+    alpha = config.swiglu_alpha
     return (gate(low) if alpha == 1 else gate(low * alpha) / alpha) * high

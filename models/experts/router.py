@@ -49,8 +49,9 @@ class Routed:
 class Router:
     """Norm, router's product and choice in one launch; nothing synchronises."""
 
-    def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
-        self._config, self._device = config, device
+    def __init__(self, config: ExpertsConfig, device: torch.device, batch_invariant: bool = False) -> None:
+        """batch_invariant: one size of tile for any number of tokens."""
+        self._config, self._device, self._one_size = config, device, batch_invariant
         self._launchers: dict[Hashable, Launcher] = {}
         self._arrivals = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
@@ -60,7 +61,7 @@ class Router:
         tensors, routed = self._tensors(x, norm, weights, 0)
         key = "rows", x.dtype, *_biases(weights)
         if key not in self._launchers:
-            block_k = triton.next_power_of_2(self._config.hidden_size)
+            block_k = triton.next_power_of_2(x.shape[1])
             sizes = {"BLOCK_K": min(block_k, 2048), "BLOCK_L": _ROW_LOGITS}
             self._launchers[key] = Launcher(route_rows, 4, self._device, **sizes, **self._constants(weights))
         self._launchers[key]((triton.cdiv(num_logits, _ROW_LOGITS), len(x), 1), *tensors, norm.eps)
@@ -104,7 +105,7 @@ class Router:
 
     def _tile(self, num_tokens: int) -> tuple[int, int]:
         """Tokens and logits of a program: small tiles until they are enough to keep the GPU busy."""
-        if num_tokens <= 256:
+        if num_tokens <= 256 or self._one_size:
             return 16, 16
         return (32, min(64, self._block_e)) if num_tokens <= 2048 else (64, min(128, self._block_e))
 
@@ -127,7 +128,7 @@ class Router:
     def _constants(self, weights: ExpertWeights) -> dict[str, Any]:
         config = self._config
         return {
-            "HIDDEN": config.hidden_size,
+            "HIDDEN": weights.router.shape[1],
             "NUM_LOGITS": config.num_logits,
             "NUM_EXPERTS": config.num_experts,
             "NUM_ALL": config.num_all,
@@ -141,7 +142,7 @@ class Router:
             "GROUPS": config.num_groups,
             "BLOCK_G": triton.next_power_of_2(config.num_groups),
             "TOP_GROUPS": config.top_k_groups,
-            "GROUP_SCORE": config.group_score,
+            "GROUP_SCORE": config.scores_a_group,
             "ROUTER_BIAS": weights.router_bias is not None,
             "CORRECTION": weights.correction_bias is not None,
             "SHARED_GATE": config.shared_gate,

@@ -65,7 +65,7 @@ def route(logits: Tensor, config: ExpertsConfig, correction_bias: Tensor | None 
 def _allowed(ranked: Tensor, config: ExpertsConfig) -> Tensor:
     """Experts of the best groups: bool [num_tokens, num_experts]."""
     grouped = ranked.view(-1, config.num_groups, config.group_size)
-    best = grouped.topk(config.group_score, dim=2).values.sum(dim=2)
+    best = grouped.topk(config.scores_a_group, dim=2).values.sum(dim=2)
     groups = best.sort(dim=1, descending=True, stable=True).indices[:, : config.top_k_groups]
     allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, value=True)
     return allowed.repeat_interleave(config.group_size, dim=1, output_size=ranked.shape[1])

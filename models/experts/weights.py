@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.models.experts.config import ExpertsConfig
+from headway.models.names import ExpertNames
 from headway.models.weights import WeightSource
 
 
@@ -31,56 +32,40 @@ class ExpertWeights:
     """[num_all, hidden_size]"""
 
 
-@dataclass(frozen=True)
-class Naming:
-    """Names below a layer's prefix, as a family's checkpoints spell them. {} is an expert's number."""
-
-    router: str = "mlp.gate"
-    gate: str = "mlp.experts.{}.gate_proj.weight"
-    up: str = "mlp.experts.{}.up_proj.weight"
-    down: str = "mlp.experts.{}.down_proj.weight"
-    shared: str = "mlp.shared_experts"
-    shared_gate: str = "mlp.shared_expert_gate.weight"
-
-
-QWEN = Naming(shared="mlp.shared_expert")
-DEEPSEEK = Naming()
-MIXTRAL = Naming(
-    router="block_sparse_moe.gate",
-    gate="block_sparse_moe.experts.{}.w1.weight",
-    up="block_sparse_moe.experts.{}.w3.weight",
-    down="block_sparse_moe.experts.{}.w2.weight",
-)
-
-
-def take_experts(config: ExpertsConfig, weights: WeightSource, at: str, naming: Naming) -> ExpertWeights:
-    """Take the tensors of one layer, an expert's each by itself in the checkpoint. at: the layer's prefix.
+def take_experts(config: ExpertsConfig, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str) -> ExpertWeights:
+    """Take the tensors of one layer. at: the layer's prefix.
 
     Memory for all experts is allocated once, and every tensor is copied to its place in it.
     """
-    hidden, inner, routed = config.hidden_size, config.intermediate_size, config.num_experts
-    gate_up = _empty(weights, config.num_all, 2 * inner, hidden)
-    down = _empty(weights, config.num_all, hidden, inner)
-    for number in range(routed):
-        weights.take_into(gate_up[number, :inner], at + naming.gate.format(number))
-        weights.take_into(gate_up[number, inner:], at + naming.up.format(number))
-        weights.take_into(down[number], at + naming.down.format(number))
-    if config.num_shared:
-        _take_shared(config, weights, at + naming.shared, gate_up[routed:], down[routed:])
-    router = _empty(weights, config.num_logits, hidden)
-    weights.take_into(router[:routed], f"{at}{naming.router}.weight")
+    routed, shared = config.num_experts, config.num_shared
+    router = _empty(weights, config.num_logits, hidden_size)
+    weights.take_into(router[:routed], f"{at}{names.router}.weight")
     if config.shared_gate:
-        weights.take_into(router[routed:], at + naming.shared_gate)
-    correction = None
+        weights.take_into(router[routed:], f"{at}{names.shared_gate}.weight")
+    router_bias = correction = None
+    if config.router_bias:
+        router_bias = _empty_float(weights, routed)
+        weights.take_into(router_bias, f"{at}{names.router}.bias")
     if config.correction_bias:
-        correction = torch.empty(routed, dtype=torch.float32, device=weights.device)
-        weights.take_into(correction, f"{at}{naming.router}.e_score_correction_bias")
-    return ExpertWeights(router, None, correction, gate_up, None, down, None)
+        correction = _empty_float(weights, routed)
+        weights.take_into(correction, at + names.correction_bias)
+    if names.interleaved:
+        return ExpertWeights(router, router_bias, correction, *_take_interleaved(config, names, hidden_size, weights, at))
+    inner = config.intermediate_size
+    gate_up = _empty(weights, config.num_all, 2 * inner, hidden_size)
+    down = _empty(weights, config.num_all, hidden_size, inner)
+    for number in range(routed):
+        weights.take_into(gate_up[number, :inner], f"{at}{names.gate.format(number)}.weight")
+        weights.take_into(gate_up[number, inner:], f"{at}{names.up.format(number)}.weight")
+        weights.take_into(down[number], f"{at}{names.down.format(number)}.weight")
+    if shared:
+        _take_shared(config, weights, at + names.shared, gate_up[routed:], down[routed:])
+    return ExpertWeights(router, router_bias, correction, gate_up, None, down, None)
 
 
 def _take_shared(config: ExpertsConfig, weights: WeightSource, at: str, gate_up: Tensor, down: Tensor) -> None:
     """Cut the shared experts' MLP into pieces along its intermediate axis; the last is filled up with zeros."""
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.shared_intermediate_size
+    hidden, inner, size = down.shape[1], config.intermediate_size, config.shared_intermediate_size
     gate = weights.take(f"{at}.gate_proj.weight", (size, hidden))
     up = weights.take(f"{at}.up_proj.weight", (size, hidden))
     out = weights.take(f"{at}.down_proj.weight", (hidden, size))
@@ -93,29 +78,25 @@ def _take_shared(config: ExpertsConfig, weights: WeightSource, at: str, gate_up:
         down[number, :, :count] = out[:, first : first + count]
 
 
-def _empty(weights: WeightSource, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=weights.dtype, device=weights.device)
-
-
-def take_gpt_oss_experts(config: ExpertsConfig, weights: WeightSource, at: str) -> ExpertWeights:
-    """Take the tensors of a layer of gpt-oss, whose checkpoint stacks all experts, transposed, gate and up in turn."""
-    hidden, inner, routed = config.hidden_size, config.intermediate_size, config.num_experts
-    experts = f"{at}mlp.experts."
+def _take_interleaved(
+    config: ExpertsConfig, names: ExpertNames, hidden: int, weights: WeightSource, at: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gate_up, its bias, down, its bias of a checkpoint that stacks all experts, transposed, gate and up in turn (gpt-oss)."""
+    inner, routed = config.intermediate_size, config.num_experts
     gate_up = _empty(weights, routed, 2 * inner, hidden)
     down = _empty(weights, routed, hidden, inner)
-    in_turn = weights.take(f"{experts}gate_up_proj", (routed, hidden, 2 * inner))
+    in_turn = weights.take(at + names.stacked_gate_up, (routed, hidden, 2 * inner))
     gate_up[:, :inner], gate_up[:, inner:] = in_turn[:, :, ::2].mT, in_turn[:, :, 1::2].mT
     del in_turn
-    down.copy_(weights.take(f"{experts}down_proj", (routed, inner, hidden)).mT)
-    in_turn = weights.take(f"{experts}gate_up_proj_bias", (routed, 2 * inner))
-    router_bias = torch.empty(routed, dtype=torch.float32, device=weights.device)
-    weights.take_into(router_bias, f"{at}mlp.router.bias")
-    return ExpertWeights(
-        router=weights.take(f"{at}mlp.router.weight", (routed, hidden)),
-        router_bias=router_bias,
-        correction_bias=None,
-        gate_up=gate_up,
-        gate_up_bias=torch.cat([in_turn[:, ::2], in_turn[:, 1::2]], dim=1),
-        down=down,
-        down_bias=weights.take(f"{experts}down_proj_bias", (routed, hidden)),
-    )
+    down.copy_(weights.take(at + names.stacked_down, (routed, inner, hidden)).mT)
+    in_turn = weights.take(f"{at}{names.stacked_gate_up}_bias", (routed, 2 * inner))
+    gate_up_bias = torch.cat([in_turn[:, ::2], in_turn[:, 1::2]], dim=1)
+    return gate_up, gate_up_bias, down, weights.take(f"{at}{names.stacked_down}_bias", (routed, hidden))
+
+
+def _empty_float(weights: WeightSource, size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.float32, device=weights.device)
+
+
+def _empty(weights: WeightSource, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=weights.dtype, device=weights.device)

@@ -7,7 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from grid import LAYOUTS
 from headway.core.contract.layout import NHD, CacheLayout
@@ -15,8 +27,8 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine import pool
 from headway.core.engine.attention import PagedAttention
 from headway.core.select.selector import Selector
-from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
+from headway.models.families import read_decoder_config
 from headway.models.weights import Weights
 from headway.registry import Registry
 
@@ -42,6 +54,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
 
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -53,6 +66,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2, window in some layers": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
     "mistral, window": MistralConfig(**SMALL, head_dim=12, sliding_window=7),
+    "mixtral": MixtralConfig(**SMALL, head_dim=12, num_local_experts=6, num_experts_per_tok=2, sliding_window=None),
+    "qwen2_moe": Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=56, decoder_sparse_step=2),
+    "qwen3_moe": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
+    "gpt_oss": GptOssConfig(**SMALL, head_dim=12, num_local_experts=6, num_experts_per_tok=3, sliding_window=7),
+    "gemma2": Gemma2Config(**SMALL, head_dim=12, sliding_window=7, query_pre_attn_scalar=20, final_logit_softcapping=3.0),
+    "gemma3": Gemma3TextConfig(**SMALL, head_dim=12, sliding_window=7, query_pre_attn_scalar=20, sliding_window_pattern=2),
 }
 
 
@@ -75,7 +94,7 @@ MODELS = [*((name, NHD) for name in CONFIGS), *((name, other) for name in ("llam
 @pytest.mark.parametrize(("name", "layout"), MODELS, ids=[f"{name}-{layout.name}" for name, layout in MODELS])
 def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str, layout: CacheLayout, backend: str) -> None:
     reference = save_random(CONFIGS[name], tmp_path)
-    decoder = Decoder(DecoderConfig.from_transformers(reference.config), Weights(tmp_path, torch.float32, torch.device("cpu")))
+    decoder = Decoder(read_decoder_config(reference.config), Weights(tmp_path, torch.float32, torch.device("cpu")))
     tokens = [torch.randint(0, SMALL["vocab_size"], (length + DECODE_STEPS,)) for length in PROMPT_LENS]
     with torch.inference_mode():
         expected = [reference(ids[None]).logits[0] for ids in tokens]

@@ -12,18 +12,20 @@ from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
 from headway.models.operations import Norm
 
-SMALL = ExpertsConfig(hidden_size=48, num_experts=8, top_k=2, intermediate_size=40)
+HIDDEN = 48
+SMALL = ExpertsConfig(num_experts=8, top_k=2, intermediate_size=40, renormalize=False)
 CONFIGS = {
     "mixtral": dataclasses.replace(SMALL, renormalize=True),
     "qwen2_moe": dataclasses.replace(SMALL, top_k=3, shared_intermediate_size=70, shared_gate=True),
     "qwen3_moe": dataclasses.replace(SMALL, num_experts=12, top_k=4, renormalize=True),
     "gpt_oss": dataclasses.replace(
-        SMALL, renormalize=True, router_bias=True, bias=True, activation_alpha=1.702, activation_limit=7.0
+        SMALL, renormalize=True, router_bias=True, biases=True, swiglu_alpha=1.702, swiglu_limit=7.0
     ),
     "deepseek_v2": dataclasses.replace(SMALL, num_experts=10, top_k=3, num_groups=5, top_k_groups=2, scale=16.0,
                                        shared_intermediate_size=80),
-    "deepseek_v3": dataclasses.replace(SMALL, num_experts=16, top_k=4, num_groups=4, top_k_groups=2, group_score=2, scale=2.5,
-                                       scoring="sigmoid", correction_bias=True, renormalize=True, shared_intermediate_size=40),
+    "deepseek_v3": dataclasses.replace(SMALL, num_experts=16, top_k=4, num_groups=4, top_k_groups=2, group_score="top2",
+                                       scoring="sigmoid", correction_bias=True, renormalize=True, scale=2.5,
+                                       shared_intermediate_size=40),
 }  # fmt: skip
 """One of each kind of routing."""
 
@@ -31,19 +33,19 @@ CONFIGS = {
 class Layer:
     """A layer with random weights, drawn once in float64 and handed out in any type: a reference sees the very numbers."""
 
-    def __init__(self, config: ExpertsConfig, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(self, config: ExpertsConfig, dtype: torch.dtype, seed: int = 0, hidden: int = HIDDEN) -> None:
         self.config, self.dtype = config, dtype
         self._generator = torch.Generator().manual_seed(seed)
-        hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_all
+        inner, count = config.intermediate_size, config.num_all
         self.norm = 1 + 0.3 * self.draw(hidden)
         self.tensors = {
             "router": self.draw(config.num_logits, hidden) * hidden**-0.5 * 2,
             "router_bias": self.draw(config.num_logits) if config.router_bias else None,
             "correction_bias": self.draw(config.num_experts) * 0.3 if config.correction_bias else None,
-            "gate_up": self.draw(count, 2 * inner, hidden) * hidden**-0.5 * (4 if config.activation_limit else 1),
-            "gate_up_bias": self.draw(count, 2 * inner) if config.bias else None,
+            "gate_up": self.draw(count, 2 * inner, hidden) * hidden**-0.5 * (4 if config.swiglu_limit else 1),
+            "gate_up_bias": self.draw(count, 2 * inner) if config.biases else None,
             "down": self.draw(count, hidden, inner) * inner**-0.5,
-            "down_bias": self.draw(count, hidden) if config.bias else None,
+            "down_bias": self.draw(count, hidden) if config.biases else None,
         }
         self.norm = self.norm.to(dtype).double()
 

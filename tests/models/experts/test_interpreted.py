@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from experts import CONFIGS, SMALL, Layer
+from experts import CONFIGS, HIDDEN, SMALL, Layer
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.routing import route, sort_by_expert
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in a process with TRITON_INTERPRET=1")
 CPU = torch.device("cpu")
-UNEVEN = dataclasses.replace(SMALL, hidden_size=80, intermediate_size=24, num_experts=5, top_k=2, renormalize=True)
+UNEVEN = dataclasses.replace(SMALL, intermediate_size=24, num_experts=5, top_k=2, renormalize=True)
 
 
 def check(config: ExpertsConfig, num_tokens: int, method: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
@@ -25,7 +25,7 @@ def check(config: ExpertsConfig, num_tokens: int, method: str, dtype: torch.dtyp
     router = Router(config, CPU)
     tilings = {"tiles": Tiling(16, 32, 64, 4, 2), "swapped": Tiling(16, 64, 32, 4, 2, swapped=True, group_m=2)}
     way = Rows(config, router, CPU) if method == "rows" else Tiles(tilings[method], config, router, CPU)
-    x = layer.draw(num_tokens, config.hidden_size)
+    x = layer.draw(num_tokens, HIDDEN)
     residual = x.to(dtype)
     weights = layer.weights(dtype)
     way.add(residual, way.route(residual, layer.norm_of(dtype), weights), weights)
@@ -53,7 +53,7 @@ def test_routing_equals_that_of_torch_token_by_token(num_tokens: int) -> None:
     for name, config in CONFIGS.items():
         layer = Layer(config, torch.float32, seed=num_tokens)
         router, weights = Router(config, CPU), layer.weights(torch.float32)
-        x = layer.draw(num_tokens, config.hidden_size).float()
+        x = layer.draw(num_tokens, HIDDEN).float()
         routed = router.tiles(x, layer.norm_of(torch.float32), weights)
         logits = torch.nn.functional.linear(routed.x, weights.router, weights.router_bias)
         expected = route(logits, config, weights.correction_bias)
@@ -77,7 +77,7 @@ def test_a_nan_stays_in_its_row(method: str) -> None:
     layer, router = Layer(config, torch.float32), Router(config, CPU)
     weights, norm = layer.weights(torch.float32), layer.norm_of(torch.float32)
     way = Rows(config, router, CPU) if method == "rows" else Tiles(Tiling(16, 32, 64, 4, 2), config, router, CPU)
-    x = layer.draw(4, config.hidden_size).float()
+    x = layer.draw(4, HIDDEN).float()
     x[2] = torch.nan
     routed = way.route(x, norm, weights)
     assert bool(((routed.experts >= 0) & (routed.experts < config.num_all)).all())
