@@ -120,6 +120,8 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
         if name not in config or (config[name] is None and name in _MAY_BE_NULL):
             continue
         value = config[name]
+        if name == "sliding_window" and value == 0 and config.get("use_sliding_window") is False:
+            continue  # as Qwen2-MoE writes that it has none
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(
                 f"model {folder}: config.json cannot be used: {name} needs a whole number of at least 1, got {value!r}"

@@ -17,15 +17,19 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
     Starcoder2Config,
 )
@@ -56,6 +60,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20}
+EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     **YARN,
@@ -74,6 +79,7 @@ ROWS: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
     "gemma3, as the larger ones": Gemma3TextConfig(**GEMMA, sliding_window_pattern=3, rope_parameters=OF_TYPES),
     "gpt2": GPT2Config(**{**SMALL, "n_inner": 100}),
+    "gpt_oss": GptOssConfig(**SMALL, head_dim=16, num_local_experts=6, num_experts_per_tok=3, sliding_window=7),
     "granite": GraniteConfig(
         **SMALL, attention_multiplier=0.4, embedding_multiplier=3.0, residual_multiplier=0.6, logits_scaling=2.5, mlp_bias=True
     ),
@@ -85,12 +91,15 @@ ROWS: dict[str, PretrainedConfig] = {
     "llama, llama3 rope": LlamaConfig(**SMALL, head_dim=12, rope_parameters=LLAMA3),
     "llama, gelu": LlamaConfig(**SMALL, hidden_act="gelu"),
     "mistral": MistralConfig(**SMALL, head_dim=16, sliding_window=7),
+    "mixtral": MixtralConfig(**SMALL, head_dim=16, num_local_experts=6, num_experts_per_tok=2, sliding_window=7),
     "olmo2": Olmo2Config(**SMALL, attention_bias=True),
     "opt": OPTConfig(**{**SMALL, "ffn_dim": 100, "word_embed_proj_dim": 48, "init_std": 0.2, "activation_function": "gelu"}),
     "phi3": Phi3Config(**SMALL, sliding_window=7),
     "phi3, rotated in part": Phi3Config(**SMALL, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
     "qwen2": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen2_moe": Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=56, decoder_sparse_step=2),
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
+    "qwen3_moe": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
     "smollm3": SmolLM3Config(**SMALL, no_rope_layer_interval=2),
     "starcoder2": Starcoder2Config(**SMALL, sliding_window=7),
 }

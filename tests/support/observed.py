@@ -21,8 +21,8 @@ def save_random(config: PretrainedConfig, folder: Path) -> transformers.PreTrain
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms, biases, sinks: transformers begins with ones and zeros
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):  # norms, biases, sinks: transformers begins with ones and zeros
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)
     return model
