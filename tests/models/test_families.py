@@ -41,7 +41,7 @@ def changed(config: PretrainedConfig, **values: Any) -> PretrainedConfig:
         (Phi3Config(rope_parameters=LONGROPE), "rope_type: needs default, linear, llama3 or yarn, got longrope"),
         (LlamaConfig(rope_parameters=HALF), "partial_rotary_factor: needs 1 in LlamaForCausalLM, got 0.5"),
         (
-            changed(Phi3Config(), rope_parameters={**HALF, "partial_rotary_factor": 0.3}),
+            changed(Phi3Config(), rope_parameters={**HALF, "partial_rotary_factor": 0.27}),
             "partial_rotary_factor: needs an even part",
         ),
         (changed(Qwen3Config(), layer_types=["full_attention"]), "layer_types: needs one for each of the 32 layers, got 1"),
