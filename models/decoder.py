@@ -13,6 +13,7 @@ from headway.models.config import DecoderConfig
 from headway.models.device_operations import operations_for
 from headway.models.invariant import invariant_operations
 from headway.models.layers.experts import ExpertsMLP
+from headway.models.layers.kv_scales import read_kv_scales
 from headway.models.layers.mlp import MLP
 from headway.models.layers.self_attention import SelfAttention
 from headway.models.layers.tensors import LayerTensors
@@ -78,6 +79,8 @@ class Decoder:
         for layer in self.layers:
             layer.absorb_norms(self.operations)
         self.attention_specs = [layer.attention.spec for layer in self.layers]
+        self.kv_scales = [layer.kv_scales for layer in self.layers]
+        """k_scale and v_scale of each layer's cache where it is fp8, from the checkpoint or 1."""
 
     @property
     def vocab_size(self) -> int:
@@ -108,6 +111,7 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, index: int, weights: WeightSource, batch_invariant: bool) -> None:
         tensors = LayerTensors(config, weights, config.names.layer.format(index))
         self._rope = config.layers[index].rope
+        self.kv_scales = read_kv_scales(tensors)
         self.attention: AttentionPart = SelfAttention(config, index, tensors, batch_invariant)
         self.mlp: MLPPart = ExpertsMLP(config, tensors) if config.layers[index].experts else MLP(config, tensors)
 
