@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SCHEMA = "headway.experts/1"
 _TURNS = Turns(rounds=2, round_ms=2.0)
 _FEW = 16
-"""Tokens by which a method is tried before it is timed."""
+"""Tokens at most by which a method is tried before it is timed."""
 _TOLERANCE = 5e-2
 """Of the answer's norm: what rounding makes in bfloat16, several times over."""
 log = logging.getLogger("headway")
@@ -118,10 +118,12 @@ def _measured(kind: FusedExperts, device: DeviceIdentity, path: Path, budget: fl
     us: dict[str, list[float | None]] = {name: [None] * len(TOKEN_COUNTS) for name in kind.methods}
     sample = Sample(kind)
     ahead = compile_ahead(kind.device)
-    with ahead() if ahead is not None else nullcontext():
-        for count in TOKEN_COUNTS:
-            for method in sample.methods(count):
-                sample.run(method, count)
+    if ahead is not None:
+        with ahead():
+            for count in TOKEN_COUNTS:
+                for method in sample.methods(count):
+                    with suppress(Exception):  # the trial will meet it again, and name it
+                        sample.run(method, count)
     right = [name for name, method in kind.methods.items() if sample.is_right(method)]
     for cell, count in enumerate(TOKEN_COUNTS):
         methods = [method for method in sample.methods(count) if method.name in right]
@@ -183,7 +185,8 @@ class Sample:
     def is_right(self, method: Method) -> bool:
         """Whether its answer for a few tokens agrees with that of torch's operations; one that raises is wrong, too."""
         try:
-            routed = method.route(self.tokens(_FEW), self.norm, self.weights)
+            count = max(count for count in TOKEN_COUNTS if count <= _FEW and method.takes(count, self._kind.dtype))
+            routed = method.route(self.tokens(count), self.norm, self.weights)
             found = torch.zeros_like(routed.x)
             method.add(found, routed, self.weights)
             plain = PlainExperts(self._kind.config, self.weights)

@@ -66,7 +66,8 @@ class Roofline:
         experts = self._config.experts
         if experts is None:
             return 0.0
-        touched = experts.num_experts * (1 - (1 - experts.top_k / experts.num_experts) ** num_tokens)
+        missed: float = (1 - experts.top_k / experts.num_experts) ** num_tokens
+        touched = experts.num_experts * (1 - missed)
         return touched * self._expert_params * self._itemsize
 
     def prefill_flops(self, prompt_lens: Sequence[int]) -> int:

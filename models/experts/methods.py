@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from headway.models.experts.choice import nearest
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.router import Routed, Router, dot_type
 from headway.models.experts.row_kernels import down_rows, gate_up_rows
@@ -56,7 +57,7 @@ def _activation(config: ExpertsConfig) -> dict[str, float]:
 
 
 MAX_ROWS = 16
-"""Tokens up to which each may be computed by itself: above, too many experts would be read twice."""
+"""Tokens up to which, and about which, each may be computed by itself: above, too many experts would be read twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Rows:
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
-        return num_tokens <= MAX_ROWS
+        return nearest(num_tokens) <= nearest(MAX_ROWS)
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """See Method."""
