@@ -174,7 +174,7 @@ class Tiles:
             SLOTS=config.num_slots,
             BLOCK_M=tiling.block_m,
             BLOCK_N=block_n,
-            BLOCK_K=tiling.block_k * 2 // x.itemsize if x.itemsize == 4 else tiling.block_k,
+            BLOCK_K=tiling.block_k * 2 // x.itemsize,
             STAGES=tiling.stages,
             GROUP_M=tiling.group_m,
             GATHER=gated,
