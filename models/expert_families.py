@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from headway.core.contract.errors import ModelError
+from headway.models.dense_families import qwen3
 from headway.models.experts.config import ExpertsConfig
 from headway.models.names import ExpertNames, TensorNames
 
@@ -25,8 +26,18 @@ def mixtral(config: Any) -> dict[str, Any]:
     return {"experts": ExpertsConfig(_count(config), config.num_experts_per_tok, config.intermediate_size)}
 
 
-def qwen_moe(config: Any) -> dict[str, Any]:
-    """Qwen2-MoE and Qwen3-MoE: experts in some layers or all; Qwen2's have a gated shared one beside them."""
+def qwen2_moe(config: Any) -> dict[str, Any]:
+    """A gated shared expert, and biases of q, k and v."""
+    return {**_qwen(config), "qkv_bias": bool(config.qkv_bias)}
+
+
+def qwen3_moe(config: Any) -> dict[str, Any]:
+    """No shared expert, and norms of heads."""
+    return {**_qwen(config), **qwen3(config)}
+
+
+def _qwen(config: Any) -> dict[str, Any]:
+    """What Qwen2-MoE and Qwen3-MoE share: experts in some layers or all."""
     shared = getattr(config, "shared_expert_intermediate_size", 0)
     experts = ExpertsConfig(
         num_experts=_count(config),

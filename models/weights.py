@@ -133,5 +133,7 @@ def _files(folder: Path) -> list[Path]:
         return names
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"weights: {folder} holds no .safetensors file (PyTorch .bin checkpoints are not read: convert them)")
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+        why = f"; {pickles[0]} is a pickle, which may run code: Headway never opens one, convert it" if pickles else ""
+        raise ModelError(f"weights: {folder} holds no .safetensors file{why}")
     return files

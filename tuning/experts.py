@@ -17,10 +17,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.folders import cache_folder
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.models.device_operations import compile_ahead
 from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.routing import Routing
@@ -59,17 +59,18 @@ class ExpertsFile(BaseModel):
     """Method -> microseconds for each of `tokens`; None: it does not take so many, or failed."""
 
 
-def choose_experts(kinds: Iterable[FusedExperts], budget: float) -> None:
+def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileAhead | None = None) -> None:
     """Have each kind of layer choose by measured times: those that are kept for this device, or new ones.
 
     budget: seconds that may be measured; 0: nothing is, and where nothing is kept a rule chooses, which the log says.
+    ahead: what kernels are compiled in, many at a time; None: each at its first launch.
     """
     for kind in kinds:
         device = identify_device(kind.device)
         path = _path(device, kind)
         kept = _kept(path, device, kind)
         if kept is None and budget > 0:
-            kept = _measured(kind, device, path, budget)
+            kept = _measured(kind, device, path, budget, ahead)
         if kept is not None:
             kind.obey(ExpertTimes(kept.us, f"measured {kept.device.date}, {path.name}"))
         log.info("experts: %s", kind.describe())
@@ -111,13 +112,12 @@ def _kept(path: Path, device: DeviceIdentity, kind: FusedExperts) -> ExpertsFile
     return None if other else found
 
 
-def _measured(kind: FusedExperts, device: DeviceIdentity, path: Path, budget: float) -> ExpertsFile:
+def _measured(kind: FusedExperts, device: DeviceIdentity, path: Path, budget: float, ahead: CompileAhead | None) -> ExpertsFile:
     """Time every method on random tokens and a random router, over the weights of a layer, and keep the times."""
     began = time.perf_counter()
     log.warning("experts: measuring %d ways of computing them, some seconds, once", len(kind.methods))
     us: dict[str, list[float | None]] = {name: [None] * len(TOKEN_COUNTS) for name in kind.methods}
     sample = Sample(kind)
-    ahead = compile_ahead(kind.device)
     if ahead is not None:
         with ahead():
             for count in TOKEN_COUNTS:

@@ -99,7 +99,7 @@ def run_experts_bench(
     for shape in shapes:
         tell(shape.name)
         layer = RandomLayer(shape, dtype, device)
-        choose_experts([layer.kind], budget)
+        choose_experts([layer.kind], budget, compile_ahead(device))
         chosen[shape.name] = layer.kind.describe()
         for count in tokens:
             tell(f"{shape.name}, {count} tokens")
