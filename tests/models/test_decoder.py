@@ -91,7 +91,7 @@ def paged_logits(
     """Logits at every position: the prompts in one packed prefill, then one decode step a token, both sequences in each."""
     specs = decoder.attention_specs
     selector = Selector(registry, specs, backend, layout.name, BLOCK_SIZE)
-    caches = pool.allocate(specs, [layout] * len(specs), pool.PoolSize(12, BLOCK_SIZE, 0))
+    caches = pool.allocate_layers(specs, [layout] * len(specs), 12, BLOCK_SIZE)
     attention = PagedAttention(specs, caches, registry.layout(layout.name).load_writer(torch.device("cpu")))
     tables = [[7, 2, 9, 0, 5], [3, 11, 1, 8, 4]]
 
