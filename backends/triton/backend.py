@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
+from headway.backends.triton.latent import LatentDecode
 from headway.backends.triton.layer import INTERPRETED, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan
 from headway.backends.triton.workspace import Workspace
@@ -69,7 +70,8 @@ class TritonAttention(AttentionBackend):
         self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
         layer = Layer.of(spec)
         workspace = Workspace(spec.device)
-        self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _count(options, "num_splits"), workspace)
+        decode = LatentDecode if layer.value_first else Decode
+        self._decode = decode(spec, layer, layout, block_size, arch, multiprocessors, _count(options, "num_splits"), workspace)
         self._prefill = Prefill(spec, layer, block_size, arch, multiprocessors, _count(options, "extend_splits"), workspace)
 
     @classmethod
