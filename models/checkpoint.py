@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.contract.errors import ModelError
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""model_type -> architecture. SmolLM and SmolLM2 are Llama."""
+from headway.models.families import FAMILIES
 
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json as quantization_config."""
@@ -60,12 +53,10 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
     if kind is None:
         raise ModelError(f"model {folder}: config.json cannot be used: it names no model_type")
     listed = [str(name) for name in named] if isinstance(named, list) else []
-    known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
-    if known is None or (listed and known not in listed):
-        purpose = _purpose(listed)
-        raise ModelError(
-            f"model architecture: needs one of {', '.join(ARCHITECTURES.values())}, got {', '.join(listed) or kind}{purpose}"
-        )
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None or (listed and family.architecture not in listed):
+        known = ", ".join(family.architecture for family in FAMILIES.values())
+        raise ModelError(f"model architecture: needs one of {known}, got {', '.join(listed) or kind}{_purpose(listed)}")
     embedding = next((name for name in _EMBEDDING_FILES if (folder / name).is_file()), None)
     if embedding is not None:
         raise ModelError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,11 +27,16 @@ class DummyWeights:
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Draw one tensor."""
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return tensor.fill_(1) if name.endswith("norm.weight") else tensor.normal_(0, STD, generator=self._generator)
+        is_norm = len(shape) == 1 and name.endswith(".weight")
+        return tensor.fill_(1) if is_norm else tensor.normal_(0, STD, generator=self._generator)
 
     def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
         """Draw all rows at once."""
         return self.take(next(iter(sizes)), (sum(sizes.values()), *rest))
 
-    def finish(self) -> None:
+    def take_stacked(self, names: Sequence[Mapping[str, int]], *rest: int) -> Tensor:
+        """Draw all of them at once."""
+        return self.take(next(iter(names[0])), (len(names), sum(names[0].values()), *rest))
+
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Nothing can be left over."""

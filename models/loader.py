@@ -12,9 +12,9 @@ import torch
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.spec import DTYPES
 from headway.models.checkpoint import check_folder
-from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
+from headway.models.families import read_decoder_config
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
 from headway.models.weights import Weights, WeightSource
@@ -60,7 +60,7 @@ def load_model(
     dummy = load_format == "dummy"
     folder, device = locate(name, weights=not dummy), torch.device(device)
     config = read_config(folder)
-    decoder_config = DecoderConfig.from_transformers(config)
+    decoder_config = read_decoder_config(config)
     chosen = _dtype(dtype, config, device)
     weights: WeightSource = DummyWeights(chosen, device) if dummy else Weights(folder, chosen, device)
     with torch.inference_mode():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -35,8 +35,11 @@ class WeightSource(Protocol):
     def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
         """Tensors of shape [size, *rest] as one, one after the other along the first axis."""
 
-    def finish(self) -> None:
-        """Nothing more is taken."""
+    def take_stacked(self, names: Sequence[Mapping[str, int]], *rest: int) -> Tensor:
+        """What `take_merged` makes of each of the names, as one tensor [len(names), rows, *rest]: a layer's experts."""
+
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+        """Nothing more is taken; ignored: suffixes of what may be left."""
 
 
 class Weights:
@@ -76,12 +79,22 @@ class Weights:
 
         :raises ModelError: one is missing, or its shape is not the configuration's.
         """
-        merged = torch.empty(sum(sizes.values()), *rest, dtype=self.dtype, device=self.device)
-        row = 0
-        for name, size in sizes.items():
-            merged[row : row + size] = self._read(name, (size, *rest))
-            row += size
-        return merged
+        return self.take_stacked([sizes], *rest)[0]
+
+    def take_stacked(self, names: Sequence[Mapping[str, int]], *rest: int) -> Tensor:
+        """Read tensors of shape [size, *rest] into one [len(names), rows, *rest], which is allocated once.
+
+        names: for each expert, name -> rows of what lies one after the other; as many rows for each.
+
+        :raises ModelError: one is missing, or its shape is not the configuration's.
+        """
+        stacked = torch.empty(len(names), sum(names[0].values()), *rest, dtype=self.dtype, device=self.device)
+        for merged, sizes in zip(stacked, names, strict=True):
+            row = 0
+            for name, size in sizes.items():
+                merged[row : row + size] = self._read(name, (size, *rest))
+                row += size
+        return stacked
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._file_of:
@@ -97,12 +110,14 @@ class Weights:
         self._left.discard(name)
         return tensor
 
-    def finish(self) -> None:
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Check that nothing was left over: a tensor nobody took means a model that computes something else.
+
+        ignored: suffixes of tensors of which it does not.
 
         :raises ModelError: naming the first few.
         """
-        left = sorted(name for name in self._left if not name.endswith(IGNORED))
+        left = sorted(name for name in self._left if not name.endswith(IGNORED + ignored))
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
         self._file_of.clear()

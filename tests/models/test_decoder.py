@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from grid import LAYOUTS
 from headway.core.contract.layout import NHD, CacheLayout
@@ -15,8 +15,8 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine import pool
 from headway.core.engine.attention import PagedAttention
 from headway.core.select.selector import Selector
-from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
+from headway.models.families import read_decoder_config
 from headway.models.weights import Weights
 from headway.registry import Registry
 
@@ -53,6 +53,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2, window in some layers": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen3": Qwen3Config(**SMALL, head_dim=16),
     "mistral, window": MistralConfig(**SMALL, head_dim=12, sliding_window=7),
+    "gemma2": Gemma2Config(**SMALL, head_dim=12, sliding_window=7, query_pre_attn_scalar=20, final_logit_softcapping=3.0),
+    "gemma3": Gemma3TextConfig(**SMALL, head_dim=12, sliding_window=7, query_pre_attn_scalar=20, sliding_window_pattern=2),
 }
 
 
@@ -75,7 +77,7 @@ MODELS = [*((name, NHD) for name in CONFIGS), *((name, other) for name in ("llam
 @pytest.mark.parametrize(("name", "layout"), MODELS, ids=[f"{name}-{layout.name}" for name, layout in MODELS])
 def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str, layout: CacheLayout, backend: str) -> None:
     reference = save_random(CONFIGS[name], tmp_path)
-    decoder = Decoder(DecoderConfig.from_transformers(reference.config), Weights(tmp_path, torch.float32, torch.device("cpu")))
+    decoder = Decoder(read_decoder_config(reference.config), Weights(tmp_path, torch.float32, torch.device("cpu")))
     tokens = [torch.randint(0, SMALL["vocab_size"], (length + DECODE_STEPS,)) for length in PROMPT_LENS]
     with torch.inference_mode():
         expected = [reference(ids[None]).logits[0] for ids in tokens]
