@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.contract.errors import ModelError
-from headway.models.families import FAMILIES
+from headway.models.families import FAMILIES, known_architectures
 
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json as quantization_config."""
@@ -55,8 +55,8 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
     listed = [str(name) for name in named] if isinstance(named, list) else []
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None or (listed and family.architecture not in listed):
-        known = ", ".join(family.architecture for family in FAMILIES.values())
-        raise ModelError(f"model architecture: needs one of {known}, got {', '.join(listed) or kind}{_purpose(listed)}")
+        known = f"one of {known_architectures()}" if family is None else f"{family.architecture} for model_type {kind}"
+        raise ModelError(f"model architecture: needs {known}, got {', '.join(listed) or kind}{_purpose(listed, config)}")
     embedding = next((name for name in _EMBEDDING_FILES if (folder / name).is_file()), None)
     if embedding is not None:
         raise ModelError(
@@ -71,8 +71,10 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _purpose(architectures: list[str]) -> str:
-    """What an architecture is for that generates no text, as far as its name tells."""
+def _purpose(architectures: list[str], config: Mapping[str, Any]) -> str:
+    """Why an architecture is unknown, as far as its name and the file tell: many generate no text."""
+    if config.get("auto_map"):
+        return " (auto_map in its config.json names code of its own, which Headway never runs)"
     name = architectures[0] if len(architectures) == 1 else ""
     if "Bidirectional" in name or "Encoder" in name:
         return " (its attention is bidirectional: it embeds or classifies texts and generates none)"
@@ -118,6 +120,8 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
         if name not in config or (config[name] is None and name in _MAY_BE_NULL):
             continue
         value = config[name]
+        if name == "sliding_window" and value == 0 and config.get("use_sliding_window") is False:
+            continue  # as Qwen2-MoE writes that it has none
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(
                 f"model {folder}: config.json cannot be used: {name} needs a whole number of at least 1, got {value!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from headway.core.contract.errors import ModelError
+from headway.models.experts.config import ExpertsConfig
 from headway.models.names import LLAMA_NAMES, TensorNames
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -33,59 +33,6 @@ class LayerConfig:
     """Its rotary embedding among `DecoderConfig.ropes`; None: it has none."""
     experts: bool = False
     """Whether its MLP is the one of `DecoderConfig.experts`; else it is dense."""
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """A mixture of experts in place of an MLP."""
-
-    num_experts: int
-    top_k: int
-    """Experts that compute each token."""
-    intermediate_size: int
-    """Of one expert."""
-    shared_intermediate_size: int = 0
-    """Of the shared experts together, which compute every token as one MLP; 0: there are none."""
-    shared_gate: bool = False
-    """Whether the shared experts' result is multiplied by the sigmoid of a product of its own (Qwen2-MoE)."""
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router's logits become scores."""
-    softmax_after_topk: bool = False
-    """Whether the softmax is over the chosen logits alone (gpt-oss)."""
-    renormalize: bool = True
-    """Whether a token's chosen scores are divided by their sum."""
-    scale: float = 1.0
-    """Multiplies the chosen scores, after that (`routed_scaling_factor`)."""
-    num_groups: int = 1
-    """Groups that the experts are divided into; only experts of the best `top_k_groups` can be chosen (DeepSeek)."""
-    top_k_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"
-    """A group's score: its best expert's, or the sum of its two best (DeepSeek-V3)."""
-    correction_bias: bool = False
-    """Whether a bias joins the scores for choosing, not for weighting (DeepSeek-V3)."""
-    router_bias: bool = False
-    """Whether the router's product has a bias."""
-    biases: bool = False
-    """Whether the experts' products have biases."""
-    activation: Activation | Literal["clamped_swiglu"] = "silu"
-    """Of the gate. clamped_swiglu: gpt-oss's, with the two numbers below."""
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0
-
-    def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "intermediate_size", "num_groups", "top_k_groups"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"experts: {name} needs a whole number of at least 1, got {getattr(self, name)!r}")
-        if self.top_k > self.num_experts:
-            raise ModelError(f"num_experts_per_tok: needs at most num_experts={self.num_experts}, got {self.top_k}")
-        if self.num_experts % self.num_groups:
-            raise ModelError(f"n_group: needs a divisor of the {self.num_experts} experts, got {self.num_groups}")
-        if self.top_k_groups > self.num_groups:
-            raise ModelError(f"topk_group: needs at most n_group={self.num_groups}, got {self.top_k_groups}")
-        if self.top_k > self.num_experts // self.num_groups * self.top_k_groups:
-            raise ModelError(
-                f"num_experts_per_tok: needs at most the experts of topk_group={self.top_k_groups}, got {self.top_k}"
-            )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.models.config import DecoderConfig
 from headway.models.device_operations import operations_for
 from headway.models.invariant import invariant_operations
+from headway.models.layers.experts import ExpertsMLP
 from headway.models.layers.mlp import MLP
 from headway.models.layers.self_attention import SelfAttention
 from headway.models.layers.tensors import LayerTensors
@@ -108,7 +109,7 @@ class DecoderLayer:
         tensors = LayerTensors(config, weights, config.names.layer.format(index))
         self._rope = config.layers[index].rope
         self.attention: AttentionPart = SelfAttention(config, index, tensors, batch_invariant)
-        self.mlp: MLPPart = MLP(config, tensors)
+        self.mlp: MLPPart = ExpertsMLP(config, tensors) if config.layers[index].experts else MLP(config, tensors)
 
     def absorb_norms(self, ops: Operations) -> None:
         """Let what computes the layer prepare its norms and the products after them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ class DummyWeights:
         """Draw all rows at once."""
         return self.take(next(iter(sizes)), (sum(sizes.values()), *rest))
 
-    def take_stacked(self, names: Sequence[Mapping[str, int]], *rest: int) -> Tensor:
-        """Draw all of them at once."""
-        return self.take(next(iter(names[0])), (len(names), sum(names[0].values()), *rest))
+    def take_into(self, target: Tensor, name: str) -> None:
+        """Draw one tensor in place."""
+        target.copy_(self.take(name, tuple(target.shape)))
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Nothing can be left over."""

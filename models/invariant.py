@@ -11,8 +11,11 @@ from torch.nn.functional import gelu, pad, relu
 from headway.core.contract.errors import ModelError
 from headway.models.config import Activation
 from headway.models.device_operations import operations_for
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.plain import PlainExperts
+from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
-from headway.models.operations import ACTIVATE, Heads, Norm, Operations, Rope, softcap
+from headway.models.operations import ACTIVATE, Experts, Heads, Norm, Operations, PlainLayer, Rope, softcap
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Rows of a product, by device. On a CPU what its weights are packed for; on a GPU about where a product that reads its weights
@@ -70,6 +73,14 @@ class InTiles:
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
         return residual + self.product(x, linear)
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
+        """See Operations. On a GPU the kernels, whose rows do not depend on each other, all in one tiling."""
+        if not weights.router.is_cuda:
+            return PlainLayer(PlainExperts(config, weights), norm, self, self._activate["silu"])
+        from headway.models.experts.fused import FusedExperts
+
+        return FusedExperts(config, weights.router.dtype, weights.router.device, batch_invariant=True).layer(weights, norm)
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
         """x: [rows, ...]. At least one tile, for a step may sample no row at all; copies, which begin at aligned addresses."""

@@ -14,8 +14,9 @@ class ExpertNames:
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
+    interleaved: bool = False
+    """Whether one tensor holds all experts, transposed, gate and up in turn (gpt-oss): the next two, without `.weight`."""
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
-    """[num_experts, ...], where a checkpoint keeps all experts in one tensor; without `.weight`."""
     stacked_down: str = "mlp.experts.down_proj"
     shared: str = "mlp.shared_experts"
     """An MLP with gate_proj, up_proj and down_proj."""

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, silu
 
+from headway.core.contract.errors import ModelError
 from headway.models.config import Activation
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.plain import PlainExperts
+from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
 
 ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -113,6 +117,16 @@ class Operations(Protocol):
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """cap * tanh(logits / cap), in place (Gemma 2)."""
 
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
+        """A layer of experts after its norm, made once before any step."""
+
+
+class Experts(Protocol):
+    """A layer of experts."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, hidden_size], the residual stream, used up. Returns it with what the experts of its normed rows add."""
+
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
     """See Operations."""
@@ -195,3 +209,24 @@ class Plain:
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """See Operations."""
         return softcap(logits, cap)
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
+        """One expert after the other.
+
+        :raises ModelError: on a GPU, where the host would have to wait for the device in every layer.
+        """
+        if weights.router.is_cuda:
+            raise ModelError("experts: need Triton on a GPU, got none: pip install 'headway[triton]'")
+        return PlainLayer(PlainExperts(config, weights), norm, self)
+
+
+class PlainLayer:
+    """Experts that are computed one after the other, by others' norm and product."""
+
+    def __init__(self, experts: PlainExperts, norm: Norm, ops: Operations, gate: Callable[[Tensor], Tensor] = silu) -> None:
+        """gate: SiLU of a matrix."""
+        self._experts, self._norm, self._ops, self._gate = experts, norm, ops, gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Experts."""
+        return x + self._experts(self._ops.norm(x, self._norm), self._ops.product, self._gate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -35,8 +35,8 @@ class WeightSource(Protocol):
     def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
         """Tensors of shape [size, *rest] as one, one after the other along the first axis."""
 
-    def take_stacked(self, names: Sequence[Mapping[str, int]], *rest: int) -> Tensor:
-        """What `take_merged` makes of each of the names, as one tensor [len(names), rows, *rest]: a layer's experts."""
+    def take_into(self, target: Tensor, name: str) -> None:
+        """One tensor of the target's shape, converted to its dtype, into memory that is there already."""
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Nothing more is taken; ignored: suffixes of what may be left."""
@@ -79,22 +79,19 @@ class Weights:
 
         :raises ModelError: one is missing, or its shape is not the configuration's.
         """
-        return self.take_stacked([sizes], *rest)[0]
+        merged = torch.empty(sum(sizes.values()), *rest, dtype=self.dtype, device=self.device)
+        row = 0
+        for name, size in sizes.items():
+            self.take_into(merged[row : row + size], name)
+            row += size
+        return merged
 
-    def take_stacked(self, names: Sequence[Mapping[str, int]], *rest: int) -> Tensor:
-        """Read tensors of shape [size, *rest] into one [len(names), rows, *rest], which is allocated once.
+    def take_into(self, target: Tensor, name: str) -> None:
+        """Read one tensor into a part of another that was allocated for several.
 
-        names: for each expert, name -> rows of what lies one after the other; as many rows for each.
-
-        :raises ModelError: one is missing, or its shape is not the configuration's.
+        :raises ModelError: it is missing, or its shape is not the target's.
         """
-        stacked = torch.empty(len(names), sum(names[0].values()), *rest, dtype=self.dtype, device=self.device)
-        for merged, sizes in zip(stacked, names, strict=True):
-            row = 0
-            for name, size in sizes.items():
-                merged[row : row + size] = self._read(name, (size, *rest))
-                row += size
-        return stacked
+        target.copy_(self._read(name, tuple(target.shape)))
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._file_of:
@@ -136,5 +133,7 @@ def _files(folder: Path) -> list[Path]:
         return names
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"weights: {folder} holds no .safetensors file (PyTorch .bin checkpoints are not read: convert them)")
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+        why = f"; {pickles[0]} is a pickle, which may run code: Headway never opens one, convert it" if pickles else ""
+        raise ModelError(f"weights: {folder} holds no .safetensors file{why}")
     return files

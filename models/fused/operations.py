@@ -9,6 +9,9 @@ import triton
 from torch import Tensor
 
 from headway.models.config import Activation
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.fused import FusedExperts, FusedLayer
+from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.launch import Launcher
 from headway.models.fused.products import FewRows
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, norm_and_rotate, norm_rows
@@ -30,6 +33,7 @@ class Fused:
         self._device = inv_freq.device
         self._launchers: dict[Hashable, Launcher] = {}
         self._few_rows, self._tiles = FewRows(self._device), Tiles(self._device)
+        self._experts: dict[tuple[ExpertsConfig, int], FusedExperts] = {}
 
     def _launcher(self, key: Hashable, make: Callable[[], Launcher]) -> Launcher:
         launcher = self._launchers.get(key)
@@ -195,6 +199,13 @@ class Fused:
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """Three launches, of torch's."""
         return softcap(logits, cap)
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> FusedLayer:
+        """Layers of one kind share launchers, counters, and the choice between ways of computing them."""
+        key = config, weights.router.shape[1]
+        if key not in self._experts:
+            self._experts[key] = FusedExperts(config, weights.router.dtype, self._device)
+        return self._experts[key].layer(weights, norm)
 
 
 _ROTATED = 512

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from headway.core.contract.model import Attention
@@ -28,7 +27,7 @@ class SelfAttention:
             sizes = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
         self.norm = tensors.norm_if_any(names.attention_norm, hidden)
         self.qkv_proj = tensors.linear(sizes, hidden, config.qkv_bias, _rows(config, order))
-        self.heads = Heads(config.num_heads, config.num_kv_heads, dim, *_head_norms(config, tensors, order))
+        self.heads = Heads(config.num_heads, config.num_kv_heads, dim, *_head_norms(config, tensors))
         self.o_proj = tensors.linear({names.o: hidden}, q_size, config.o_bias, scale=config.residual_scale)
         self.post_norm = tensors.norm_if_any(names.attention_post_norm, hidden)
         self._can_absorb = layer.rope is not None and not self.heads.whole_norm
@@ -77,16 +76,11 @@ def _rows(config: DecoderConfig, order: list[int] | None) -> list[int] | None:
     return [*heads, *range(turned * dim, (turned + config.num_kv_heads) * dim)]
 
 
-def _head_norms(config: DecoderConfig, tensors: LayerTensors, order: list[int] | None) -> tuple[Norm | None, Norm | None]:
-    """Those of q and of k, in the order of their heads' elements."""
+def _head_norms(config: DecoderConfig, tensors: LayerTensors) -> tuple[Norm | None, Norm | None]:
+    """Those of q and of k."""
     if config.qk_norm is None:
         return None, None
-    names, dim = config.names, config.head_dim
-    found = []
-    for module, num_heads in ((names.q_norm, config.num_heads), (names.k_norm, config.num_kv_heads)):
-        norm = tensors.norm(module, dim if config.qk_norm == "head" else num_heads * dim)
-        if order is not None:
-            weight = norm.weight.view(-1, dim)[:, torch.tensor(order, device=norm.weight.device)].flatten()
-            norm = Norm(weight, norm.eps)
-        found.append(norm)
-    return found[0], found[1]
+    counts = (1, 1) if config.qk_norm == "head" else (config.num_heads, config.num_kv_heads)
+    modules = config.names.q_norm, config.names.k_norm
+    q_norm, k_norm = (tensors.norm(module, count * config.head_dim) for module, count in zip(modules, counts, strict=True))
+    return q_norm, k_norm

@@ -262,12 +262,16 @@ def remove(name: str) -> Spoil:
     return lambda folder: (folder / name).unlink()
 
 
+def pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
 def truncate(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:50_000])
 
 
-GPT2 = json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
+BLOOM = json.dumps({"model_type": "bloom", "architectures": ["BloomForCausalLM"]})
 INDEX = json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}})
 NORM = "model.norm.weight"
 
@@ -275,8 +279,8 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "no config": (remove("config.json"), ("needs a config.json", "got none")),
     "broken config": (write("config.json", "{"), ("config.json cannot be used", "not a valid JSON")),
     "config of nothing": (write("config.json", "{}"), ("config.json cannot be used", "model_type")),
-    "gpt2": (write("config.json", GPT2), ("architecture", "needs one of LlamaForCausalLM", "got GPT2LMHeadModel")),
-    "hidden_act": (edit_config(hidden_act="gelu"), ("hidden_act", "needs silu", "got gelu")),
+    "bloom": (write("config.json", BLOOM), ("architecture", "needs one of ", "LlamaForCausalLM", "got BloomForCausalLM")),
+    "hidden_act": (edit_config(hidden_act="quick_gelu"), ("hidden_act", "needs one of silu", "got quick_gelu")),
     "rope_type": (
         edit_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         ("rope_type", "needs default", "got dynamic"),
@@ -290,7 +294,7 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "embedding model": (edit_config(architectures=["LlamaModel"]), ("got LlamaModel", "generates no text")),
     "custom code": (
         edit_config(model_type="own", architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Config"}),
-        ("needs one of LlamaForCausalLM", "got OwnForCausalLM"),
+        ("LlamaForCausalLM", "got OwnForCausalLM", "auto_map", "code of its own, which Headway never runs"),
     ),
     "tokenizer with custom code": (
         write("tokenizer_config.json", '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}'),
@@ -303,6 +307,7 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         (NORM, "got int8", "quantised"),
     ),
     "no safetensors": (remove("model.safetensors"), ("no .safetensors file",)),
+    "a pickle": (pickle, ("no .safetensors file", "pytorch_model.bin", "may run code", "never opens")),
     "truncated safetensors": (truncate, ("model.safetensors cannot be read", "truncated", "fetch it again")),
     "missing shard": (
         write("model.safetensors.index.json", INDEX),

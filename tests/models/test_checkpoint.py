@@ -106,7 +106,7 @@ def test_an_adapter_is_refused_with_its_base_model(tmp_path: Path, with_config: 
 )
 def test_an_architecture_that_is_not_the_decoders_is_refused(tmp_path: Path, architecture: str, words: str) -> None:
     text = refused(write(tmp_path, **{**LLAMA, "architectures": [architecture]}))
-    assert "needs one of LlamaForCausalLM" in text
+    assert "needs LlamaForCausalLM for model_type llama" in text
     assert f"got {architecture}" in text
     assert words in text
 

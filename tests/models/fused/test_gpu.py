@@ -9,7 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
 
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
@@ -55,6 +69,16 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama, biased": LlamaConfig(**SMALL, head_dim=32, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**SMALL, head_dim=64),
+    "gemma2": Gemma2Config(**SMALL, head_dim=32, sliding_window=4096),
+    "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=4096, sliding_window_pattern=2),
+    "gpt2": GPT2Config(**{**SMALL, "n_inner": 320}),
+    "granite": GraniteConfig(**SMALL, attention_multiplier=0.2, residual_multiplier=0.6, logits_scaling=2.5),
+    "olmo2": Olmo2Config(**SMALL),
+    "opt": OPTConfig(**{**SMALL, "ffn_dim": 320, "word_embed_proj_dim": 192, "init_std": 0.1}),
+    "phi3, rotated in part": Phi3Config(
+        **SMALL, pad_token_id=0, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "starcoder2": Starcoder2Config(**SMALL, sliding_window=4096),
 }
 
 
@@ -78,8 +102,8 @@ def decoder(name: str, folder: Path, dtype: torch.dtype) -> Decoder:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name])
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith("bias") or "norm" in key:
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)
     return Decoder(read_decoder_config(CONFIGS[name]), Weights(folder, dtype, torch.device("cuda")))

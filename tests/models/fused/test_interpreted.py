@@ -61,11 +61,9 @@ EVERYDAY = [
     *((name, 17, torch.bfloat16) for name in (*TILED, "qwen3")),
     ("llama, head_dim 16", 5, torch.bfloat16),
     ("gemma", 1, torch.bfloat16),
-    ("gemma", 17, torch.bfloat16),
     ("gpt2", 9, torch.float32),
     ("gpt2, tiles", 17, torch.bfloat16),
     ("olmo2", 17, torch.float32),
-    ("normed, not rotated", 9, torch.float32),
 ]
 
 
