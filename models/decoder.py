@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from headway.models.config import DecoderConfig
 from headway.models.device_operations import operations_for
 from headway.models.invariant import invariant_operations
 from headway.models.layers.experts import ExpertsMLP
+from headway.models.layers.kv_scales import read_kv_scales
 from headway.models.layers.latent_attention import LatentAttention
 from headway.models.layers.mlp import MLP
 from headway.models.layers.self_attention import SelfAttention
@@ -22,6 +23,9 @@ from headway.models.linear import Linear
 from headway.models.operations import Embedding, Norm, Operations, Rope
 from headway.models.rope import rope_tables
 from headway.models.weights import WeightSource
+
+if TYPE_CHECKING:
+    from headway.models.experts.fused import FusedExperts
 
 
 class AttentionPart(Protocol):
@@ -86,11 +90,19 @@ class Decoder:
         self.attention_specs = [layer.attention.spec for layer in self.layers]
         latents = ((index, layer.attention.layer) for index, layer in enumerate(self.layers))
         self.latent_layers = {index: latent for index, latent in latents if latent is not None}
+        self.kv_scales = [layer.kv_scales for layer in self.layers]
+        """k_scale and v_scale of each layer's cache where it is fp8, from the checkpoint or 1."""
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self.config.vocab_size
+
+    @property
+    def expert_kinds(self) -> list[FusedExperts]:
+        """Kinds of layers of experts that choose among ways of computing them."""
+        kinds = [layer.mlp.kind for layer in self.layers if isinstance(layer.mlp, ExpertsMLP)]
+        return list(dict.fromkeys(kind for kind in kinds if kind is not None))
 
     @property
     def max_position_embeddings(self) -> int:
@@ -118,6 +130,8 @@ class DecoderLayer:
         self._rope = config.layers[index].rope
         kind = SelfAttention if config.latent is None else LatentAttention
         self.attention: AttentionPart = kind(config, index, tensors, batch_invariant)
+        k_scale, v_scale = read_kv_scales(tensors)
+        self.kv_scales = k_scale, v_scale if config.latent is None else k_scale  # a value inside the key has the key's
         self.mlp: MLPPart = ExpertsMLP(config, tensors) if config.layers[index].experts else MLP(config, tensors)
 
     def absorb_norms(self, ops: Operations) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.latent import Expanded, phases_of
 from headway.core.contract.metadata import Phase
@@ -19,6 +20,7 @@ from headway.core.select.costs import CostTable
 from headway.core.select.request import parse_backend_request
 from headway.registry import Registry
 from headway.tuning import store
+from headway.tuning.budget import MOST_COMPILING
 from headway.tuning.compare import differences, remarks
 from headway.tuning.convert import to_costs
 from headway.tuning.device import DeviceIdentity, identify_device
@@ -33,7 +35,7 @@ log = logging.getLogger("headway")
 
 DEFAULT_BUDGET = {"cpu": 10.0, "cuda": 20.0}
 """Seconds a kind of layer, by device type."""
-_TURNS = Turns(rounds=2, round_ms=2.0)
+_TURNS = Turns(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
 _NEEDED_LEVEL = 1
 """Of the grid: a table that was cut short before these points is completed at the next start."""
 
@@ -66,11 +68,13 @@ def costs_for(
     registry: Registry,
     attn_backend: str,
     request: TableRequest,
+    compile_ahead: CompileAhead | None = None,
     expanded: Expanded | None = None,
 ) -> dict[AttentionSpec, CostTable] | None:
     """Measured times of each distinct layer; None where `auto` has to take the rank order, and the log says why.
 
-    expanded: of the latent layers among them, whose two specs are measured in the phases that ask for them.
+    compile_ahead: what the kernels of a first measuring are compiled in; None: one by one. expanded: of the latent layers among
+    them, whose two specs are measured in the phases that ask for them.
 
     A faulty or stale table never ends a start: it is logged with the line or the difference, and left alone or measured again.
 
@@ -90,7 +94,7 @@ def costs_for(
     device = identify_device(kinds[0].device)
     found: dict[AttentionSpec, CostTable] = {}
     for spec in kinds:
-        costs = _costs(spec, phases_of(spec, expanded), registry, available, device, request)
+        costs = _costs(spec, phases_of(spec, expanded), registry, available, device, request, compile_ahead)
         if costs is None:
             return None
         found[spec] = costs
@@ -104,6 +108,7 @@ def _costs(
     available: Sequence[str],
     device: DeviceIdentity,
     request: TableRequest,
+    compile_ahead: CompileAhead | None,
 ) -> CostTable | None:
     record = SpecRecord.of(spec)
     path = request.path or store.table_path(device, record)
@@ -111,7 +116,7 @@ def _costs(
     wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
     if request.path is None and (table is None or not _suffices(table, wanted)):
         budget = request.seconds(spec.device)
-        table = _measure(spec, wanted, registry, available, path, budget, old=table) if budget > 0 else table
+        table = _measure(spec, wanted, registry, available, path, budget, table, compile_ahead) if budget > 0 else table
     return None if table is None else to_costs(table, phases=phases)
 
 
@@ -156,6 +161,7 @@ def _measure(
     path: Path,
     budget: float,
     old: CrossoverTable | None,
+    compile_ahead: CompileAhead | None,
 ) -> CrossoverTable | None:
     """A table measured in `budget` seconds over the layouts that the backends prefer.
 
@@ -163,7 +169,11 @@ def _measure(
     """
     started = time.perf_counter()
     what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and lacks others: measuring"
-    log.warning("auto: %s the attention backends for %s, about %.0f s, once; --no-autotune does without", what, spec, budget)
+    compiling = (
+        f", and up to {MOST_COMPILING * budget:.0f} s more where kernels must be compiled" if spec.device.type == "cuda" else ""
+    )
+    text = "auto: %s the attention backends for %s, about %.0f s%s, once; --no-autotune does without"
+    log.warning(text, what, spec, budget, compiling)
     options = CrossoverOptions(
         spec=spec,
         backends=available,
@@ -174,6 +184,7 @@ def _measure(
         output=path,
         resume=old is not None,
         command=f"autotune {budget:g} s",
+        compile_ahead=compile_ahead,
     )
     try:
         table = run_kernel_level(options, registry)
