@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -63,6 +65,18 @@ SMALL: dict[str, Any] = {
 }
 GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20}
 EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     **YARN,
@@ -75,7 +89,17 @@ OF_TYPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+SHARPENED = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 ROWS: dict[str, PretrainedConfig] = {
+    "deepseek_v2": DeepseekV2Config(
+        **LATENT, q_lora_rank=24, n_routed_experts=12, topk_method="group_limited_greedy", n_group=4, topk_group=2
+    ),
+    "deepseek_v2, as Lite": DeepseekV2Config(**LATENT, q_lora_rank=None, n_routed_experts=10, rope_parameters=SHARPENED),
+    "deepseek_v3": DeepseekV3Config(**LATENT, q_lora_rank=24, n_routed_experts=12, n_group=4, topk_group=2, attention_bias=True),
+    "deepseek_v3, as Moonlight": DeepseekV3Config(**LATENT, q_lora_rank=None, n_routed_experts=10, n_group=1, topk_group=1),
+    "deepseek_v3, halves turn": DeepseekV3Config(
+        **{**LATENT, "first_k_dense_replace": 3}, q_lora_rank=None, rope_interleave=False, rope_parameters=SHARPENED
+    ),
     "gemma": GemmaConfig(**SMALL, head_dim=16),
     "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "gemma3": Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
