@@ -29,6 +29,7 @@ from headway.registry import create_registry
 from headway.threads import set_threads
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.device import resolve_device
+from headway.tuning.experts import choose_experts
 from headway.tuning.named import check_named
 from headway.turns import Turns
 
@@ -59,6 +60,7 @@ class LLM:
         if not deterministic:  # which pins one backend, whatever is fastest
             table = TableRequest(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
             costs = costs_for(specs, self.registry, config.attn_backend, table, ahead)
+            choose_experts(self.model.decoder.expert_kinds, table.seconds(self.device), ahead)
         # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
         made_for = config, self.model.eos_token_ids, sampling, costs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from headway.models.linear import Linear
 from headway.models.operations import Embedding, Norm, Operations, Rope
 from headway.models.rope import rope_tables
 from headway.models.weights import WeightSource
+
+if TYPE_CHECKING:
+    from headway.models.experts.fused import FusedExperts
 
 
 class AttentionPart(Protocol):
@@ -86,6 +89,12 @@ class Decoder:
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self.config.vocab_size
+
+    @property
+    def expert_kinds(self) -> list[FusedExperts]:
+        """Kinds of layers of experts that choose among ways of computing them."""
+        kinds = [layer.mlp.kind for layer in self.layers if isinstance(layer.mlp, ExpertsMLP)]
+        return list(dict.fromkeys(kind for kind in kinds if kind is not None))
 
     @property
     def max_position_embeddings(self) -> int:

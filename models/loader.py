@@ -62,7 +62,8 @@ def load_model(
     config = read_config(folder)
     decoder_config = read_decoder_config(config)
     chosen = _dtype(dtype, config, device)
-    weights: WeightSource = DummyWeights(chosen, device) if dummy else Weights(folder, chosen, device)
+    unit = [] if decoder_config.experts is None else [f"{decoder_config.names.embed}.weight"]
+    weights: WeightSource = DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device)
     with torch.inference_mode():
         decoder = Decoder(decoder_config, weights, batch_invariant)
     without_tokenizer = skip_tokenizer_init or (dummy and not (folder / "tokenizer_config.json").is_file())

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Olmo2Config, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
 
 from headway.core.contract.errors import ModelError
 from headway.models.config import ACTIVATIONS, Activation
@@ -35,6 +45,10 @@ CONFIGS = {
     "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=2.0),
     "gpt2": GPT2Config(**{**SMALL, "n_inner": 84, "activation_function": "gelu"}),
     "olmo2": Olmo2Config(**SMALL),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=28, shared_expert_intermediate_size=44
+    ),
+    "gpt_oss": GptOssConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
 }
 ROWS = (2, 3, 7, 15, 16, 17, 33, 64)
 ROPE = torch.tensor([[1.0, 0.1]]), torch.ones(1, 2)
