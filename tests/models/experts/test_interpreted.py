@@ -43,11 +43,8 @@ def check(config: ExpertsConfig, num_tokens: int, method: str, dtype: torch.dtyp
 
 
 EVERYDAY = [("qwen2_moe", "rows", 2), ("deepseek_v3", "rows", 1), ("gpt_oss", "tiles", 5), ("deepseek_v2", "tiles", 33)]
-CASES = [
-    (name, *case)
-    for name in CONFIGS
-    for case in (("rows", 1), ("rows", 3), ("pipelined", 2), ("tiles", 5), ("tiles", 33), ("swapped", 20))
-]
+WAYS = ("rows", 1), ("rows", 3), ("pipelined", 2), ("tiles", 5), ("tiles", 33), ("swapped", 20)
+CASES = [(name, *way) for name in CONFIGS for way in WAYS]
 
 
 @pytest.mark.parametrize(
@@ -101,11 +98,7 @@ def test_a_nan_stays_in_its_row(method: str) -> None:
     config = CONFIGS["deepseek_v3"]
     layer, router = Layer(config, torch.float32), Router(config, CPU)
     weights, norm = layer.weights(torch.float32), layer.norm_of(torch.float32)
-    way = (
-        Rows(config, router, CPU, RowCut(gate_rows=16, down_rows=16, down_chunk=32))
-        if method == "rows"
-        else Tiles(Tiling(16, 32, 64, 4, 2), config, router, CPU)
-    )
+    way = way_of(method, config, router)
     x = layer.draw(4, HIDDEN).float()
     x[2] = torch.nan
     routed = way.route(x, norm, weights)
