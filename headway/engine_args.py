@@ -30,6 +30,12 @@ class EngineArgs(EngineConfig):
     load_format: Annotated[
         str, "auto, or dummy: random weights in the model's shapes (also of qwen3-0.6b and llama-3-8b, which ship with Headway)."
     ] = "auto"
+    model_impl: Annotated[
+        str, "What computes the model: headway (its own decoder), transformers (its code), or auto: the first that can."
+    ] = "auto"
+    torch_compile: Annotated[
+        bool | None, "Compile the layers of a model that transformers computes. Default: on a GPU without enforce_eager."
+    ] = None
     skip_tokenizer_init: Annotated[bool, "Load no tokenizer: token ids in and out, no text."] = False
     num_threads: Annotated[int | None, "CPU threads. Default: one per free core."] = None
     crossover_table: Annotated[str | None, "File of measured times that auto obeys. Default: this machine's own."] = None
@@ -64,6 +70,10 @@ class EngineArgs(EngineConfig):
         if len(model) > 1:
             raise ConfigError("LLM", "one argument without a name, the model", f"{len(model)} of them")
         return cls(*model, **options)  # type: ignore[arg-type]
+
+    def compiles_on(self, device_type: str) -> bool:
+        """`torch_compile` with its default filled in. device_type: as in torch.device.type."""
+        return device_type == "cuda" and not self.enforce_eager if self.torch_compile is None else self.torch_compile
 
     def engine_config(self) -> EngineConfig:
         """The part of the options that the engine reads."""

@@ -17,6 +17,11 @@ ARCHITECTURES = {
 }
 """model_type -> architecture. SmolLM and SmolLM2 are Llama."""
 
+
+class BeyondDecoderError(ModelError):
+    """A sound model that Headway's own decoder does not compute; transformers may."""
+
+
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json as quantization_config."""
 _EMBEDDING_FILES = ("modules.json", "config_sentence_transformers.json")
@@ -32,13 +37,14 @@ _SIZES = (
     "sliding_window",
 )
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
+_NO_WINDOW = 0
+"""What transformers itself writes as sliding_window of a Qwen2-MoE without one."""
 
 
 def check_folder(folder: Path) -> Mapping[str, Any]:
     """Read config.json, which is returned, and its neighbours.
 
-    :raises ModelError: not a whole model, a quantised one, one that is no causal language model of a known architecture, or
-        one with impossible sizes.
+    :raises ModelError: not a whole model, a quantised one, one that is no causal language model, or one with impossible sizes.
     """
     if (folder / "adapter_config.json").is_file():
         base = _read(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
@@ -55,17 +61,25 @@ def check_folder(folder: Path) -> Mapping[str, Any]:
     return config
 
 
+def architectures_of(config: Mapping[str, Any]) -> list[str]:
+    """The classes that config.json names."""
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def needed() -> str:
+    """What an architecture must be, for messages."""
+    return f"needs one of {', '.join(ARCHITECTURES.values())}, or another decoder that transformers has"
+
+
 def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
-    kind, named = config.get("model_type"), config.get("architectures")
+    kind, listed = config.get("model_type"), architectures_of(config)
     if kind is None:
         raise ModelError(f"model {folder}: config.json cannot be used: it names no model_type")
-    listed = [str(name) for name in named] if isinstance(named, list) else []
     known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
-    if known is None or (listed and known not in listed):
-        purpose = _purpose(listed)
-        raise ModelError(
-            f"model architecture: needs one of {', '.join(ARCHITECTURES.values())}, got {', '.join(listed) or kind}{purpose}"
-        )
+    purpose = _purpose(listed)
+    if purpose or (known and listed and known not in listed):
+        raise ModelError(f"model architecture: {needed()}, got {', '.join(listed)}{purpose}")
     embedding = next((name for name in _EMBEDDING_FILES if (folder / name).is_file()), None)
     if embedding is not None:
         raise ModelError(
@@ -87,7 +101,7 @@ def _purpose(architectures: list[str]) -> str:
         return " (its attention is bidirectional: it embeds or classifies texts and generates none)"
     if "Reward" in name or "Classification" in name:
         return " (it scores texts and generates none)"
-    if name.endswith("Model"):
+    if name.endswith("Model") and not name.endswith("LMHeadModel"):
         return " (a model without a language-model head, as embedding models are: it generates no text)"
     return ""
 
@@ -127,6 +141,8 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
         if name not in config or (config[name] is None and name in _MAY_BE_NULL):
             continue
         value = config[name]
+        if name == "sliding_window" and value == _NO_WINDOW:
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(
                 f"model {folder}: config.json cannot be used: {name} needs a whole number of at least 1, got {value!r}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headway.core.contract.errors import ModelError
-from headway.models.checkpoint import ARCHITECTURES
+from headway.models.checkpoint import ARCHITECTURES, BeyondDecoderError
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,15 @@ class DecoderConfig:
     def from_transformers(cls, config: Any) -> DecoderConfig:
         """Read a transformers PretrainedConfig.
 
-        :raises ModelError: an architecture, activation or RoPE type that the decoder does not compute.
+        :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute.
+        :raises ModelError: a number that none could compute with.
         """
         kind = config.model_type
         if kind not in ARCHITECTURES:
             named = ", ".join(config.architectures or [kind])
-            raise ModelError(f"model architecture: needs one of {', '.join(ARCHITECTURES.values())}, got {named}")
+            raise BeyondDecoderError(f"model architecture: needs one of {', '.join(ARCHITECTURES.values())}, got {named}")
         if config.hidden_act != "silu":
-            raise ModelError(f"hidden_act: needs silu, got {config.hidden_act}")
+            raise BeyondDecoderError(f"hidden_act: needs silu, got {config.hidden_act}")
         _check_numbers(config)
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -91,7 +92,7 @@ def _check_numbers(config: Any) -> None:
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -101,12 +102,12 @@ def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ModelError(f"partial_rotary_factor: needs 1, got {parameters['partial_rotary_factor']}")
+        raise BeyondDecoderError(f"partial_rotary_factor: needs 1, got {parameters['partial_rotary_factor']}")
     if kind in ("default", "llama3"):
         inv_freq = 1.0 / parameters["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
         return inv_freq if kind == "default" else _llama3(inv_freq, parameters), 1.0
     if kind not in ("linear", "yarn"):  # the others change with the length of the sequence
-        raise ModelError(f"rope_type: needs default, linear, llama3 or yarn, got {kind}")
+        raise BeyondDecoderError(f"rope_type: needs default, linear, llama3 or yarn, got {kind}")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     compute: Callable[..., tuple[torch.Tensor, float]] = ROPE_INIT_FUNCTIONS[kind]

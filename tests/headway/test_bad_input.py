@@ -267,7 +267,11 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:50_000])
 
 
-GPT2 = json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
+BLOOM = json.dumps({"model_type": "bloom", "architectures": ["BloomForCausalLM"]})
+VIT = json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"]})
+T5 = json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True})
+MAMBA = json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
+GPT2 = json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 4, "n_layer": 1})
 INDEX = json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}})
 NORM = "model.norm.weight"
 
@@ -275,11 +279,16 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "no config": (remove("config.json"), ("needs a config.json", "got none")),
     "broken config": (write("config.json", "{"), ("config.json cannot be used", "not a valid JSON")),
     "config of nothing": (write("config.json", "{}"), ("config.json cannot be used", "model_type")),
-    "gpt2": (write("config.json", GPT2), ("architecture", "needs one of LlamaForCausalLM", "got GPT2LMHeadModel")),
-    "hidden_act": (edit_config(hidden_act="gelu"), ("hidden_act", "needs silu", "got gelu")),
+    "unknown architecture": (edit_config(model_type="own", architectures=["Own"]), ("needs one of LlamaForCausalLM", "got Own")),
+    "an attention of its own": (write("config.json", BLOOM), ("BloomForCausalLM", "ignores transformers' attention interface")),
+    "a state of its own": (write("config.json", MAMBA), ("MambaForCausalLM", "keeps a state of each sequence")),
+    "an encoder with a decoder": (write("config.json", T5), ("needs causal attention", "is_encoder_decoder=true")),
+    "a model of images": (write("config.json", VIT), ("ViTForImageClassification", "generates no text")),
+    "another architecture's weights": (write("config.json", GPT2), ("lm_head.weight", "[50257, 32]", "got [300, 32]")),
+    "hidden_act": (edit_config(hidden_act="gleu"), ("transformers cannot make it", "gleu")),
     "rope_type": (
-        edit_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        ("rope_type", "needs default", "got dynamic"),
+        edit_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        ("transformers cannot make it", "spiral"),
     ),
     "text for a number": (edit_config(num_attention_heads="four"), ("config.json cannot be used", "num_attention_heads", "four")),
     "AWQ": (edit_config(quantization_config={"quant_method": "awq", "bits": 4}), ("quantised with AWQ, 4 bits", "unquantised")),
@@ -290,7 +299,7 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "embedding model": (edit_config(architectures=["LlamaModel"]), ("got LlamaModel", "generates no text")),
     "custom code": (
         edit_config(model_type="own", architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Config"}),
-        ("needs one of LlamaForCausalLM", "got OwnForCausalLM"),
+        ("needs one of LlamaForCausalLM", "got OwnForCausalLM", "auto_map", "never runs"),
     ),
     "tokenizer with custom code": (
         write("tokenizer_config.json", '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}'),

@@ -1,0 +1,57 @@
+"""torch.compile for the layers of an adapted model, so that what lies between two products is one kernel instead of ten."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.compiled import announce_compilation
+from headway.core.contract.errors import ModelError
+from headway.models.transformers_adapter.model import TransformersModel
+
+log = logging.getLogger("headway")
+
+
+Compiler = Callable[[torch.fx.GraphModule, list[Tensor]], Any]
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """torch's own compiler; each graph is announced, for one that a request waits for must be seen."""
+    announce_compilation("layers of the model (torch.compile)")
+    return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+
+
+def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> None:
+    """Compile each layer's `forward` for any number of tokens, and show on a few that it works.
+
+    Layers of one kind share what is compiled: attention is an op whose layer is a tensor (`interface.AttentionSite.place`), and
+    nothing else tells them apart. No part may fall back to Python, so the pieces of a graph are the same as without.
+
+    backend: of torch.compile; tests take one that needs no compiler.
+
+    :raises ModelError: the model's code cannot be compiled; the message names the option that does without.
+    """
+    began = time.perf_counter()
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=backend)
+    ids = torch.zeros(8, dtype=torch.int64, device=model.attention_specs[0].device)
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.new_zeros((*q.shape[:2], model.attention_specs[layer].v_head_dim))
+
+    try:
+        with torch.inference_mode():
+            for count in (len(ids), 1):
+                model(ids[:count], ids[:count], attention)
+    except Exception as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(
+            f"torch_compile: the layers of {model.name} cannot be compiled ({reason}); torch_compile=False does without"
+        ) from error
+    model.implementation += ", layers compiled by torch.compile"
+    log.info("model: %d layers compiled by torch.compile in %.1f s", len(model.layers), time.perf_counter() - began)
