@@ -75,21 +75,19 @@ def load_model(
     folder, device = locate(name, weights=not dummy), torch.device(device)
     config = read_config(folder, plain=model_impl != "transformers")
     chosen = _dtype(dtype, config, device)
-    decoder_config = None if model_impl == "transformers" else _decoder_config(config, required=model_impl == "headway")
     decoder: Model
-    if decoder_config is not None:
+    native = None if model_impl == "transformers" else _decoder_config(config, required=model_impl == "headway")
+    if native is not None:
         weights: WeightSource = DummyWeights(chosen, device) if dummy else Weights(folder, chosen, device)
         with torch.inference_mode():
-            decoder = Decoder(decoder_config, weights, batch_invariant)
-        implementation = "Headway's decoder"
+            decoder, implementation = Decoder(native, weights, batch_invariant), "Headway's decoder"
+    elif batch_invariant:
+        hint = "transformers' code is not batch-invariant"
+        raise ConfigError("deterministic", "a model that Headway's decoder computes", name, hint)
     else:
-        if batch_invariant:
-            raise ConfigError(
-                "deterministic", "a model that Headway's decoder computes", name, "transformers' code is not batch-invariant"
-            )
         from headway.models.transformers_adapter.load import load_adapted
 
-        adapted = load_adapted(folder, config, chosen, device, dummy, torch_compile)
+        adapted = load_adapted(folder, read_config(folder, plain=False), chosen, device, dummy, torch_compile)
         decoder, implementation = adapted, adapted.implementation
     log.info("model: %s, computed by %s", name, implementation)
     without_tokenizer = skip_tokenizer_init or (dummy and not (folder / "tokenizer_config.json").is_file())
