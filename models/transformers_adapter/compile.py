@@ -17,6 +17,11 @@ from headway.models.transformers_adapter.model import TransformersModel
 log = logging.getLogger("headway")
 
 
+_NUM_TOKENS = 61
+"""Of the trial: a prime, which is no other size of a model. torch.compile takes equal sizes for one and the same."""
+_RECOMPILE_LIMIT = 64
+"""Kinds of layers, twice each; and transformers runs the layers of all models of a process through one function."""
+
 Compiler = Callable[[torch.fx.GraphModule, list[Tensor]], Any]
 
 
@@ -39,13 +44,13 @@ def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> No
     began = time.perf_counter()
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=backend)
-    ids = torch.zeros(8, dtype=torch.int64, device=model.attention_specs[0].device)
+    ids = torch.zeros(_NUM_TOKENS, dtype=torch.int64, device=model.attention_specs[0].device)
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q.new_zeros((*q.shape[:2], model.attention_specs[layer].v_head_dim))
 
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
             for count in (len(ids), 1):
                 model(ids[:count], ids[:count], attention)
     except Exception as error:
