@@ -84,7 +84,7 @@ def _check(folder: Path, found: dict[str, Any]) -> None:
         name, stored, wanted = each
         raise ModelError(f"weights: {name} needs shape {list(wanted)} by config.json, got {list(stored)}")
     if found["missing_keys"]:
-        raise ModelError(f"weights: {folder} has no {_names(found['missing_keys'])}, which its config.json implies")
+        raise ModelError(f"weights: {folder} has no tensor {_names(found['missing_keys'])}, which its config.json implies")
     left = [name for name in found["unexpected_keys"] if not name.endswith(IGNORED)]
     if left:
         raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {_names(left)}")

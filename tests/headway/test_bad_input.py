@@ -358,6 +358,21 @@ def test_a_spoiled_model_is_refused(headway: Headway, model_copy: Path, name: st
     assert refused.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("int8 weights", "no safetensors", "truncated safetensors", "missing shard", "broken index", "missing tensor"),
+        *("wrong shape", "left-over tensors", "another architecture's weights"),
+    ],
+)
+def test_spoiled_weights_are_refused_by_transformers_too(headway: Headway, model_copy: Path, name: str) -> None:
+    spoil, words = MODELS[name]
+    spoil(model_copy)
+    refused = headway(*generate(model_copy, "--model-impl", "transformers"))
+    assert_refused(refused, *words)
+    assert refused.err.count("\n") == 1
+
+
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -28,6 +24,7 @@ from headway.models.transformers_adapter.compile import compile_layers
 from headway.models.transformers_adapter.model import TransformersModel
 from headway.registry import Registry
 from taping import PiecesTape
+from watching import logits_of, watched
 
 NEW_TOKENS = 21
 """One of the prompt, twenty of decode steps."""
@@ -127,30 +124,6 @@ def save_random(config: PreTrainedConfig, folder: Path) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)
     return model
-
-
-def watched(engine: Engine) -> Callable[[], dict[tuple[int, ...], Tensor]]:
-    """Have the engine's logits kept: what is returned gives them by the tokens that they chose, and begins anew."""
-    seen: dict[int, list[Tensor]] = defaultdict(list)
-
-    def look(rows: NDArray[numpy.int32], logits: Tensor) -> None:
-        for row, own in zip(rows.tolist(), logits.clone(), strict=True):
-            seen[row].append(own)
-
-    def take() -> dict[tuple[int, ...], Tensor]:
-        found = {tuple(torch.stack(own).argmax(-1).tolist()): torch.stack(own) for own in seen.values()}
-        seen.clear()
-        return found
-
-    engine.executor.observe(look)
-    return take
-
-
-def logits_of(reference: Any, prompt: list[int], written: list[int]) -> Tensor:
-    """[len(written), vocabulary]: what transformers computes before each token, over the whole sequence at once."""
-    with torch.inference_mode():
-        logits: Tensor = reference(torch.tensor([prompt + written[:-1]]), use_cache=False).logits[0]
-    return logits[len(prompt) - 1 :]
 
 
 CASES = [
