@@ -71,9 +71,10 @@ class EngineArgs(EngineConfig):
             raise ConfigError("LLM", "one argument without a name, the model", f"{len(model)} of them")
         return cls(*model, **options)  # type: ignore[arg-type]
 
-    def compiles_on(self, device_type: str) -> bool:
-        """`torch_compile` with its default filled in. device_type: as in torch.device.type."""
-        return device_type == "cuda" and not self.enforce_eager if self.torch_compile is None else self.torch_compile
+    def compiles_on(self, device_type: str) -> bool | None:
+        """`torch_compile`, where it is not said: False, or None, which is to try. device_type: as in torch.device.type."""
+        tried = device_type == "cuda" and not self.enforce_eager
+        return self.torch_compile if self.torch_compile is not None or tried else False
 
     def engine_config(self) -> EngineConfig:
         """The part of the options that the engine reads."""

@@ -52,7 +52,7 @@ def load_model(
     skip_tokenizer_init: bool = False,
     batch_invariant: bool = False,
     model_impl: str = "auto",
-    torch_compile: bool = False,
+    torch_compile: bool | None = False,
 ) -> LoadedModel:
     """Find and load a model.
 
@@ -60,7 +60,7 @@ def load_model(
     load_format: auto or dummy. A dummy needs a config.json alone; its tokenizer is read if the folder has one.
     batch_invariant: what deterministic mode needs; see Decoder.
     model_impl: what computes the model, see MODEL_IMPLS; the log names it, and why auto took transformers.
-    torch_compile: compile the layers of a model that transformers computes.
+    torch_compile: compile the layers of a model that transformers computes; None: if it works.
 
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl.

@@ -103,6 +103,7 @@ def settings(llm: LLM) -> dict[str, str]:
     """What the engine runs with, by name."""
     chosen, config = llm.engine.selection, llm.engine.config
     return {
+        "model_impl": llm.model.implementation,
         **{phase.value: name for phase, name in chosen.names.items()},
         "kv_layout": chosen.layout.name,
         "block_size": str(chosen.block_size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,17 +20,19 @@ from headway.models.transformers_adapter.model import TransformersModel
 from headway.models.transformers_adapter.support import causal_lm_class
 from headway.models.weights import IGNORED, check_files
 
+log = logging.getLogger("headway")
+
 EXPERTS = "grouped_mm"
 """How transformers computes experts: one grouped product of all of them, chosen on the device without waiting for the host."""
 
 
 def load_adapted(
-    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, dummy: bool, torch_compile: bool
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, dummy: bool, torch_compile: bool | None
 ) -> TransformersModel:
     """Load a model by transformers' code, without any code of the model's own.
 
     config: of transformers. dummy: random weights, the same on every start on one kind of device, in place of the folder's.
-    torch_compile: see `compile.compile_layers`.
+    torch_compile: see `compile.compile_layers`; None: if it works, else the log says why not.
 
     :raises ModelError: a model that the adapter does not take, or weights that do not fit its configuration.
     """
@@ -45,8 +48,13 @@ def load_adapted(
             raise
         except Exception as error:
             raise ModelError(f"model {folder}: transformers cannot make it of its files ({_one_line(error)})") from error
-    if torch_compile:
-        compile_layers(adapted)
+    if torch_compile is not False:
+        try:
+            compile_layers(adapted)
+        except ModelError as error:
+            if torch_compile:
+                raise
+            log.warning("model: its layers run as transformers wrote them, several times slower: %s", error)
     return adapted
 
 
