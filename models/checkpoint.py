@@ -8,19 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.contract.errors import ModelError
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""model_type -> architecture. SmolLM and SmolLM2 are Llama."""
-
-
-class BeyondDecoderError(ModelError):
-    """A sound model that Headway's own decoder does not compute; transformers may."""
-
+from headway.models.families import FAMILIES, known_architectures
 
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json as quantization_config."""
@@ -37,8 +25,6 @@ _SIZES = (
     "sliding_window",
 )
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
-_NO_WINDOW = 0
-"""What transformers itself writes as sliding_window of a Qwen2-MoE without one."""
 
 
 def check_folder(folder: Path) -> Mapping[str, Any]:
@@ -69,16 +55,27 @@ def architectures_of(config: Mapping[str, Any]) -> list[str]:
 
 def needed() -> str:
     """What an architecture must be, for messages."""
-    return f"needs one of {', '.join(ARCHITECTURES.values())}, or another decoder that transformers has"
+    return f"needs one of {known_architectures()}, or another decoder that transformers has"
+
+
+def unknown(config: Mapping[str, Any]) -> str:
+    """What to say of an architecture that neither Headway nor transformers has."""
+    named = ", ".join(architectures_of(config)) or config["model_type"]
+    own = " (auto_map in its config.json names code of its own, which Headway never runs)" if config.get("auto_map") else ""
+    return f"model architecture: {needed()}, got {named}{own}"
 
 
 def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
     kind, listed = config.get("model_type"), architectures_of(config)
     if kind is None:
         raise ModelError(f"model {folder}: config.json cannot be used: it names no model_type")
-    known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
     purpose = _purpose(listed)
-    if purpose or (known and listed and known not in listed):
+    if family is not None and listed and family.architecture not in listed:
+        raise ModelError(
+            f"model architecture: needs {family.architecture} for model_type {kind}, got {', '.join(listed)}{purpose}"
+        )
+    if purpose:
         raise ModelError(f"model architecture: {needed()}, got {', '.join(listed)}{purpose}")
     embedding = next((name for name in _EMBEDDING_FILES if (folder / name).is_file()), None)
     if embedding is not None:
@@ -95,7 +92,7 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _purpose(architectures: list[str]) -> str:
-    """What an architecture is for that generates no text, as far as its name tells."""
+    """Why an architecture generates no text, as far as its name tells."""
     name = architectures[0] if len(architectures) == 1 else ""
     if "Bidirectional" in name or "Encoder" in name:
         return " (its attention is bidirectional: it embeds or classifies texts and generates none)"
@@ -141,8 +138,8 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
         if name not in config or (config[name] is None and name in _MAY_BE_NULL):
             continue
         value = config[name]
-        if name == "sliding_window" and value == _NO_WINDOW:
-            continue
+        if name == "sliding_window" and value == 0 and not config.get("use_sliding_window"):
+            continue  # as Qwen2-MoE writes that it has none
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(
                 f"model {folder}: config.json cannot be used: {name} needs a whole number of at least 1, got {value!r}"

@@ -27,11 +27,16 @@ class DummyWeights:
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Draw one tensor."""
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return tensor.fill_(1) if name.endswith("norm.weight") else tensor.normal_(0, STD, generator=self._generator)
+        is_norm = len(shape) == 1 and name.endswith(".weight")
+        return tensor.fill_(1) if is_norm else tensor.normal_(0, STD, generator=self._generator)
 
     def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
         """Draw all rows at once."""
         return self.take(next(iter(sizes)), (sum(sizes.values()), *rest))
 
-    def finish(self) -> None:
+    def take_into(self, target: Tensor, name: str) -> None:
+        """Draw one tensor in place."""
+        target.copy_(self.take(name, tuple(target.shape)))
+
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Nothing can be left over."""

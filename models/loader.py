@@ -13,10 +13,12 @@ import torch
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.model import Model
 from headway.core.contract.spec import DTYPES
-from headway.models.checkpoint import BeyondDecoderError, architectures_of, check_folder, needed
+from headway.models.checkpoint import check_folder, unknown
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
+from headway.models.errors import BeyondDecoderError
+from headway.models.families import read_decoder_config
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
 from headway.models.weights import Weights, WeightSource
@@ -98,7 +100,7 @@ def load_model(
 def _decoder_config(config: Any, required: bool) -> DecoderConfig | None:
     """What Headway's decoder needs of a model; None where it does not compute the model and need not."""
     try:
-        return DecoderConfig.from_transformers(config)
+        return read_decoder_config(config)
     except BeyondDecoderError as error:
         if required:
             raise
@@ -120,9 +122,7 @@ def read_config(folder: Path, plain: bool = True) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if stated["model_type"] not in CONFIG_MAPPING:
-        named = ", ".join(architectures_of(stated)) or stated["model_type"]
-        own = ": it needs code of its own (auto_map in config.json), which Headway never runs" if "auto_map" in stated else ""
-        raise ModelError(f"model architecture: {needed()}, got {named}{own}")
+        raise ModelError(unknown(stated))
     try:  # without the model's own code: where auto_map names some, transformers would ask on the terminal and wait
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:

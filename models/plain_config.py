@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from headway.core.contract.spec import DTYPES
-from headway.models.checkpoint import ARCHITECTURES
 
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+"""Those whose files are as plain as this."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -41,7 +42,7 @@ def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
     None for any other, where a default, an older spelling or a rare key decides: that is left to transformers.
     """
     read, kind = dict(config), config.get("model_type")
-    if kind not in ARCHITECTURES or not set(read) <= _KNOWN or "eos_token_id" not in read:
+    if kind not in _KINDS or not set(read) <= _KNOWN or "eos_token_id" not in read:
         return None
     sizes = [read.get(name) for name in (*_SIZES, *(["head_dim"] if "head_dim" in read or kind == "qwen3" else []))]
     if not all(type(size) is int and size > 0 for size in sizes) or read["hidden_size"] % read["num_attention_heads"]:

@@ -13,7 +13,7 @@ import typer
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from headway.core.contract.errors import ModelError
-from headway.models.checkpoint import ARCHITECTURES
+from headway.models.families import FAMILIES
 from headway.models.transformers_adapter.interface import NAME
 from headway.models.transformers_adapter.model import TransformersModel
 from headway.models.transformers_adapter.support import refusal
@@ -123,7 +123,7 @@ def tiny(model_class: Any, config_class: Any) -> Any:
 
 def render(found: list[Outcome]) -> str:
     """Markdown."""
-    native = set(ARCHITECTURES.values())
+    native = {family.architecture for family in FAMILIES.values()}
     accepted = [each.architecture for each in found if each.tried and not each.refused]
     refused = defaultdict(list)
     for each in found:

@@ -35,8 +35,11 @@ class WeightSource(Protocol):
     def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
         """Tensors of shape [size, *rest] as one, one after the other along the first axis."""
 
-    def finish(self) -> None:
-        """Nothing more is taken."""
+    def take_into(self, target: Tensor, name: str) -> None:
+        """One tensor of the target's shape, converted to its dtype, into memory that is there already."""
+
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+        """Nothing more is taken; ignored: suffixes of what may be left."""
 
 
 class Weights:
@@ -74,9 +77,16 @@ class Weights:
         merged = torch.empty(sum(sizes.values()), *rest, dtype=self.dtype, device=self.device)
         row = 0
         for name, size in sizes.items():
-            merged[row : row + size] = self._read(name, (size, *rest))
+            self.take_into(merged[row : row + size], name)
             row += size
         return merged
+
+    def take_into(self, target: Tensor, name: str) -> None:
+        """Read one tensor into a part of another that was allocated for several.
+
+        :raises ModelError: it is missing, or its shape is not the target's.
+        """
+        target.copy_(self._read(name, tuple(target.shape)))
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._file_of:
@@ -88,12 +98,14 @@ class Weights:
         self._left.discard(name)
         return tensor
 
-    def finish(self) -> None:
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Check that nothing was left over: a tensor nobody took means a model that computes something else.
+
+        ignored: suffixes of tensors of which it does not.
 
         :raises ModelError: naming the first few.
         """
-        left = sorted(name for name in self._left if not name.endswith(IGNORED))
+        left = sorted(name for name in self._left if not name.endswith(IGNORED + ignored))
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
         self._file_of.clear()
@@ -140,5 +152,7 @@ def _files(folder: Path) -> list[Path]:
         return names
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"weights: {folder} holds no .safetensors file (PyTorch .bin checkpoints are not read: convert them)")
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+        why = f"; {pickles[0]} is a pickle, which may run code: Headway never opens one, convert it" if pickles else ""
+        raise ModelError(f"weights: {folder} holds no .safetensors file{why}")
     return files

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import CostTable
 from headway.core.select.request import parse_backend_request
 from headway.registry import Registry
 from headway.tuning import store
+from headway.tuning.budget import MOST_COMPILING
 from headway.tuning.compare import differences, remarks
 from headway.tuning.convert import to_costs
 from headway.tuning.device import DeviceIdentity, identify_device
@@ -31,7 +33,7 @@ log = logging.getLogger("headway")
 
 DEFAULT_BUDGET = {"cpu": 10.0, "cuda": 20.0}
 """Seconds a kind of layer, by device type."""
-_TURNS = Turns(rounds=2, round_ms=2.0)
+_TURNS = Turns(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
 _NEEDED_LEVEL = 1
 """Of the grid: a table that was cut short before these points is completed at the next start."""
 
@@ -60,9 +62,15 @@ class TableRequest:
 
 
 def costs_for(
-    specs: Iterable[AttentionSpec], registry: Registry, attn_backend: str, request: TableRequest
+    specs: Iterable[AttentionSpec],
+    registry: Registry,
+    attn_backend: str,
+    request: TableRequest,
+    compile_ahead: CompileAhead | None = None,
 ) -> dict[AttentionSpec, CostTable] | None:
     """Measured times of each distinct layer; None where `auto` has to take the rank order, and the log says why.
+
+    compile_ahead: what the kernels of a first measuring are compiled in; None: one by one.
 
     A faulty or stale table never ends a start: it is logged with the line or the difference, and left alone or measured again.
 
@@ -81,7 +89,7 @@ def costs_for(
     device = identify_device(kinds[0].device)
     found: dict[AttentionSpec, CostTable] = {}
     for spec in kinds:
-        costs = _costs(spec, registry, available, device, request)
+        costs = _costs(spec, registry, available, device, request, compile_ahead)
         if costs is None:
             return None
         found[spec] = costs
@@ -89,14 +97,19 @@ def costs_for(
 
 
 def _costs(
-    spec: AttentionSpec, registry: Registry, available: Sequence[str], device: DeviceIdentity, request: TableRequest
+    spec: AttentionSpec,
+    registry: Registry,
+    available: Sequence[str],
+    device: DeviceIdentity,
+    request: TableRequest,
+    compile_ahead: CompileAhead | None,
 ) -> CostTable | None:
     record = SpecRecord.of(spec)
     path = request.path or store.table_path(device, record)
     table = _fitting(path, device, record, registry, available, explicit=request.path is not None)
     if request.path is None and (table is None or not _suffices(table)):
         budget = request.seconds(spec.device)
-        table = _measure(spec, registry, available, path, budget, old=table) if budget > 0 else table
+        table = _measure(spec, registry, available, path, budget, table, compile_ahead) if budget > 0 else table
     return None if table is None else to_costs(table)
 
 
@@ -134,7 +147,13 @@ def _fitting(
 
 
 def _measure(
-    spec: AttentionSpec, registry: Registry, available: Sequence[str], path: Path, budget: float, old: CrossoverTable | None
+    spec: AttentionSpec,
+    registry: Registry,
+    available: Sequence[str],
+    path: Path,
+    budget: float,
+    old: CrossoverTable | None,
+    compile_ahead: CompileAhead | None,
 ) -> CrossoverTable | None:
     """A table measured in `budget` seconds over the layouts that the backends prefer.
 
@@ -142,7 +161,11 @@ def _measure(
     """
     started = time.perf_counter()
     what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and lacks others: measuring"
-    log.warning("auto: %s the attention backends for %s, about %.0f s, once; --no-autotune does without", what, spec, budget)
+    compiling = (
+        f", and up to {MOST_COMPILING * budget:.0f} s more where kernels must be compiled" if spec.device.type == "cuda" else ""
+    )
+    text = "auto: %s the attention backends for %s, about %.0f s%s, once; --no-autotune does without"
+    log.warning(text, what, spec, budget, compiling)
     options = CrossoverOptions(
         spec=spec,
         backends=available,
@@ -152,6 +175,7 @@ def _measure(
         output=path,
         resume=old is not None,
         command=f"autotune {budget:g} s",
+        compile_ahead=compile_ahead,
     )
     try:
         table = run_kernel_level(options, registry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-_MOST_COMPILING = 2.0
+MOST_COMPILING = 2.0
 """Times the budget: compiling beyond this counts, so that no start takes longer than three times what was asked for."""
 
 
@@ -18,10 +18,14 @@ class Budget:
         self.compiling = 0.0
         """Seconds that first calls took longer than later ones; whoever makes such a call adds to it."""
 
+    def begin(self) -> None:
+        """Count from now on; what went before, at most `MOST_COMPILING` times the budget, was compiling."""
+        self.compiling += time.perf_counter() - self._started
+
     @property
     def spent(self) -> float:
         """Seconds that count."""
-        free = self.compiling if self._seconds is None else min(self.compiling, _MOST_COMPILING * self._seconds)
+        free = self.compiling if self._seconds is None else min(self.compiling, MOST_COMPILING * self._seconds)
         return time.perf_counter() - self._started - free
 
     @property

@@ -32,11 +32,8 @@ from headway.tuning.work import build_case
 
 CLEAR_LOSS = 4.0
 """Times the fastest: one that is slower in its first runs is not timed further, if that would take long."""
-_LONG_MS = 50.0
-"""To time one backend. Below it little is saved, and few runs of a short call mislead: the host may have been busy."""
 _HOPELESS = 8.0
 """Times the fastest: one that is slower over one layout, or ran out of memory, is not tried over the others at this point."""
-_HOST_SECONDS = 0.05
 _LARGE = 2**30
 """Bytes of a cache that must be gone before the next one is made."""
 
@@ -146,7 +143,7 @@ def _measure_pair(
         (cells if isinstance(made, Cell) else runners).append(made)  # type: ignore[arg-type]
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
     for runner in runners:
-        if _given_up(runner.estimate_us, best_us, bench.turns) and 2e-3 * runner.estimate_us <= _LONG_MS:
+        if _given_up(runner.estimate_us, best_us, bench.turns) and 2e-3 * runner.estimate_us <= bench.turns.long_ms:
             again = bench.turns.estimate(runner.attempt.call, bench.spec.device)  # the first two may have met a busy machine
             runner.estimate_us = min(runner.estimate_us, again)
     best_us = min([best_us, *(runner.estimate_us for runner in runners)])
@@ -159,19 +156,19 @@ def _measure_pair(
     device = bench.spec.device
     for runner in list(kept):
         try:
-            _time_host(runner, device)
+            _time_host(runner, bench)
         except Exception as error:
             kept.remove(runner)
             cells.append(_blamed(point, runner.name, runner.place, error, inputs))
     times = bench.turns.time([runner.attempt.call for runner in kept], device, lambda: inputs.check(with_cache=False))
     with suppress(InputsChangedError):  # a cache changed in some turn is restored here; whoever does it again is blamed below
         inputs.check()
-    cells += [_finish(point, runner, timing, inputs, device) for runner, timing in zip(kept, times, strict=True)]
+    cells += [_finish(point, runner, timing, inputs, bench) for runner, timing in zip(kept, times, strict=True)]
     return cells, best_us
 
 
 def _given_up(us: float, best_us: float, turns: Turns) -> bool:
-    return us > CLEAR_LOSS * best_us and turns.needed_ms(us) > _LONG_MS
+    return us > CLEAR_LOSS * best_us and turns.needed_ms(us) > turns.long_ms
 
 
 def _prepare(point: Point, bench: Bench, name: str, pair: Pair, case: Case, inputs: Inputs, expected: Tensor) -> _Runner | Cell:
@@ -204,7 +201,7 @@ def _prepare(point: Point, bench: Bench, name: str, pair: Pair, case: Case, inpu
         return _blamed(point, name, place, error, inputs)
 
 
-def _finish(point: Point, runner: _Runner, timing: Timing | Exception, inputs: Inputs, device: torch.device) -> Cell:
+def _finish(point: Point, runner: _Runner, timing: Timing | Exception, inputs: Inputs, bench: Bench) -> Cell:
     """The cell of a backend that has been timed: checked again, since an answer that changes under repetition is a race."""
     attempt = runner.attempt
     if isinstance(timing, Exception):
@@ -215,7 +212,7 @@ def _finish(point: Point, runner: _Runner, timing: Timing | Exception, inputs: I
         if not found <= attempt.tolerance:
             return wrong_answer(point, runner.name, runner.place, found, attempt, " after repeated calls, right at the first")
         runner.error = max(runner.error, found)
-        _time_host(runner, device)
+        _time_host(runner, bench)
     except Exception as error:
         return _blamed(point, runner.name, runner.place, error, inputs)
     return _timed(point, runner, "ok", timing)
@@ -228,13 +225,14 @@ def _blamed(point: Point, name: str, place: Pair | None, error: Exception, input
     return failure(point, name, place, error)
 
 
-def _time_host(runner: _Runner, device: torch.device) -> None:
+def _time_host(runner: _Runner, bench: Bench) -> None:
     """What plan and launches take the host. Done before and after the device's turns, and the less of the two counts: a host
     that is busy otherwise for a moment only ever adds, and a moment may outlast all runs of one call."""
+    device = bench.spec.device
     calls = {"plan_us": runner.attempt.plan, "host_us": None if runner.graph or device.type == "cpu" else runner.attempt.call}
     for what, call in calls.items():
         if call is not None:
-            runner.host[what] = min(host_us(call, device, _HOST_SECONDS), runner.host.get(what, math.inf))
+            runner.host[what] = min(host_us(call, device, bench.turns.host_seconds), runner.host.get(what, math.inf))
 
 
 def _timed(point: Point, runner: _Runner, status: str, timing: Timing, reason: str = "") -> Cell:

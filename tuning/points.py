@@ -35,9 +35,9 @@ class Axes:
 GRIDS: dict[str, dict[PhaseName, Axes]] = {
     "cuda": {
         "decode": Axes((1,), (1, 2, 4, 8, 16, 32, 64, 128, 256), (256, 1024, 4096, 16384, 65536), 256, 2**20),
-        "prefill": Axes((32, 128, 512, 1024, 2048, 4096, 8192, 32768), (1, 2, 4, 8, 16, 32, 64), (), 2**15, 2**15),
-        "extend": Axes((16, 128, 1024, 8192), (1, 8), (2048, 8192, 32768), 2**13, 2**17),
-        "verify": Axes((2, 4, 8), (1, 8, 64), (512, 4096, 32768), 512, 2**18),
+        "prefill": Axes((32, 128, 256, 512, 1024, 2048, 4096, 8192, 32768), (1, 2, 3, 4, 6, 8, 16, 32, 64), (), 2**15, 2**15),
+        "extend": Axes((16, 32, 128, 512, 2048, 8192), (1, 3, 8), (2048, 4096, 8192, 16384, 32768), 2**13, 2**17),
+        "verify": Axes((2, 4, 8), (1, 4, 16, 64), (512, 2048, 8192, 32768), 512, 2**18),
     },
     "cpu": {
         "decode": Axes((1,), (1, 4, 16, 64), (32, 128, 512, 2048), 64, 2**13),
@@ -48,7 +48,8 @@ GRIDS: dict[str, dict[PhaseName, Axes]] = {
 }
 """By device type. Neighbours are a factor of about 4 apart: between them times are interpolated in their logarithms. A GPU's
 batches are denser, because its times go in steps there (a kernel that does not split takes as long for 32 sequences as for 16
-where both fit the multiprocessors), and its prompts around 2,048 tokens, where time goes over from launches to arithmetic."""
+where both fit the multiprocessors), its prompts around 2,048 tokens, where time goes over from launches to arithmetic, and its
+extensions in every length, since a kernel that splits keys and one that does not cross more than once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def graph_attempt(
     writer: as for `run_layer`.
     """
     step = case.metadata
-    static = _worst_case(step, max(graph_len, step.max_seq_len))
+    static = worst_case(step, max(graph_len, step.max_seq_len))
     out = case.q.new_empty((*case.q.shape[:2], case.spec.v_head_dim))
     plan = backend.plan_for_capture(static)
 
@@ -71,7 +71,7 @@ def graph_attempt(
     )
 
 
-def _worst_case(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:
+def worst_case(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:
     """What an engine captures: static tensors of padding rows, in a table as wide as the longest context, and the longest lengths
     on the host."""
     rows, width = step.block_table.shape[0], -(-graph_len // step.block_size)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason
@@ -18,6 +19,7 @@ from headway.registry import Registry
 from headway.testing.json_files import write_json
 from headway.testing.origin import Origin
 from headway.tuning import selftest
+from headway.tuning.ahead import compile_points
 from headway.tuning.budget import Budget
 from headway.tuning.compare import differences
 from headway.tuning.device import crowding, identify_device
@@ -35,6 +37,8 @@ GRAPH_LEN = 32768
 """Longest context for which decode graphs are captured, as in an engine of max_model_len 32,768."""
 BLOCK_SIZES = (16, 256)
 """Every built-in backend reads one of them; sizes between cost about what the larger does."""
+_FIRST = 1
+"""Levels of the grid whose kernels are compiled together where the time is limited; the few that come after compile their own."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class CrossoverOptions:
     resume: bool = False
     """Go on with the table at `output`."""
     command: str = ""
+    compile_ahead: CompileAhead | None = None
+    """What the device's kernels are compiled in, before the first point of the grid; None: each when it is needed."""
 
 
 def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Console | None = None) -> CrossoverTable:
@@ -73,12 +79,17 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
     with torch.no_grad(), on_device(options.spec.device), progress_bar(console) as progress:
         names = _names(options.backends, registry)
         pairs = _pairs(options, registry)
-        table = _begin(options, registry, names, pairs)
-        takers = [record.name for record in table.backends if record.usable]
         todo = list(grid(options.spec.device.type) if options.grid is None else options.grid)
         bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget))
+        task = progress.add_task("compiling", total=len(todo))
+        if options.compile_ahead is not None:
+            first = todo if options.budget is None else [point for point in todo if point.level <= _FIRST]
+            compile_points(first, bench, [name for name in names if registry.availability(name)], pairs, options.compile_ahead)
+        table = _begin(options, registry, names, pairs)
+        takers = [record.name for record in table.backends if record.usable]
+        bench.budget.begin()
         done = {cell.point for cell in table.cells}
-        task = progress.add_task("crossover", total=len(todo), completed=sum((p.phase, p.case) in done for p in todo))
+        progress.update(task, description="crossover", completed=sum((p.phase, p.case) in done for p in todo))
         search = _Search(bench, takers, pairs)
         try:
             for turn in range(1 + options.refine):

@@ -34,6 +34,16 @@ def examine(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs
     return [_record(registry, name, spec, pairs) for name in names]
 
 
+def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs: Sequence[Pair]) -> None:
+    """Run every step of every backend, whatever comes of it: so that its kernels are compiled."""
+    for name in names:
+        for phase, cases in CASES.items():
+            pair = _first_served(registry, name, spec, pairs, phase)
+            if pair is not None:
+                for text, decode_query_len in cases:
+                    _wrong(registry, name, spec, pair, text, decode_query_len)
+
+
 def _record(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> BackendRecord:
     owner = registry.backends[name].owner
     here = registry.availability(name)
@@ -46,7 +56,7 @@ def self_test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequenc
     tested = False
     refusal = ""
     for phase, cases in CASES.items():
-        pair = next((pair for pair in pairs if registry.supports(name, spec, *pair, phase)), None)
+        pair = _first_served(registry, name, spec, pairs, phase)
         if pair is None:
             refusal = refusal or registry.supports(name, spec, *pairs[0], phase).brief
             continue
@@ -56,6 +66,10 @@ def self_test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequenc
             if wrong:
                 return f"self-test: {phase.value} {text} on {pair[0].name} {pair[1]}: {wrong}"
     return "" if tested else refusal
+
+
+def _first_served(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair], phase: Phase) -> Pair | None:
+    return next((pair for pair in pairs if registry.supports(name, spec, *pair, phase)), None)
 
 
 def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, text: str, decode_query_len: int) -> str:

@@ -95,6 +95,11 @@ class Turns:
     """Of each call in each round, however long it takes."""
     max_runs: int = 60
     """Of each call in each round, however short it is: on a GPU the cache's flush before each takes longer than a short call."""
+    host_seconds: float = 0.05
+    """For each figure of what a call takes the host."""
+    long_ms: float = 50.0
+    """A call that takes longer than this to be timed, and is clearly not the fastest, is not. Below it little is saved, and few
+    runs of a short call mislead: the host may have been busy."""
 
     def time(
         self,

@@ -42,7 +42,8 @@ class Roofline:
 
     def __init__(self, config: DecoderConfig, specs: Sequence[AttentionSpec]) -> None:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        products = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
+        inner = config.intermediate_size * (3 if config.gated else 2)
+        products = config.hidden_size * (2 * q_size + 2 * kv_size + inner)
         self._config = config
         self._layer_params = config.num_layers * products
         self._head_params = config.vocab_size * config.hidden_size

@@ -23,6 +23,7 @@ from headway.core.select.selector import Selector
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
+from headway.models.families import read_decoder_config
 from headway.models.loader import read_config
 from headway.models.locate import locate, shape_names
 from headway.registry import create_registry
@@ -34,7 +35,7 @@ BLOCK_SIZE = 256
 
 def shapes(model: str) -> DecoderConfig:
     """The configuration of one of the models whose shapes ship with Headway."""
-    return DecoderConfig.from_transformers(read_config(locate(model, weights=False)))
+    return read_decoder_config(read_config(locate(model, weights=False)))
 
 
 class CapturedStep:
@@ -80,9 +81,7 @@ def paged_attention(model: Decoder, backend: str, batch_size: int, context: int)
 
 def step_bytes(model: Decoder, batch_size: int, context: int) -> int:
     """Bytes a step cannot avoid reading: every weight once (an embedding table that is not the lm_head apart), K and V once."""
-    linears = [model.lm_head]
-    for layer in model.layers:
-        linears += [layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj]
+    linears = [model.lm_head, *(linear for layer in model.layers for linear in layer.linears)]
     weights = sum(linear.weight.nbytes for linear in linears)
     kv = sum(2 * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize for spec in model.attention_specs)
     return weights + batch_size * (context + 1) * kv

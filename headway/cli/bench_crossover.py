@@ -77,6 +77,7 @@ def crossover(
     """Measure which backend is fastest where, each checked against float64 first, and keep it as a table that auto obeys."""
     from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases, run_engine_level
     from headway.bench.crossover.export import check_suffix
+    from headway.models.device_operations import compile_ahead
     from headway.registry import create_registry
     from headway.threads import set_threads
     from headway.tuning import store
@@ -129,6 +130,7 @@ def crossover(
         output=output or (None if narrowed else store.table_path(identify_device(place), SpecRecord.of(spec))),
         resume=resume,
         command=command,
+        compile_ahead=compile_ahead(place),
     )
     finish(run_kernel_level(options, create_registry(), Console(stderr=True)), options.output, export_to or [])
 

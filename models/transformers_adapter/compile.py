@@ -31,7 +31,8 @@ def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     """torch's own compiler; each graph is announced, for one that a request waits for must be seen."""
     announce_compilation("layers of the model (torch.compile)")
     # By this process: another would keep its kernels in Triton's own form, which `backends/triton/cache.py` takes for damaged.
-    return torch._dynamo.lookup_backend("inductor")(graph, inputs, config_patches={"compile_threads": 1})
+    compiler: Any = torch._dynamo.lookup_backend("inductor")
+    return compiler(graph, inputs, config_patches={"compile_threads": 1})
 
 
 def _keep_compilations() -> None:

@@ -75,11 +75,8 @@ OPTIONS = {
 }
 
 NEEDS_MODEL = (
+    *("max_model_len beyond the model", "no chat template", "unknown option", "unknown option elsewhere"),
     "deterministic by transformers",
-    "max_model_len beyond the model",
-    "no chat template",
-    "unknown option",
-    "unknown option elsewhere",
 )
 """Cases that need not be told before a model is read."""
 
@@ -273,6 +270,10 @@ def remove(name: str) -> Spoil:
     return lambda folder: (folder / name).unlink()
 
 
+def pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
 def truncate(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:50_000])
@@ -282,7 +283,8 @@ BLOOM = json.dumps({"model_type": "bloom", "architectures": ["BloomForCausalLM"]
 VIT = json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"]})
 T5 = json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True})
 MAMBA = json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
-GPT2 = json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 4, "n_layer": 1})
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+NEOX = json.dumps({"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], **SIZES})
 INDEX = json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}})
 NORM = "model.norm.weight"
 
@@ -290,12 +292,15 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "no config": (remove("config.json"), ("needs a config.json", "got none")),
     "broken config": (write("config.json", "{"), ("config.json cannot be used", "not a valid JSON")),
     "config of nothing": (write("config.json", "{}"), ("config.json cannot be used", "model_type")),
-    "unknown architecture": (edit_config(model_type="own", architectures=["Own"]), ("needs one of LlamaForCausalLM", "got Own")),
+    "unknown architecture": (
+        edit_config(model_type="own", architectures=["Own"]),
+        ("needs one of", "LlamaFor", "got Own"),
+    ),
     "an attention of its own": (write("config.json", BLOOM), ("BloomForCausalLM", "ignores transformers' attention interface")),
     "a state of its own": (write("config.json", MAMBA), ("MambaForCausalLM", "keeps a state of each sequence")),
     "an encoder with a decoder": (write("config.json", T5), ("needs causal attention", "is_encoder_decoder=true")),
     "a model of images": (write("config.json", VIT), ("ViTForImageClassification", "generates none")),
-    "another architecture's weights": (write("config.json", GPT2), ("lm_head.weight", "[50257, 32]", "got [300, 32]")),
+    "another architecture's weights": (write("config.json", NEOX), ("lm_head.weight", "[50432, 32]", "got [300, 32]")),
     "hidden_act": (edit_config(hidden_act="gleu"), ("transformers cannot make it", "gleu")),
     "rope_type": (
         edit_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
@@ -310,7 +315,7 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "embedding model": (edit_config(architectures=["LlamaModel"]), ("got LlamaModel", "generates no text")),
     "custom code": (
         edit_config(model_type="own", architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Config"}),
-        ("needs one of LlamaForCausalLM", "got OwnForCausalLM", "auto_map", "never runs"),
+        ("LlamaForCausalLM", "got OwnForCausalLM", "auto_map", "code of its own, which Headway never runs"),
     ),
     "tokenizer with custom code": (
         write("tokenizer_config.json", '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", null]}}'),
@@ -323,6 +328,7 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         (NORM, "got int8", "quantised"),
     ),
     "no safetensors": (remove("model.safetensors"), ("no .safetensors file",)),
+    "a pickle": (pickle, ("no .safetensors file", "pytorch_model.bin", "may run code", "never opens")),
     "truncated safetensors": (truncate, ("model.safetensors cannot be read", "truncated", "fetch it again")),
     "missing shard": (
         write("model.safetensors.index.json", INDEX),
@@ -379,7 +385,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden_act": "gelu"}, ("hidden_act", "needs silu", "got gelu")),
+        ({"hidden_act": "relu2"}, ("hidden_act", "needs one of silu", "got relu2")),
         ({"rope_parameters": DYNAMIC}, ("rope_type", "needs default", "got dynamic")),
     ],
     ids=["hidden_act", "rope_type"],

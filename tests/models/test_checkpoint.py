@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from headway.core.contract.errors import ModelError
 from headway.models.checkpoint import check_folder
-from headway.models.config import DecoderConfig
+from headway.models.families import read_decoder_config
 from headway.models.loader import read_config
 from headway.models.weights import Weights
 
@@ -106,7 +106,7 @@ def test_an_adapter_is_refused_with_its_base_model(tmp_path: Path, with_config: 
 )
 def test_an_architecture_that_is_not_the_decoders_is_refused(tmp_path: Path, architecture: str, words: str) -> None:
     text = refused(write(tmp_path, **{**LLAMA, "architectures": [architecture]}))
-    assert "needs one of LlamaForCausalLM" in text
+    assert "needs LlamaForCausalLM for model_type llama" in text
     assert f"got {architecture}" in text
     assert words in text
 
@@ -149,7 +149,7 @@ def test_an_impossible_size_is_refused_by_name(tmp_path: Path, change: dict[str,
 )
 def test_a_number_that_shapes_do_not_show_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        DecoderConfig.from_transformers(read_config(write(tmp_path, **{**LLAMA, **change})))
+        read_decoder_config(read_config(write(tmp_path, **{**LLAMA, **change})))
 
 
 def test_code_of_the_models_own_is_never_run_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from headway.core.contract.errors import ModelError
-from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
+from headway.models.families import read_decoder_config
 from headway.models.invariant import invariant_operations, silu_by_exp
 from headway.models.linear import Linear
 from headway.models.weights import Weights
@@ -33,7 +33,7 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SMALL),
 }
 ROWS = (2, 3, 7, 15, 16, 17, 33, 64)
-ROPE = torch.tensor([1.0, 0.1]), 1.0
+ROPE = torch.tensor([[1.0, 0.1]]), torch.ones(1, 2)
 
 
 def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 
 
 def decoder(folder: tuple[str, Path], dtype: torch.dtype, device: str = "cpu", batch_invariant: bool = True) -> Decoder:
-    config = DecoderConfig.from_transformers(CONFIGS[folder[0]])
+    config = read_decoder_config(CONFIGS[folder[0]])
     with torch.inference_mode():
         return Decoder(config, Weights(folder[1], dtype, torch.device(device)), batch_invariant)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headway.core.contract.errors import ModelError
 from headway.models import loader
-from headway.models.config import DecoderConfig
+from headway.models.families import read_decoder_config
 from headway.models.plain_config import plain_config
 
 COMMON: dict[str, Any] = {
@@ -84,10 +84,9 @@ _GONE = object()
 def fields(config: Any) -> dict[str, Any]:
     """All that Headway reads of a configuration, or the reason why it refuses it."""
     try:
-        decoder = dataclasses.asdict(DecoderConfig.from_transformers(config))
+        decoder = dataclasses.asdict(read_decoder_config(config))
     except ModelError as error:
         return {"refused": str(error)}
-    decoder["inv_freq"] = decoder["inv_freq"].tolist()
     return {**decoder, "dtype": config.dtype, "eos": config.eos_token_id}
 
 
@@ -117,9 +116,9 @@ def test_llama_3_1s_frequencies_are_transformers(tmp_path: Path, spelling: dict[
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     expected, factor = ROPE_INIT_FUNCTIONS["llama3"](whole, torch.device("cpu"))
-    found = DecoderConfig.from_transformers(plain)
-    assert torch.equal(found.inv_freq, expected)
-    assert found.rope_factor == factor == 1.0
+    found = read_decoder_config(plain)
+    assert torch.equal(torch.tensor(found.ropes[0].inv_freq), expected)
+    assert set(found.ropes[0].factors) == {factor} == {1.0}
     ratios = (expected * 500000.0 ** (torch.arange(0, 16, 2) / 16)).tolist()
     assert ratios[0] == pytest.approx(1), "a short wave is kept"
     assert 0.13 < ratios[1] < 0.99, "one between is interpolated"

@@ -16,7 +16,7 @@ from driving import generate
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
 from headway.core.sampling.params import SamplingParams
-from headway.models.checkpoint import ARCHITECTURES
+from headway.models.families import FAMILIES
 from headway.models.table import BEGIN, END, adapt, outcomes, render, replace_in, tiny
 from headway.registry import Registry
 from watching import logits_of, watched
@@ -26,7 +26,7 @@ ROWS = {name: (native, adapter) for name, native, adapter in re.findall(r"^\| `(
 
 
 def test_the_page_has_what_the_decoder_computes() -> None:
-    assert {name for name, (native, _) in ROWS.items() if native == "✓"} == set(ARCHITECTURES.values())
+    assert {name for name, (native, _) in ROWS.items() if native == "✓"} == {family.architecture for family in FAMILIES.values()}
 
 
 def test_a_table_replaces_the_one_before() -> None:

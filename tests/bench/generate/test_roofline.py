@@ -7,9 +7,9 @@ import torch
 
 from headway.bench.generate.roofline import Rates, Roofline, keys_seen, measure_read_gbps
 from headway.core.engine.stats import EngineStats
-from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
+from headway.models.families import read_decoder_config
 from headway.models.loader import read_config
 from headway.models.locate import SHAPES
 from tiny_bench import CPU, QUICK
@@ -32,14 +32,16 @@ class MetaWeights(DummyWeights):
 @pytest.fixture(params=["qwen3-0.6b", "llama-3-8b"])
 def model(request: pytest.FixtureRequest) -> tuple[Decoder, int]:
     weights = MetaWeights()
-    config = DecoderConfig.from_transformers(read_config(SHAPES / request.param))
+    config = read_decoder_config(read_config(SHAPES / request.param))
     return Decoder(config, weights), weights.count
 
 
 def test_weights_read_a_step_are_those_of_the_model_less_norms_and_a_separate_embedding(model: tuple[Decoder, int]) -> None:
     decoder, count = model
     config = decoder.config
-    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim * config.qk_norm
+    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim * (
+        config.qk_norm is not None
+    )
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     assert Roofline(config, decoder.attention_specs).weight_bytes == 2 * (count - norms - embedding)
 
@@ -48,7 +50,7 @@ def test_the_shapes_that_ship_are_of_the_published_sizes() -> None:
     sizes = {}
     for folder in SHAPES.iterdir():
         weights = MetaWeights()
-        decoder = Decoder(DecoderConfig.from_transformers(read_config(folder)), weights)
+        decoder = Decoder(read_decoder_config(read_config(folder)), weights)
         sizes[folder.name] = (weights.count, Roofline(decoder.config, decoder.attention_specs).kv_bytes)
     assert sizes == {"qwen3-0.6b": (596_049_920, 114_688), "llama-3-8b": (8_030_261_248, 131_072)}
 

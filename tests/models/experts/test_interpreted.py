@@ -1,0 +1,86 @@
+"""The kernels of experts against the plain way in float64 under Triton's interpreter, started by test_interpreter.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from experts import CONFIGS, HIDDEN, SMALL, Layer
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.routing import route, sort_by_expert
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in a process with TRITON_INTERPRET=1")
+CPU = torch.device("cpu")
+UNEVEN = dataclasses.replace(SMALL, intermediate_size=24, num_experts=5, top_k=2, renormalize=True)
+
+
+def check(config: ExpertsConfig, num_tokens: int, method: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    from headway.models.experts.methods import Rows, Tiles, Tiling
+    from headway.models.experts.router import Router
+
+    layer = Layer(config, dtype, seed)
+    router = Router(config, CPU)
+    tilings = {"tiles": Tiling(16, 32, 64, 4, 2), "swapped": Tiling(16, 64, 32, 4, 2, swapped=True, group_m=2)}
+    way = Rows(config, router, CPU) if method == "rows" else Tiles(tilings[method], config, router, CPU)
+    x = layer.draw(num_tokens, HIDDEN)
+    residual = x.to(dtype)
+    weights = layer.weights(dtype)
+    way.add(residual, way.route(residual, layer.norm_of(dtype), weights), weights)
+    error = (residual.double() - layer.reference(x)).norm() / layer.reference(x).norm()
+    assert error < {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}[dtype], error
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("method", "num_tokens"), [("rows", 1), ("rows", 3), ("tiles", 5), ("tiles", 33)])
+def test_every_kind_of_routing(name: str, method: str, num_tokens: int) -> None:
+    check(CONFIGS[name], num_tokens, method, seed=num_tokens)
+
+
+@pytest.mark.parametrize("method", ["rows", "tiles", "swapped"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_and_sizes_that_fill_no_tile(method: str, dtype: torch.dtype) -> None:
+    check(UNEVEN, 3, method, dtype)
+    check(CONFIGS["gpt_oss"], 3, method, dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 40])
+def test_routing_equals_that_of_torch_token_by_token(num_tokens: int) -> None:
+    from headway.models.experts.router import Router
+
+    for name, config in CONFIGS.items():
+        layer = Layer(config, torch.float32, seed=num_tokens)
+        router, weights = Router(config, CPU), layer.weights(torch.float32)
+        x = layer.draw(num_tokens, HIDDEN).float()
+        routed = router.tiles(x, layer.norm_of(torch.float32), weights)
+        logits = torch.nn.functional.linear(routed.x, weights.router, weights.router_bias)
+        expected = route(logits, config, weights.correction_bias)
+        assert torch.equal(routed.experts, expected.experts), name
+        torch.testing.assert_close(routed.weights, expected.weights)
+        order, sorted_by_torch = router.order(routed), sort_by_expert(expected.experts, config.num_all)
+        assert torch.equal(order.pairs, sorted_by_torch.pairs), name
+        assert torch.equal(order.places, sorted_by_torch.places)
+        assert torch.equal(order.ends, sorted_by_torch.ends)
+        rows = router.rows(x, layer.norm_of(torch.float32), weights)
+        assert torch.equal(rows.experts, expected.experts), name
+        torch.testing.assert_close(rows.weights, expected.weights)
+
+
+@pytest.mark.parametrize("method", ["rows", "tiles"])
+def test_a_nan_stays_in_its_row(method: str) -> None:
+    from headway.models.experts.methods import Rows, Tiles, Tiling
+    from headway.models.experts.router import Router
+
+    config = CONFIGS["deepseek_v3"]
+    layer, router = Layer(config, torch.float32), Router(config, CPU)
+    weights, norm = layer.weights(torch.float32), layer.norm_of(torch.float32)
+    way = Rows(config, router, CPU) if method == "rows" else Tiles(Tiling(16, 32, 64, 4, 2), config, router, CPU)
+    x = layer.draw(4, HIDDEN).float()
+    x[2] = torch.nan
+    routed = way.route(x, norm, weights)
+    assert bool(((routed.experts >= 0) & (routed.experts < config.num_all)).all())
+    assert all(len(set(row)) == config.num_slots for row in routed.experts.tolist())
+    way.add(x, routed, weights)
+    assert x.isnan().any(1).tolist() == [False, False, True, False]
