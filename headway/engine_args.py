@@ -28,7 +28,8 @@ class EngineArgs(EngineConfig):
     dtype: Annotated[str, "Element type: auto, float32, bfloat16 or float16."] = "auto"
     device: Annotated[str, "auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
-        str, "auto, or dummy: random weights in the model's shapes (also of qwen3-0.6b and llama-3-8b, which ship with Headway)."
+        str,
+        "auto, or dummy: random weights in a model's shapes (qwen3-0.6b, qwen3-30b-a3b and llama-3-8b ship with Headway).",
     ] = "auto"
     model_impl: Annotated[
         str, "What computes the model: headway (its own decoder), transformers (its code), or auto: the first that can."

@@ -29,6 +29,7 @@ from headway.registry import create_registry
 from headway.threads import set_threads
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.device import resolve_device
+from headway.tuning.experts import choose_experts
 from headway.tuning.named import check_named
 from headway.turns import Turns
 
@@ -62,15 +63,17 @@ class LLM:
             args.model_impl,
             args.compiles_on(self.device.type),
         )
-        specs, costs = cache_specs(self.model.decoder.attention_specs, config.kv_cache_dtype), None
+        decoder, costs = self.model.decoder, None
+        specs = cache_specs(decoder.attention_specs, config.kv_cache_dtype, decoder.kv_scales)
         check_named(self.registry, parse_backend_request(config.attn_backend).values(), specs)
         if not deterministic:  # which pins one backend, whatever is fastest
             table = TableRequest(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
             costs = costs_for(specs, self.registry, config.attn_backend, table, ahead)
+            choose_experts(self.model.decoder.expert_kinds, table.seconds(self.device), ahead)
         # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
-        eos = self.model.eos_token_ids
-        self.engine = Engine(self.model.decoder, self.registry, config, eos, sampling, costs, compile_ahead=ahead)
+        made_for = config, self.model.eos_token_ids, sampling, costs
+        self.engine = Engine(decoder, self.registry, *made_for, compile_ahead=ahead, kv_scales=decoder.kv_scales)
         self.tokenizer = self.model.tokenizer
         self._processor = OutputProcessor(self.tokenizer)
         self._request_ids = count()

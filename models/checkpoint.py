@@ -109,11 +109,32 @@ def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     if not found:
         place = next((name for name in _QUANTIZATION_FILES if (folder / name).is_file()), "")
         found = _read(folder / place) if place else None
-    if found is not None:
+    if found is not None and not _cache_alone(folder, found):
         raise ModelError(
             f"model {folder}: needs float32, bfloat16 or float16 weights, got weights quantised with {_method(found)} ({place}); "
             "use the unquantised checkpoint that this one was made from, or a .gguf file"
         )
+
+
+def _cache_alone(folder: Path, found: object) -> bool:
+    """Whether nothing but the cache is to be quantised, by scales that the checkpoint brings.
+
+    :raises ModelError: the cache, in another way than with a scale for each layer.
+    """
+    if not isinstance(found, Mapping):
+        return False
+    inner = found.get("quantization") or found  # ModelOpt's
+    if not inner.get("quant_algo") and inner.get("kv_cache_quant_algo"):
+        way, known = inner["kv_cache_quant_algo"], inner["kv_cache_quant_algo"] == "FP8"
+    elif inner.get("quant_method") == "compressed-tensors" and not inner.get("config_groups") and inner.get("kv_cache_scheme"):
+        way = inner["kv_cache_scheme"]
+        usual = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+        known = all(way.get(key, value) == value for key, value in usual.items())
+    else:
+        return False
+    if not known:
+        raise ModelError(f"model {folder}: needs an fp8 cache with a scale for each layer, got {way} for its cache")
+    return True
 
 
 def _method(found: object) -> str:

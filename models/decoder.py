@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from headway.models.config import DecoderConfig
 from headway.models.device_operations import operations_for
 from headway.models.invariant import invariant_operations
 from headway.models.layers.experts import ExpertsMLP
+from headway.models.layers.kv_scales import read_kv_scales
 from headway.models.layers.mlp import MLP
 from headway.models.layers.self_attention import SelfAttention
 from headway.models.layers.tensors import LayerTensors
@@ -20,6 +21,9 @@ from headway.models.linear import Linear
 from headway.models.operations import Embedding, Norm, Operations, Rope
 from headway.models.rope import rope_tables
 from headway.models.weights import WeightSource
+
+if TYPE_CHECKING:
+    from headway.models.experts.fused import FusedExperts
 
 
 class AttentionPart(Protocol):
@@ -78,11 +82,19 @@ class Decoder:
         for layer in self.layers:
             layer.absorb_norms(self.operations)
         self.attention_specs = [layer.attention.spec for layer in self.layers]
+        self.kv_scales = [layer.kv_scales for layer in self.layers]
+        """k_scale and v_scale of each layer's cache where it is fp8, from the checkpoint or 1."""
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self.config.vocab_size
+
+    @property
+    def expert_kinds(self) -> list[FusedExperts]:
+        """Kinds of layers of experts that choose among ways of computing them."""
+        kinds = [layer.mlp.kind for layer in self.layers if isinstance(layer.mlp, ExpertsMLP)]
+        return list(dict.fromkeys(kind for kind in kinds if kind is not None))
 
     @property
     def max_position_embeddings(self) -> int:
@@ -108,6 +120,7 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, index: int, weights: WeightSource, batch_invariant: bool) -> None:
         tensors = LayerTensors(config, weights, config.names.layer.format(index))
         self._rope = config.layers[index].rope
+        self.kv_scales = read_kv_scales(tensors)
         self.attention: AttentionPart = SelfAttention(config, index, tensors, batch_invariant)
         self.mlp: MLPPart = ExpertsMLP(config, tensors) if config.layers[index].experts else MLP(config, tensors)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from headway.core.contract.errors import ModelError
 from headway.models.dense_families import qwen3
@@ -73,13 +73,12 @@ def deepseek(config: Any) -> dict[str, Any]:
     """DeepSeek-V2 and V3 (Moonlight): dense layers first, then experts with shared ones beside them."""
     third = config.model_type == "deepseek_v3"
     method = getattr(config, "topk_method", "greedy")
-    scoring: Any = getattr(config, "scoring_func", None) or ("sigmoid" if third else "softmax")
+    expected: Literal["softmax", "sigmoid"] = "sigmoid" if third else "softmax"
+    scoring = getattr(config, "scoring_func", None) or expected
     if not third and method not in ("greedy", "group_limited_greedy"):
         raise BeyondDecoderError(f"topk_method: needs greedy or group_limited_greedy, got {method!r}")
-    if scoring != ("sigmoid" if third else "softmax"):
-        raise BeyondDecoderError(
-            f"scoring_func: needs {'sigmoid' if third else 'softmax'} for {config.model_type}, got {scoring!r}"
-        )
+    if scoring != expected:
+        raise BeyondDecoderError(f"scoring_func: needs {expected} for {config.model_type}, got {scoring!r}")
     if not third and getattr(config, "norm_topk_prob", False):
         raise BeyondDecoderError(
             "norm_topk_prob: needs false for deepseek_v2, whose weights are not divided by their sum, got true"
@@ -92,7 +91,7 @@ def deepseek(config: Any) -> dict[str, Any]:
         top_k=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,
         shared_intermediate_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
-        scoring=scoring,
+        scoring=expected,
         renormalize=third and bool(config.norm_topk_prob),
         scale=float(config.routed_scaling_factor),
         num_groups=config.n_group if grouped else 1,

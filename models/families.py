@@ -89,7 +89,9 @@ def read_decoder_config(config: Any) -> DecoderConfig:
     window = (getattr(config, "sliding_window", None) or None) if family.windowed else None
     layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None))
     if any(rope.rotary_dim != head_dim for rope in ropes) and not family.partial_rotary:
-        raise BeyondDecoderError(f"partial_rotary_factor: needs 1 in {family.architecture}, got another")
+        raise BeyondDecoderError(
+            f"partial_rotary_factor: needs 1 in {family.architecture}, got {ropes[0].rotary_dim / head_dim:g}"
+        )
     read: dict[str, Any] = {
         "intermediate_size": getattr(config, "intermediate_size", None),
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,

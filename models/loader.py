@@ -6,12 +6,11 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headway.core.contract.errors import ConfigError, ModelError
-from headway.core.contract.model import Model
 from headway.core.contract.spec import DTYPES
 from headway.models.checkpoint import check_folder, unknown
 from headway.models.config import DecoderConfig
@@ -22,6 +21,9 @@ from headway.models.families import read_decoder_config
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
 from headway.models.weights import Weights, WeightSource
+
+if TYPE_CHECKING:
+    from headway.models.transformers_adapter.model import TransformersModel
 
 LOAD_FORMATS = ("auto", "dummy")
 """auto: the safetensors files of the folder; dummy: random weights in the shapes of its config.json."""
@@ -37,7 +39,7 @@ class LoadedModel:
 
     name: str
     folder: Path
-    decoder: Model
+    decoder: Decoder | TransformersModel
     implementation: str
     """What computes it, in words: Headway's decoder or transformers' code."""
     tokenizer: Any
@@ -77,10 +79,11 @@ def load_model(
     folder, device = locate(name, weights=not dummy), torch.device(device)
     config = read_config(folder, plain=model_impl != "transformers")
     chosen = _dtype(dtype, config, device)
-    decoder: Model
+    decoder: Decoder | TransformersModel
     native = None if model_impl == "transformers" else _decoder_config(config, required=model_impl == "headway")
     if native is not None:
-        weights: WeightSource = DummyWeights(chosen, device) if dummy else Weights(folder, chosen, device)
+        unit = [] if native.experts is None else [f"{native.names.embed}.weight"]
+        weights: WeightSource = DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device)
         with torch.inference_mode():
             decoder, implementation = Decoder(native, weights, batch_invariant), "Headway's decoder"
     elif batch_invariant:

@@ -52,9 +52,9 @@ class FusedExperts:
         cell = nearest(num_tokens)
         method = self._chosen.get(cell)
         if method is None:
-            name = None if self._times is None else self._times.fastest(num_tokens)
-            method = self.methods.get(name or rule(num_tokens, self.config)) or next(iter(self.methods.values()))
-            self._chosen[cell] = method
+            name = (None if self._times is None else self._times.fastest(num_tokens)) or rule(num_tokens, self.config)
+            able = {each.name: each for each in self.methods.values() if each.takes(num_tokens, self.dtype)}
+            method = self._chosen[cell] = able.get(name) or list(able.values())[-1]
         return method
 
     def __call__(self, residual: Tensor, norm: Norm, weights: ExpertWeights) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config
 
 from headway.core.contract.errors import ModelError
 from headway.models.decoder import Decoder
@@ -31,6 +31,10 @@ CONFIGS = {
     "llama, tied, biased": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
     "qwen3": Qwen3Config(**SMALL),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=28, shared_expert_intermediate_size=44
+    ),
+    "gpt_oss": GptOssConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
 }
 ROWS = (2, 3, 7, 15, 16, 17, 33, 64)
 ROPE = torch.tensor([[1.0, 0.1]]), torch.ones(1, 2)
