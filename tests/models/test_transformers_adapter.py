@@ -105,7 +105,7 @@ EVERYDAY = {
     "DeepseekV3ForCausalLM": "sdpa.math",
 }
 """Architectures that show what the others do, and the backend of each."""
-COMPILED = ("Gemma2ForCausalLM", "Qwen3MoeForCausalLM")
+COMPILED = ("Gemma2ForCausalLM",)
 
 
 def config_of(architecture: str, **changes: Any) -> PreTrainedConfig:
