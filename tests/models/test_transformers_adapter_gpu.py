@@ -1,4 +1,4 @@
-"""Decoders of transformers on a GPU: compiled layers in CUDA graphs write what the same layers write as they are, kernel by kernel."""
+"""Decoders of transformers on a GPU: compiled layers in CUDA graphs write what the layers as they are write."""
 
 from __future__ import annotations
 
