@@ -12,6 +12,7 @@ from typing import cast
 from tqdm import tqdm
 
 from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.contract.latent import expanded_specs, latent_layers
 from headway.core.engine.engine import Engine
 from headway.core.engine.specs import cache_specs
 from headway.core.sampling.params import SamplingParams
@@ -68,8 +69,9 @@ class LLM:
         check_named(self.registry, parse_backend_request(config.attn_backend).values(), specs)
         if not deterministic:  # which pins one backend, whatever is fastest
             table = TableRequest(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
-            costs = costs_for(specs, self.registry, config.attn_backend, table, ahead)
-            choose_experts(self.model.decoder.expert_kinds, table.seconds(self.device), ahead)
+            expanded = expanded_specs(specs, latent_layers(decoder))
+            costs = costs_for(specs, self.registry, config.attn_backend, table, ahead, expanded)
+            choose_experts(decoder.expert_kinds, table.seconds(self.device), ahead)
         # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
         made_for = config, self.model.eos_token_ids, sampling, costs

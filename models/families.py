@@ -10,6 +10,7 @@ from typing import Any
 from headway.core.contract.errors import ModelError
 from headway.models import dense_families as dense
 from headway.models import expert_families as experts
+from headway.models import latent_families as latent
 from headway.models.config import Activation, DecoderConfig, LayerConfig, RopeConfig
 from headway.models.errors import BeyondDecoderError
 from headway.models.names import LLAMA_NAMES, TensorNames
@@ -32,6 +33,8 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", latent.deepseek, windowed=False),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", latent.deepseek, windowed=False),
     "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
     "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),
     "gemma3_text": Family("Gemma3ForCausalLM", dense.gemma3, dense.GEMMA2_NAMES),

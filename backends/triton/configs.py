@@ -21,6 +21,8 @@ class DecodeConfig:
     """Keys a tile."""
     num_warps: int
     num_stages: int
+    block_m: int = 64
+    """Query rows a tile, at most."""
     residents: int = 8
     """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
     tile_us: float = 1.0
@@ -67,7 +69,8 @@ class Architecture:
     name: str
     decode: Mapping[str, DecodeConfig]
     """"few" for any number of programs, "fp8" for an fp8 cache; "many" instead of "few" for many programs of one token each,
-    where a tile lies in one block and a row in one piece (not in vllm_5d)."""
+    where a tile lies in one block and a row in one piece (not in vllm_5d). "latent" where the value lies in the key, and
+    "latent wide" instead for 64 query rows or more."""
     prefill: PrefillConfig
     prefill_short: PrefillConfig
     """Prompts of up to SHORT_PROMPT tokens, where the masked tiles weigh more."""
@@ -90,6 +93,10 @@ SM_90 = Architecture(
             128, num_warps=4, num_stages=2, residents=3, tile_us=1.5, busy_us=2.02, wave_us=1.7, bytes_per_us=4.1e6
         ),
         "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.59, wave_us=7.6, bytes_per_us=4.1e6),
+        "latent": DecodeConfig(
+            32, num_warps=4, num_stages=3, block_m=32, residents=2, tile_us=1.2, wave_us=3.0, bytes_per_us=4.1e6
+        ),
+        "latent wide": DecodeConfig(64, num_warps=8, num_stages=2, residents=1, tile_us=2.3, wave_us=3.0, bytes_per_us=4.1e6),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
@@ -98,7 +105,10 @@ SM_90 = Architecture(
 )
 SM_80 = Architecture(
     "sm_80",
-    {"few": DecodeConfig(block_n=64, num_warps=4, num_stages=5, residents=1, bytes_per_us=1.5e6)},
+    {
+        "few": DecodeConfig(block_n=64, num_warps=4, num_stages=5, residents=1, bytes_per_us=1.5e6),
+        "latent": DecodeConfig(block_n=32, num_warps=4, num_stages=3, block_m=16, residents=1, bytes_per_us=1.5e6),
+    },
     _PLAIN,
     _PLAIN,
     _PLAIN,
@@ -133,6 +143,16 @@ def decode_configs(
     if many is None or itemsize == 1 or split_rows or block_size % many.block_n:
         return (few,)
     return few, _shrunk(many, row_bytes)
+
+
+def latent_config(arch: Architecture, rows: int, itemsize: int) -> DecodeConfig:
+    """What serves a cache whose values lie in its keys. rows: query rows of a kv head; itemsize: bytes of what is multiplied."""
+    table = arch.decode
+    name = "latent wide" if rows >= 64 and itemsize == 2 and "latent wide" in table else "latent"
+    config = table.get(name) or replace(table["few"], block_m=16)
+    if itemsize == 4:  # twice the memory for a tile of which half the numbers are computed at a time
+        config = replace(config, block_m=16, num_stages=min(config.num_stages, 2))
+    return config
 
 
 def _shrunk(config: DecodeConfig, row_bytes: int) -> DecodeConfig:

@@ -65,7 +65,7 @@ class Layer:
                 "TAIL": tail,
                 "V_HEAD_DIM": spec.v_head_dim,
                 "BLOCK_DV": block_dv,
-                "VALUE_IN_KEY": spec.value_in_key and block_dv == block_d,
+                "VALUE_IN_KEY": spec.value_in_key and block_dv == block_d == spec.v_head_dim,
                 "HAS_WINDOW": spec.sliding_window is not None,
                 "HAS_SOFTCAP": cap is not None,
                 "HAS_ALIBI": spec.alibi_slopes is not None,
@@ -74,6 +74,11 @@ class Layer:
                 "PRECISION": "ieee" if spec.dtype == torch.float32 else "tf32",
             },
         )
+
+    @property
+    def value_first(self) -> bool:
+        """Whether the value lies in the key and is all of its first tile."""
+        return bool(self.constants["VALUE_IN_KEY"])
 
 
 def _row(head_dim: int) -> tuple[int, int]:

@@ -107,7 +107,7 @@ def settings(llm: LLM) -> dict[str, str]:
         **{phase.value: name for phase, name in chosen.names.items()},
         "kv_layout": chosen.layout.name,
         "block_size": str(chosen.block_size),
-        "pool_tokens": str(llm.engine.capacity.pool.num_tokens),
+        "pool_tokens": str(llm.engine.capacity.pool.num_tokens(llm.engine.capacity.max_model_len)),
         "max_model_len": str(llm.engine.capacity.max_model_len),
         "max_num_seqs": str(config.max_num_seqs),
         "max_num_batched_tokens": str(config.step_tokens),
