@@ -93,12 +93,15 @@ class AttentionSite:
         """
         if passed == self.passed and sinks is self.sinks and mask is None:
             return
-        wanted: dict[str, object] = {**self.passed._asdict(), "sinks": self.sinks is not None, "attention_mask": None}
-        got: dict[str, object] = {**passed._asdict(), "sinks": sinks is not None, "attention_mask": mask and type(mask).__name__}
-        name = next((name for name in wanted if wanted[name] != got[name]), "sinks")
+        differing = [(*pair, name) for name, *pair in zip(Passed._fields, self.passed, passed, strict=True) if pair[0] != pair[1]]
+        if mask is not None:
+            differing.append(("none", type(mask).__name__, "attention_mask"))
+        if sinks is not self.sinks:
+            differing.append(("those that it had", "others", "sinks"))
+        needed, got, name = differing[0]
         raise ModelError(
-            f"attention layer {self.layer} ({self.name}): {name} needs {wanted[name]}, as when the model was loaded, got "
-            f"{got[name]}; its cache and its kernels were chosen for the first"
+            f"attention layer {self.layer} ({self.name}): {name} needs {needed}, as when the model was loaded, got {got}; its "
+            "cache and its kernels were chosen for the first"
         )
 
 
