@@ -44,8 +44,8 @@ class FusedExperts:
         """Which method serves how many tokens, and by whose word."""
         names = [self.method_for(count).name for count in TOKEN_COUNTS]
         changes = [cell for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]]
-        ranges = ", ".join(f"{names[cell]} from {TOKEN_COUNTS[cell]} tokens on" for cell in changes)
-        return f"{ranges} ({'not measured' if self._times is None else self._times.source})"
+        ranges = ", ".join(f"{names[cell]} from {TOKEN_COUNTS[cell]}" for cell in changes)
+        return f"{ranges} tokens on ({'not measured' if self._times is None else self._times.source})"
 
     def method_for(self, num_tokens: int) -> Method:
         """What computes so many tokens."""
