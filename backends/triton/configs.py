@@ -35,6 +35,8 @@ class DecodeConfig:
     """What merging one more partial result costs the last to arrive, ..."""
     merge_row_us: float = 0.015
     """... and for each row of the query tile."""
+    merge_launch_us: float = 0.0
+    """What merging costs beside that where a launch of its own does it; 0: the last program to arrive merges."""
     bytes_per_us: float = 2.0e6
     """Memory bandwidth."""
 
@@ -94,9 +96,22 @@ SM_90 = Architecture(
         ),
         "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.59, wave_us=7.6, bytes_per_us=4.1e6),
         "latent": DecodeConfig(
-            32, num_warps=4, num_stages=3, block_m=32, residents=2, tile_us=1.2, wave_us=3.0, bytes_per_us=4.1e6
+            32,
+            4,
+            3,
+            32,
+            2,
+            tile_us=0.92,
+            busy_us=1.13,
+            wave_us=6.6,
+            merge_us=0.137,
+            merge_row_us=0,
+            merge_launch_us=1.8,
+            bytes_per_us=4.1e6,
         ),
-        "latent wide": DecodeConfig(64, num_warps=8, num_stages=2, residents=1, tile_us=2.3, wave_us=3.0, bytes_per_us=4.1e6),
+        "latent wide": DecodeConfig(
+            64, 8, 2, 64, 1, tile_us=3.8, wave_us=6.4, merge_us=0.08, merge_row_us=0, merge_launch_us=2.8, bytes_per_us=4.1e6
+        ),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
