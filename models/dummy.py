@@ -44,5 +44,9 @@ class DummyWeights:
         """Draw one tensor in place."""
         target.copy_(self.take(name, tuple(target.shape)))
 
+    def take_number(self, name: str) -> float:
+        """No scale is drawn."""
+        return 1.0
+
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Nothing can be left over."""
