@@ -115,7 +115,7 @@ def settings(llm: LLM) -> dict[str, str]:
         "async_scheduling": str(config.async_scheduling).lower(),
         "tokenizer": "no" if llm.tokenizer is None else "yes",
         "prefix_cache": "emptied before each pass" if config.enable_prefix_caching else "off",
-        **{"experts": kind.describe() for kind in llm.model.decoder.expert_kinds[:1]},
+        **{f"experts {number}": kind.describe() for number, kind in enumerate(llm.model.decoder.expert_kinds)},
     }
 
 
