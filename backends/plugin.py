@@ -11,6 +11,8 @@ from headway.core.contract.backend import API_VERSION, AttentionBackend, Backend
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.speculation.builtin import BUILTIN
+from headway.core.speculation.proposer import ProposerInfo
 from headway.registry.hookspecs import hookimpl
 
 log = logging.getLogger("headway")
@@ -174,3 +176,9 @@ def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequenc
     order = RANK.get(spec.device.type, {}).get(phase, ("sdpa.math",))
     last = len(order) - 1  # unknown names come before the baseline
     return sorted(candidates, key=lambda name: order.index(name) if name in order else last - 0.5)
+
+
+@hookimpl
+def headway_register_proposers() -> Sequence[ProposerInfo]:
+    """What Headway brings to guess tokens with."""
+    return BUILTIN

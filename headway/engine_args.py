@@ -146,7 +146,7 @@ VLLM_OPTIONS: Final = {
     "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
     "enable_lora": "not supported yet: merge the adapter into its model with peft's merge_and_unload()",
     "max_lora_rank": "not supported yet: merge the adapter into its model with peft's merge_and_unload()",
-    "speculative_config": "not supported yet, because the engine writes one token per step and sequence",
+    "speculative_config": "Headway calls it speculate and num_speculative_tokens: speculate='ngram' or 'suffix'",
     "limit_mm_per_prompt": "not supported yet, because models read text alone",
     "disable_log_stats": _NO_LOG,
     "disable_log_requests": _NO_LOG,

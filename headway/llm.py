@@ -19,6 +19,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.request import parse_backend_request
 from headway.core.select.selector import check_names
+from headway.core.speculation.proposer import ProposerOptions
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.heap import freeze_heap
 from headway.models.device_operations import compile_ahead, fastest_sampling
@@ -51,6 +52,7 @@ class LLM:
         config, deterministic = args.engine_config(), args.deterministic
         self.registry = args.registry or create_registry(args.plugins)
         check_names(self.registry, config.attn_backend, config.kv_layout, config.attn_options)
+        speculate = None if config.speculate is None else self.registry.proposer(config.speculate)
         self.device = resolve_device(args.device)
         ahead = compile_ahead(self.device)
         self.num_threads = set_threads(args.num_threads) if self.device.type == "cpu" else None
@@ -75,7 +77,8 @@ class LLM:
         # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
         made_for = config, self.model.eos_token_ids, sampling, costs
-        self.engine = Engine(decoder, self.registry, *made_for, compile_ahead=ahead, kv_scales=decoder.kv_scales)
+        proposer = None if speculate is None else speculate.make(ProposerOptions())
+        self.engine = Engine(decoder, self.registry, *made_for, proposer, compile_ahead=ahead, kv_scales=decoder.kv_scales)
         self.tokenizer = self.model.tokenizer
         self._processor = OutputProcessor(self.tokenizer)
         self._request_ids = count()

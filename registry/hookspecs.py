@@ -10,6 +10,7 @@ from headway.core.contract.backend import BackendInfo
 from headway.core.contract.layout import LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.speculation.proposer import ProposerInfo
 
 PROJECT = "headway"
 """pluggy's project name, and the entry-point group plugins are found in."""
@@ -31,3 +32,8 @@ def headway_register_backends() -> Iterable[BackendInfo]:  # type: ignore[empty-
 @hookspec(firstresult=True)
 def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> Sequence[str] | None:
     """Order `candidates` best first for a layer and phase that nobody has measured; None leaves it to the next plugin."""
+
+
+@hookspec
+def headway_register_proposers() -> Iterable[ProposerInfo]:  # type: ignore[empty-body]
+    """Return what this plugin brings to guess tokens with, for `speculate`; see docs/speculation.md."""

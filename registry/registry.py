@@ -17,9 +17,10 @@ from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
+from headway.core.speculation.proposer import ProposerInfo
 from headway.registry import hookspecs
 from headway.registry.discovery import PluginFailure, entry_points
-from headway.registry.validate import answers_of, check_backend_class, check_backend_info, check_layout_info
+from headway.registry.validate import answers_of, check_backend_class, check_backend_info, check_layout_info, check_proposer_info
 
 BUILTIN_OWNER = "built-in"
 BUILTIN_PLUGIN = "headway.backends.plugin"
@@ -44,6 +45,7 @@ class Registry:
         self._support: dict[str, Support] = {}
         self.backends: dict[str, BackendEntry] = {}
         self.layouts: dict[str, LayoutInfo] = {}
+        self.proposers: dict[str, ProposerInfo] = {}
         self.failures: list[PluginFailure] = []
 
     def add_plugin(self, name: str, owner: str, plugin: object) -> None:
@@ -65,20 +67,27 @@ class Registry:
             where = f"plugin {name!r} of {owner}"
             layouts: list[LayoutInfo] = self._ask("headway_register_layouts", LayoutInfo, plugin, where)
             backends: list[BackendInfo] = self._ask("headway_register_backends", BackendInfo, plugin, where)
+            proposers: list[ProposerInfo] = self._ask("headway_register_proposers", ProposerInfo, plugin, where)
             for layout in layouts:
                 check_layout_info(layout, where)
             for backend in backends:
                 check_backend_info(backend, where)
+            for proposer in proposers:
+                check_proposer_info(proposer, where)
             for number, layout in enumerate(layouts):
                 self._check_layout(layout, layouts[:number])
             for backend in backends:
                 self._check_backend(backend, owner, [other.name for other in backends])
+            for taken in (known := [each.name for each in proposers]):
+                if taken in self.proposers or known.count(taken) > 1:
+                    raise PluginError(f"{where}: the proposer name {taken!r} is already taken: rename one of them")
         except BaseException:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
             raise
         self._owners[name] = owner
         self.layouts.update({info.layout.name: info for info in layouts})
+        self.proposers.update({info.name: info for info in proposers})
         self.backends.update({backend.name: BackendEntry(backend, owner) for backend in backends})
 
     def _ask(self, hook: str, kind: type, plugin: object, where: str) -> list[Any]:
@@ -144,6 +153,15 @@ class Registry:
         if name not in self.layouts:
             raise ConfigError("kv_layout", f"auto or one of {', '.join(self.layouts)}", repr(name))
         return self.layouts[name]
+
+    def proposer(self, name: str) -> ProposerInfo:
+        """What guesses tokens under a name.
+
+        :raises ConfigError: nobody registered that name.
+        """
+        if name not in self.proposers:
+            raise ConfigError("speculate", f"one of {', '.join(self.proposers)}", repr(name))
+        return self.proposers[name]
 
     def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether a backend can run here and can serve this layer in this phase."""

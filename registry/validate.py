@@ -14,6 +14,7 @@ from headway.core.contract.capabilities import FEATURES, Capabilities
 from headway.core.contract.errors import PluginError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
+from headway.core.speculation.proposer import ProposerInfo
 
 _RESERVED = ("auto", "reference")
 """Words with a meaning of their own where a name is asked for."""
@@ -55,6 +56,15 @@ def check_layout_info(info: LayoutInfo, plugin: str) -> None:
         raise PluginError(
             f"{plugin}: layout {info.layout.name!r}: LayoutInfo.load_writer must be callable, got {info.load_writer!r}"
         )
+
+
+def check_proposer_info(info: ProposerInfo, plugin: str) -> None:
+    """:raises PluginError: a field of the wrong kind."""
+    _check_name(info.name, f"{plugin}: ProposerInfo.name")
+    if not isinstance(info.summary, str):
+        raise PluginError(f"{plugin}: proposer {info.name!r}: ProposerInfo.summary must be a text, got {info.summary!r}")
+    if not callable(info.make):
+        raise PluginError(f"{plugin}: proposer {info.name!r}: ProposerInfo.make must be callable, got {info.make!r}")
 
 
 def check_backend_info(info: BackendInfo, plugin: str) -> None:

@@ -16,6 +16,7 @@ ROOMS = (
     "core.contract",
     "core.select",
     "core.sampling",
+    "core.speculation",
     "core.engine",
     "registry",
     "backends",

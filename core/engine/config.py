@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 BLOCK_MULTIPLE = 8
 """Every block size is a multiple of this: no kernel reads smaller steps."""
 
+MAX_DRAFT_TOKENS = 7
+"""Drafts verified at once: with the newest token before them these are the most query tokens that count as a decode."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -50,6 +53,10 @@ class EngineConfig:
         Sequence[int] | None, "Batch sizes whose decode is captured in CUDA graphs. Default: up to max_num_seqs."
     ] = None
     async_scheduling: Annotated[bool | None, "Launch a step before the last one is read. Default: on a GPU."] = None
+    speculate: Annotated[
+        str | None, "Guess tokens and verify several in a step, where that is faster: ngram, suffix, or a plugin's. Default: no."
+    ] = None
+    num_speculative_tokens: Annotated[int, "Most guesses that a step verifies for a sequence, 1 to 7."] = 7
     deterministic: Annotated[bool, "Give a request the same bits alone and in any batch; slower."] = False
     seed: Annotated[int, "Seed of the requests that bring none of their own."] = 0
 
@@ -70,6 +77,12 @@ class EngineConfig:
         Workload.parse(self.workload)
         if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in KV_DTYPES:
             raise ConfigError("kv_cache_dtype", f"auto or {' or '.join(KV_DTYPES)}", repr(self.kv_cache_dtype))
+        drafts = self.num_speculative_tokens
+        if not _is_count(drafts) or drafts > MAX_DRAFT_TOKENS:
+            raise ConfigError("num_speculative_tokens", f"a whole number from 1 to {MAX_DRAFT_TOKENS}", repr(drafts))
+        if self.speculate is not None and self.deterministic:
+            hint = "leave one of them out"
+            raise ConfigError("speculate", "steps whose shape changes no bit, which deterministic forbids", self.speculate, hint)
         if not is_seed(self.seed):
             raise ConfigError("seed", SEED_RANGE, repr(self.seed))
         if self.block_size is not None and self.block_size % BLOCK_MULTIPLE:

@@ -9,14 +9,17 @@ from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine import deterministic
 from headway.core.engine.config import EngineConfig
+from headway.core.engine.drafting import Drafting
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.local import LocalExecutor
-from headway.core.engine.loop import EngineLoop, Proposer
-from headway.core.engine.scheduler import MAX_DRAFT_TOKENS, Scheduler
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.specs import cache_specs
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.selector import BackendSource
+from headway.core.speculation.proposer import Proposer
+from headway.core.speculation.times import StepTimes
 
 
 class Engine(EngineLoop):
@@ -31,6 +34,7 @@ class Engine(EngineLoop):
         sampling: SamplingOps = TORCH_SAMPLING,
         costs: Mapping[AttentionSpec, CostTable] | None = None,
         proposer: Proposer | None = None,
+        measured: bool = True,
         compile_ahead: CompileAhead | None = None,
         kv_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
@@ -42,6 +46,9 @@ class Engine(EngineLoop):
 
         costs: measured times of each distinct layer, which `auto` obeys; None: the order that plugins propose.
 
+        proposer: guesses tokens, which change no output, only the speed. measured: verify guesses where they pay by the times of
+        the steps; else whatever they cost.
+
         :raises HeadwayError: options that cannot work together, with what would.
         """
         config = config or EngineConfig()
@@ -49,10 +56,14 @@ class Engine(EngineLoop):
         config = config.for_device(specs[0].device)
         if config.deterministic:
             config = deterministic.prepare(source, specs, config)
-        max_decode_len = 1 if proposer is None else MAX_DRAFT_TOKENS + 1
+        max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
         self.executor = LocalExecutor(model, specs, source, config, sampling, costs, compile_ahead, max_decode_len)
         self.selection = self.executor.selection
         limits = PromptLimits.of(config, self.executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size)
         scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler
-        super().__init__(self.executor, config, limits, eos_token_ids, scheduler, proposer)
+        drafting = None
+        if proposer is not None:
+            times = StepTimes(self.executor.attention_us) if measured else None
+            drafting = Drafting(proposer, model.vocab_size, config.num_speculative_tokens, times)
+        super().__init__(self.executor, config, limits, eos_token_ids, scheduler, drafting)
         self.executor.capture()

@@ -134,15 +134,7 @@ class DecodeGraph:
 
         :raises BackendError: something in it cannot be captured.
         """
-        try:
-            self._replay = recorder.record(self.run)
-        except (HeadwayError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            raise BackendError(
-                f"CUDA graphs: decode of {self.size} sequences with {self.backends[0]} cannot be captured: {error}; "
-                "--enforce-eager does without"
-            ) from error
+        self._replay = recorded(recorder, self.run, f"decode of {self.size} sequences with {self.backends[0]}")
 
     def _worst_case(self, slots: Sequence[Tensor], tables: Sequence[Tensor]) -> list[AttentionMetadata]:
         step, size, device = self._step, self.size, self._seq_lens.device
@@ -204,6 +196,19 @@ class DecodeGraph:
             backend.plan_for_replay(plan, metadata[group])
         self._replay()
         return self._step.logits[: len(at)], self.tokens[: len(at)]
+
+
+def recorded(recorder: Recorder, run: Callable[[], object], what: str) -> Callable[[], None]:
+    """What runs a recorded step again.
+
+    :raises BackendError: something in it cannot be captured.
+    """
+    try:
+        return recorder.record(run)
+    except (HeadwayError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise BackendError(f"CUDA graphs: {what} cannot be captured: {error}; --enforce-eager does without") from error
 
 
 def name_of(backends: Backends) -> str:

@@ -102,8 +102,6 @@ class DecodeGraphs:
         """
         if not step.goes_on:
             decodes = (step.query_lens == 1) & (step.context_lens > 0)
-            if step.num_draft_tokens.any():
-                return None, "drafts to verify"
             return None, "a token that the device does not hold" if decodes.all() else "a prompt in the step"
         if step.num_seqs >= len(self._size_of):
             largest = max(len(self._size_of) - 1, 0)

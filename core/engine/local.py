@@ -24,7 +24,7 @@ from headway.core.engine import pool
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.blocks import SMALLEST_CHUNK
 from headway.core.engine.compilation import CompilationWatch
-from headway.core.engine.config import EngineConfig
+from headway.core.engine.config import MAX_DRAFT_TOKENS, EngineConfig
 from headway.core.engine.executor import Capacity
 from headway.core.engine.graph import name_of
 from headway.core.engine.graphs import capture_sizes
@@ -35,7 +35,6 @@ from headway.core.engine.pieces import piece_sizes
 from headway.core.engine.pool import PoolSize
 from headway.core.engine.recorder import CudaRecorder, Recorder
 from headway.core.engine.runner import Launched, Runner
-from headway.core.engine.scheduler import MAX_DRAFT_TOKENS
 from headway.core.engine.step import StepInput
 from headway.core.engine.warming import Warming
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
@@ -110,6 +109,7 @@ class LocalExecutor:
         self._device = device
         self._config = config
         self._compile_ahead = compile_ahead
+        self._selector, self._max_decode_len = selector, max_decode_len
         limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, max_decode_len)
         self._warming = Warming(self._runner, model, self.attention, selector, limits, size)
         log.info("attention: %s", self.selection)
@@ -138,7 +138,7 @@ class LocalExecutor:
             log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
         elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
             sizes = config.cudagraph_capture_sizes or capture_sizes(config.max_num_seqs)
-            self._runner.capture(sizes, piece_sizes(config.step_tokens), recorder or CudaRecorder())
+            self._runner.capture(sizes, piece_sizes(config.step_tokens), recorder or CudaRecorder(), self._max_decode_len)
             if compiled := watch.take():
                 log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
         if self._compile_ahead is not None:
@@ -156,6 +156,13 @@ class LocalExecutor:
             if not compiled:
                 return
         log.warning("warm-up: %s compiled in every round: requests will wait for them", ", ".join(sorted(set(compiled))))
+
+    def attention_us(self, num_seqs: int, query_len: int, kv_len: int) -> float:
+        """Microseconds of the attention of a decode step with the fastest backend, by the crossover table; infinite without one.
+
+        query_len, kv_len: of each sequence, new tokens, and cached and new ones.
+        """
+        return self._selector.decode_us(num_seqs, query_len, kv_len)
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
         """Have every step's logits looked at: rows that sample, int32 [rows], and logits [rows, vocab_size] on the device.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 import torch
@@ -14,6 +14,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.deltas import OutputDelta
+from headway.core.engine.drafting import Drafting
 from headway.core.engine.executor import Executor, InFlight
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.prepare import prepare
@@ -25,15 +26,13 @@ from headway.core.sampling.sampler import NOT_A_TOKEN
 
 log = logging.getLogger("headway")
 
-Proposer = Callable[[Items[int]], Items[int]]
-"""A speculator: the tokens of a sequence -> guesses of those that follow, which the next step verifies; none is allowed."""
-
 
 class EngineLoop:
     """Continuous batching over one executor: call `step` until nothing is left. One thread at a time may call its methods.
 
-    With config.async_scheduling, and without a proposer, a step is launched before the one before it has been read, so that the
-    host's work hides behind the device's; tokens then come one call later, and one sampled past the end of a sequence is dropped.
+    With config.async_scheduling a step is launched before the one before it has been read, so that the host's work hides behind
+    the device's; tokens then come one call later, and one sampled past the end of a sequence is dropped. While tokens are guessed
+    it does not, for guesses are made from tokens that the host has seen.
     """
 
     def __init__(
@@ -43,9 +42,9 @@ class EngineLoop:
         limits: PromptLimits,
         eos_token_ids: frozenset[int] = frozenset(),
         scheduler: type[Scheduler] = Scheduler,
-        proposer: Proposer | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """config: with what depends on the device filled in. proposer: guesses tokens, which change no output, only the speed."""
+        """config: with what depends on the device filled in. drafting: guesses tokens, which change no output, only the speed."""
         self.config = config
         self.limits = limits
         self.capacity = executor.capacity
@@ -57,8 +56,8 @@ class EngineLoop:
         self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
         self._executor = executor
         self._eos = eos_token_ids
-        self._propose = proposer
-        self._ahead = bool(config.async_scheduling) and proposer is None  # guesses are made from tokens that the host has seen
+        self._drafting = drafting
+        self._ahead = bool(config.async_scheduling)
         self._live: dict[str, list[Sequence]] = {}
         """The unfinished sequences of each request."""
         self._in_flight: deque[tuple[InFlight, list[Sequence], list[Sequence]]] = deque()
@@ -112,6 +111,9 @@ class EngineLoop:
         """
         started, waited = time.perf_counter(), self.stats.wait_seconds
         self._read_until(1)  # more are left only by an interrupt
+        drafting = self._drafting
+        if drafting is not None:
+            drafting.plan(() if self._in_flight else self.scheduler.running)
         scheduled = self.scheduler.schedule()
         assert scheduled or self._in_flight or self._unreported, "nothing to schedule although something is unfinished"
         failure: Exception | None = None
@@ -127,8 +129,10 @@ class EngineLoop:
                 self._in_flight.append((launched, seqs, sampling))
                 self.scheduler.launched(scheduled)
                 self.stats.count(step, launched)
-        ahead = self._ahead and scheduled and failure is None
+        ahead = self._ahead and bool(scheduled) and failure is None and (drafting is None or drafting.rests)
         self._read_until(1 if ahead else 0)
+        if drafting is not None:
+            drafting.stepped(scheduled, ahead or not self._ahead, self.stats)
         if failure is not None:
             self._recover(scheduled, failure)
         self.stats.num_preemptions = self.scheduler.num_preemptions
@@ -161,14 +165,15 @@ class EngineLoop:
                 read(seq, [])
                 continue
             nan = tokens[-1] == NOT_A_TOKEN
+            if seq.num_unverified and self._drafting is not None:
+                self.stats.num_accepted_tokens += len(tokens) - 1
+                self._drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
             new = read(seq, tokens[:-1] if nan else tokens)
             if nan and not seq.finished:
                 found = in_flight.first_nan or "HEADWAY_DEBUG=1 says which layer made the first"
                 seq.fail(f"the logits of token {seq.num_tokens} hold a NaN; {found}")
             if seq.finished:
                 ended.append(seq)
-            elif self._propose is not None:
-                seq.draft_token_ids = list(self._propose(seq.token_ids))
             report(_delta(seq, new))
         self._remove(ended)
 
@@ -207,6 +212,8 @@ class EngineLoop:
             return
         self.scheduler.remove_finished()
         for seq in ended:
+            if self._drafting is not None:
+                self._drafting.finish(seq)
             live = self._live[seq.request_id]
             live.remove(seq)
             if not live:

@@ -25,8 +25,10 @@ from headway.core.engine.prompts import PromptGraph, PromptGraphs
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Draws, Rows
 from headway.core.engine.step import NEWEST, Sampled, StepInput
+from headway.core.engine.verify_graph import VerifyGraph
+from headway.core.engine.verifying import VerifyGraphs, verify_drafts
 from headway.core.sampling.sampler import SamplingOps, sample
-from headway.core.sampling.verification import Verified, verify
+from headway.core.sampling.verification import Verified
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
 
@@ -97,27 +99,31 @@ class Runner:
         self._rows = Rows(max_num_seqs, -(-max_model_len // block_size), groups)
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
+        self._verifying: VerifyGraphs | None = None
         self._pieces = PieceGraphs(model, attention, self._device)
         self._compilations: CompilationWatch | None = None
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
         """Called in every step with the rows that sample and their logits, which the next step overwrites."""
 
-    def capture(self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: Recorder) -> None:
+    def capture(
+        self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: Recorder, max_decode_len: int = 1
+    ) -> None:
         """Capture decode steps of these many sequences, and pieces of other steps of these many tokens, as CUDA graphs.
 
-        See DecodeGraphs for what may be refused.
+        max_decode_len: query tokens of a decode, drafts included. See DecodeGraphs for what may be refused.
         """
         self._pieces.capture(token_counts, recorder)
         sizes = self._block_size, self._max_model_len, self._num_blocks
         step = GraphStep(self._model, self._attention, self._sampling, self._newest, *sizes)
-        graphs, prompts, selector = DecodeGraphs(step), PromptGraphs(step), self._selector
+        graphs, prompts, verifying, selector = DecodeGraphs(step), PromptGraphs(step), VerifyGraphs(step), self._selector
 
         def candidates(size: int) -> list[Backends]:
             return [selector.instances_of(name) for name in selector.decode_candidates(size)]
 
         graphs.capture(batch_sizes, candidates, recorder)  # before prompts, for its logits are the largest
         prompts.capture(token_counts, self._prompt_backends, recorder)
-        self._graphs, self._prompts = graphs, prompts
+        verifying.capture(max_decode_len, selector, recorder)
+        self._graphs, self._prompts, self._verifying = graphs, prompts, verifying
 
     def _prompt_backends(self, length: int) -> Backends:
         """Those that are fastest for one prompt."""
@@ -141,7 +147,10 @@ class Runner:
             copy_slots(self._attention.caches, self._groups, step.copies)
         graph, no_graph = self._graph(step)
         order, verified, piecewise = None, None, False
-        if graph is not None:
+        if isinstance(graph, VerifyGraph):
+            verified = self._replay_verification(graph, step)
+            tokens = verified.tokens
+        elif graph is not None:
             positions = step.context_lens + step.query_lens
             if isinstance(graph, PromptGraph):
                 draws = self._draws(step.rows, positions)
@@ -168,7 +177,7 @@ class Runner:
             tokens = self._sample(logits, self._sampling.greedy(logits), rows, positions)
             newest = tokens
             if step.num_draft_tokens.any():
-                verified = _verify(step, tokens)
+                verified = verify_drafts(step, tokens)
                 newest = verified.newest
             self._newest.index_copy_(0, upload(torch.from_numpy(step.rows[step.samples]).long(), self._device), newest)
         backends = graph.backends if graph is not None else self._attention.serving
@@ -183,6 +192,20 @@ class Runner:
         graphs = graph is not None, piecewise, no_graph
         return Launched(tokens, counts, order, done, backends, *graphs, compiled, self._attention.first_nan)
 
+    def _replay_verification(self, graph: VerifyGraph, step: StepInput) -> Verified:
+        rows, positions = _sampled_at(step)
+        draws = self._draws(rows, positions)
+        verified = graph.replay(step, self._rows, draws)
+        if self.observe is None and draws is not None:
+            return verified
+        logits = graph.logits_of(step)
+        if self.observe is not None:
+            self.observe(rows, logits)
+        if draws is None:  # tokens are drawn, and held against the drafts, after the graph
+            verified = verify_drafts(step, self._sample(logits, self._sampling.greedy(logits), rows, positions))
+            self._newest.index_copy_(0, upload(torch.from_numpy(step.rows).long(), self._device), verified.newest)
+        return verified
+
     def _to_host(self, tensor: Tensor) -> Tensor:
         if self._device.type == "cpu":
             return tensor
@@ -190,10 +213,12 @@ class Runner:
         host.copy_(tensor, non_blocking=True)
         return host
 
-    def _graph(self, step: StepInput) -> tuple[DecodeGraph | PromptGraph | None, str]:
+    def _graph(self, step: StepInput) -> tuple[DecodeGraph | PromptGraph | VerifyGraph | None, str]:
         """The graph that runs a step: captured for its size and for the backend that is fastest at its lengths; or why none."""
-        if self._graphs is None or self._prompts is None:
+        if self._graphs is None or self._prompts is None or self._verifying is None:
             return None, ""
+        if step.num_draft_tokens.any():
+            return self._verifying.for_step(step)
         prompt = self._prompts.for_step(step)
         if prompt is not None:
             return prompt, ""
@@ -270,13 +295,3 @@ def _sampled_at(step: StepInput) -> tuple[NDArray[numpy.int32], NDArray[numpy.in
         return step.rows, step.context_lens + 1
     rows = numpy.repeat(step.rows, step.query_lens)[indices]
     return rows, (_positions(step)[indices] + 1).astype(numpy.int32)
-
-
-def _verify(step: StepInput, tokens: Tensor) -> Verified:
-    """Hold the drafts of the sampling sequences against what was sampled in their places."""
-    guessed: list[list[int]] = []
-    ends = numpy.cumsum(step.query_lens).tolist()
-    for end, count, samples in zip(ends, step.num_draft_tokens.tolist(), step.samples.tolist(), strict=True):
-        if samples:
-            guessed.append(step.token_ids[end - count : end].tolist())
-    return verify(tokens, guessed)

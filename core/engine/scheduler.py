@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
+from headway.core.engine.config import MAX_DRAFT_TOKENS
 from headway.core.engine.sequence import Sequence, Status
-
-MAX_DRAFT_TOKENS = 7
-"""Drafts verified at once: with the newest token before them these are the most query tokens that count as a decode."""
 
 
 class ScheduledSequence(NamedTuple):
@@ -99,7 +97,7 @@ class Scheduler:
             drafts = self._num_drafts(seq, budget - count) if seq.draft_token_ids else 0
             while not self.blocks.reserve(seq, self._room(seq, count + drafts)):
                 if drafts:
-                    drafts = 0  # guesses are worth nobody's pages
+                    drafts, seq.draft_token_ids = 0, []  # guesses are worth nobody's pages
                     continue
                 preempted = True
                 if self._preempt_last() is seq:
@@ -155,7 +153,7 @@ class Scheduler:
     def _preempt_last(self) -> Sequence:
         seq = self.running.pop()
         self._release(seq)
-        seq.status = Status.WAITING
+        seq.status, seq.draft_token_ids = Status.WAITING, []
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(seq)
@@ -172,6 +170,8 @@ class Scheduler:
         for seq, count, context_len, samples, drafts in step:
             seq.num_computed += count
             seq.num_unverified = drafts
+            if drafts:
+                seq.draft_token_ids = []
             if seq.prefix_copies:
                 self.blocks.copies_launched(seq)
             if samples:

@@ -21,6 +21,12 @@ class EngineStats:
     """Tokens computed beyond those of decoding sequences."""
     num_decode_tokens: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    """Guesses that steps have verified."""
+    num_accepted_tokens: int = 0
+    """Those of them that held."""
+    num_draft_steps: int = 0
+    """Steps with guesses to verify."""
     kv_tokens_read: int = 0
     """Sum over decode tokens of the tokens in the cache that each attended to."""
     host_seconds: float = 0.0
@@ -33,6 +39,8 @@ class EngineStats:
     """Where CUDA graphs are in use: the steps that were launched kernel by kernel, by reason."""
     steps_in_pieces: Counter[str] = field(default_factory=Counter)
     """Steps that were replays of CUDA graphs with attention launched between them, by the reason why they were not one graph."""
+    steps_without_drafts: Counter[str] = field(default_factory=Counter)
+    """Where tokens are guessed: the steps that verified no guess, by reason."""
     compilations: Counter[str] = field(default_factory=Counter)
     """Triton kernels that were compiled after the engine was ready, by name: each has delayed a step."""
 
@@ -48,6 +56,9 @@ class EngineStats:
             self.num_decode_tokens += step.num_seqs
             self.kv_tokens_read += int(step.context_lens.sum(dtype=int)) + step.num_seqs
             return
+        drafts = int(step.num_draft_tokens.sum())
+        self.num_draft_tokens += drafts
+        self.num_draft_steps += drafts > 0
         decodes = (step.context_lens > 0) & (step.query_lens == step.num_draft_tokens + 1)
         num_decodes = int(decodes.sum())
         self.num_decode_tokens += num_decodes

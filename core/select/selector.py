@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -14,7 +15,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason, Support
 from headway.core.select.chooser import Chooser
-from headway.core.select.costs import CostTable, StepCosts
+from headway.core.select.costs import CostTable, Shape, StepCosts
 from headway.core.select.request import BackendRequest, parse_backend_request
 from headway.core.select.selection import Measured, Selection
 from headway.core.select.workload import PRESETS, Workload
@@ -121,6 +122,13 @@ class Selector:
         if self._chooser is None or Phase.DECODE not in self.selection.others:
             return [self.selection.names[Phase.DECODE]]
         return self._chooser.decode_candidates(batch) or [self.selection.names[Phase.DECODE]]
+
+    def decode_us(self, batch: int, query_len: int, kv_len: int) -> float:
+        """Microseconds of the attention of a decode step with the fastest backend; infinite where nothing was measured."""
+        if self.costs is None:
+            return math.inf
+        names = [self.selection.names[Phase.DECODE], *self.selection.others.get(Phase.DECODE, ())]
+        return min(self.costs.step_us(name, Shape(Phase.DECODE, batch, query_len, kv_len)) for name in names)
 
     def forget(self) -> None:
         """Choose the next step's backends as if it were the first."""

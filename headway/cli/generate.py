@@ -62,6 +62,8 @@ def generate(
         print(json.dumps(_record(prompt, output, loaded, llm), indent=2))
         return
     _report(err, output, loaded)
+    if engine["speculate"] is not None:
+        err.print(f"speculation: {_guesses(llm)}", highlight=False, markup=False, soft_wrap=True)
     err.print(f"model: computed by {llm.model.implementation}", highlight=False, markup=False, soft_wrap=True)
     err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)
 
@@ -104,7 +106,17 @@ def _record(prompt: str, output: RequestOutput, loaded: float, llm: LLM) -> dict
         "load_time": loaded,
         "attention": str(llm.engine.selection),
         "model_impl": llm.model.implementation,
+        "draft_tokens": llm.engine.stats.num_draft_tokens,
+        "accepted_draft_tokens": llm.engine.stats.num_accepted_tokens,
     }
+
+
+def _guesses(llm: LLM) -> str:
+    """What became of the guesses."""
+    stats = llm.engine.stats
+    without = ", ".join(f"{count} {reason}" for reason, count in stats.steps_without_drafts.most_common())
+    held = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses held in {stats.num_draft_steps} steps"
+    return f"{held}; steps without: {without or 'none'}"
 
 
 def _seconds(output: RequestOutput) -> float:

@@ -23,6 +23,7 @@ from headway.core.engine.step import Sampled
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
 from tiny import TinyModel
+from told import Told
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -307,12 +308,12 @@ def test_drafts_change_no_token_and_spare_steps(registry: Registry, params: Samp
         guesses = text[len(token_ids) : len(token_ids) + 3]
         return guesses[:1] + [(guess + (len(token_ids) % 4 == 0)) % 50 for guess in guesses[1:]]
 
-    engine = Engine(TinyModel(), registry, config, proposer=propose)
+    engine = Engine(TinyModel(), registry, config, proposer=Told(propose), measured=False)
     assert run(engine, params) == expected
     assert engine.stats.num_steps < plain.stats.num_steps / 2
-    assert run(Engine(TinyModel(), registry, config, proposer=lambda token_ids: [1, 2]), params) == expected
+    assert run(Engine(TinyModel(), registry, config, proposer=Told(lambda _: [1, 2]), measured=False), params) == expected
     tight = replace(config, max_model_len=48, kv_cache_memory=12 * 8 * 256)
-    engine = Engine(TinyModel(), registry, tight, proposer=propose)
+    engine = Engine(TinyModel(), registry, tight, proposer=Told(propose), measured=False)
     assert run(engine, params) == expected
     assert engine.scheduler.num_preemptions > 0
 

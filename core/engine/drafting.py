@@ -1,0 +1,201 @@
+"""Whether the next step verifies guesses, and how many: as many as give the most tokens a second."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from headway.core.engine.config import MAX_DRAFT_TOKENS
+from headway.core.engine.scheduler import ScheduledSequence
+from headway.core.engine.sequence import Sequence
+from headway.core.engine.stats import EngineStats
+from headway.core.speculation.proposer import Proposer, SequenceProposer
+from headway.core.speculation.times import PLAIN, UNGUESSED, WIDTHS, StepTimes, size_class, width_of
+
+log = logging.getLogger("headway")
+
+FIRST_ACCEPTANCE = 0.5
+"""Share of guesses that hold, before any was verified; and what a trial after a rest hopes for."""
+_RATE, _SLOW_RATE = 0.1, 0.02
+"""Weights of the newest guess in the running means of a sequence and of all."""
+_SHORT_REST, _LONG_REST = 4, 32
+"""Steps without guesses after which they are tried again: the first number, doubled each time they do not pay, to the second."""
+
+COSTLY, NO_GUESS, MEASURING = "costs more than it gains", "no guess", "measuring steps without"
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What is known of one sequence's guesses."""
+
+    proposer: SequenceProposer | None
+    """None: it has raised."""
+    acceptance: float
+    """Running mean: how likely a guess holds whose predecessors have. A guess that was not found counts as one that did not."""
+
+
+class Drafting:
+    """Guesses for the running sequences, where they pay.
+
+    A step in which k guesses are verified for each of n sequences writes n + sum(a + a^2 + ... + a^k) tokens, where a is a
+    sequence's measured acceptance; it takes longer than a step without. Both are measured as steps run (`StepTimes`). Where no
+    width gives more tokens a second than none, drafting rests: the host runs ahead of the device again, and a step is as fast as
+    without speculation. After a rest guesses are tried once more.
+    """
+
+    def __init__(self, proposer: Proposer, vocab_size: int, most: int = MAX_DRAFT_TOKENS, times: StepTimes | None = None) -> None:
+        """most: guesses of a step for each sequence. times: None: every guess is verified, whatever it costs."""
+        self._proposer, self._vocab_size, self._times = proposer, vocab_size, times
+        self._widths = sorted({*(width for width in WIDTHS if width <= most), most + 1})
+        self._known: dict[Sequence, _Sequence] = {}
+        self._acceptance = FIRST_ACCEPTANCE
+        """Of all sequences: what a new one is expected to have."""
+        self._resting, self._rest, self._rest_class = 0, _SHORT_REST, -1
+        self._trial = False
+        self._reason, self._rest_reason = "", COSTLY
+        self._last: tuple[float, int] | None = None
+        """When the last step ended, and its width."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether no guesses are wanted for the next step either, so that the host may run ahead."""
+        return self._resting > 0
+
+    def plan(self, running: Items[Sequence]) -> None:
+        """Set the drafts of the next step. running: those that may get some; none while steps are in flight."""
+        ready = [seq for seq in running if not seq.num_pending and seq.num_to_compute == 1 and seq.num_computed]
+        if self._resting and ready and size_class(len(ready)) != self._rest_class:
+            self._resting = 0  # what did not pay may pay at another size
+        if self._resting or not ready:
+            self._resting = max(self._resting - 1, 0)
+            self._trial = not self._resting
+            return
+        self._reason = self._draft(ready)
+        self._trial = False
+        if self._reason:
+            for seq in ready:
+                seq.draft_token_ids = []
+
+    def _draft(self, ready: list[Sequence]) -> str:
+        """Give sequences their drafts; or the reason why none gets any."""
+        times, count = self._times, len(ready)
+        known = [self._of(seq) for seq in ready]
+        hope = FIRST_ACCEPTANCE if self._trial else 0.0
+        likely = [max(each.acceptance, hope) for each in known]
+        seconds: dict[int, float] = {}
+        most = self._widths[-1] - 1
+        if times is not None:
+            kv_len = sum(seq.num_tokens for seq in ready) // count
+            for width in (PLAIN, *self._widths):
+                found = times.of(count, width, kv_len)
+                if found is None:
+                    return self._start_rest(count, MEASURING)
+                seconds[width] = found
+            most = self._best(seconds, likely, [most] * count) - 1
+            if most < 1:
+                return self._start_rest(count, COSTLY)
+        guesses = [self._guess(seq, each, most) for seq, each in zip(ready, known, strict=True)]
+        for each, guess in zip(known, guesses, strict=True):
+            if not guess:
+                self._learn(each, 0, 1)
+        if not any(guesses):
+            return NO_GUESS
+        if times is not None:
+            most = self._best(seconds, likely, [len(guess) for guess in guesses]) - 1
+            if most < 1:
+                return self._start_rest(count, COSTLY)
+            self._rest = _SHORT_REST
+        for seq, guess in zip(ready, guesses, strict=True):
+            seq.draft_token_ids = guess[:most]
+        return ""
+
+    def _best(self, seconds: dict[int, float], likely: list[float], most: list[int]) -> int:
+        """The width of the most tokens a second: PLAIN, or one of `_widths`. most: guesses that each sequence can have."""
+        best, rate = PLAIN, len(likely) / seconds[PLAIN]
+        for width in self._widths:
+            written = sum(expected(share, min(k, width - 1)) for share, k in zip(likely, most, strict=True))
+            if written / seconds[width] > rate:
+                best, rate = width, written / seconds[width]
+        return best
+
+    def _start_rest(self, count: int, reason: str) -> str:
+        if reason is MEASURING:
+            self._resting = _SHORT_REST
+        else:
+            self._resting, self._rest = self._rest, min(2 * self._rest, _LONG_REST)
+        self._rest_class, self._rest_reason = size_class(count), reason
+        return reason
+
+    def _of(self, seq: Sequence) -> _Sequence:
+        known = self._known.get(seq)
+        if known is None:
+            proposer: SequenceProposer | None = None
+            try:
+                proposer = self._proposer.begin(seq.num_prompt_tokens)
+            except Exception as error:
+                self._failed(seq, error)
+            known = self._known[seq] = _Sequence(proposer, self._acceptance)
+        return known
+
+    def _guess(self, seq: Sequence, known: _Sequence, most: int) -> list[int]:
+        """What the proposer says; one that raises, or guesses what is no token, is not asked for this sequence again."""
+        most = min(most, seq.max_len - seq.num_tokens - 1)
+        if known.proposer is None or most < 1:
+            return []
+        try:
+            guess = list(known.proposer.propose(seq.token_ids, most))[:most]
+            if not all(0 <= token < self._vocab_size for token in guess):
+                raise ValueError(f"token ids from 0 to {self._vocab_size - 1} are needed, got {guess}")
+        except Exception as error:  # whatever a plugin raises
+            known.proposer = None
+            self._failed(seq, error)
+            return []
+        return guess
+
+    def _failed(self, seq: Sequence, error: Exception) -> None:
+        log.warning("speculation: request %s goes on without guesses, for its proposer raised %r", seq.request_id, error)
+
+    def verified(self, seq: Sequence, drafts: int, accepted: int) -> None:
+        """A step has verified the drafts of a sequence: the first `accepted` held."""
+        known = self._known.get(seq)
+        if known is not None:
+            self._learn(known, accepted, int(accepted < drafts))
+
+    def _learn(self, known: _Sequence, held: int, failed: int) -> None:
+        for rate, hit in ((_RATE, 1.0),) * held + ((_RATE, 0.0),) * failed:
+            known.acceptance += rate * (hit - known.acceptance)
+            self._acceptance += _SLOW_RATE * (hit - self._acceptance)
+
+    def stepped(self, step: list[ScheduledSequence], usual: bool, stats: EngineStats) -> None:
+        """A step has been launched, and read unless the host runs ahead. usual: the host waited no longer than it does without
+        speculation."""
+        now = time.perf_counter()
+        drafts = max((each.num_draft_tokens for each in step), default=0)
+        reason, self._reason = self._reason, ""
+        width = width_of(drafts + 1) if drafts else UNGUESSED if reason is NO_GUESS else PLAIN
+        decodes = bool(step) and all(each.num_new_tokens == each.num_draft_tokens + 1 and each.context_len for each in step)
+        if decodes and not drafts:
+            stats.steps_without_drafts[reason or self._rest_reason] += 1
+        if not decodes or (width == PLAIN and not usual):
+            self._last = None
+            return
+        # The first step with the host ahead of the device does not wait, so its time says nothing.
+        if self._times is not None and self._last is not None and (width != PLAIN or self._last[1] == PLAIN):
+            self._times.note(len(step), width, now - self._last[0])
+        self._last = now, width
+
+    def finish(self, seq: Sequence) -> None:
+        """A sequence has ended."""
+        known = self._known.pop(seq, None)
+        try:
+            if known is not None and known.proposer is not None:
+                known.proposer.finish(seq.token_ids)
+        except Exception as error:
+            self._failed(seq, error)
+
+
+def expected(acceptance: float, drafts: int) -> float:
+    """Tokens that a sequence is expected to get of a step with these many drafts: 1 + a + a^2 + ... (Leviathan et al. 2023)."""
+    return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)

@@ -1,0 +1,234 @@
+"""A step that verifies drafts and nothing else, captured whole: every sequence has the same number of query tokens.
+
+A sequence with fewer drafts than the graph's width is filled up *before* its new tokens: tokens that the cache holds already are
+computed once more, written nowhere and read by nobody. So lengths stay exact, no position lies past a sequence's end, and no key
+is read that belongs to nobody; a sequence needs as many tokens as the graph is wide.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.backend import Backends
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.transfer import upload
+from headway.core.engine.graph import GraphStep, name_of, recorded
+from headway.core.engine.recorder import Recorder
+from headway.core.engine.rows import Draws, Rows
+from headway.core.engine.step import NEWEST, StepInput
+from headway.core.sampling.verification import Verified
+
+log = logging.getLogger("headway")
+
+FILL_CONTEXT = 1
+"""Cached tokens of a padding sequence: its lengths are legal ones, its blocks are the pool's first, and it writes nothing."""
+_ALIGN = 4
+"""Fields begin at multiples of 16 bytes, which kernels may rely on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The inputs of a step in one piece of int32 memory. n sequences of w query tokens, g cache groups."""
+
+    ids: Tensor
+    """int64 [n, w]; NEWEST for the token that the device sampled last."""
+    keys: Tensor
+    """int64 [n, w]: of the draws."""
+    slots: Tensor
+    """int64 [g, n, w]"""
+    rows: Tensor
+    """int64 [n]: places in `newest`."""
+    fill: Tensor
+    """int64 [n]: how many of a sequence's tokens stand before its new ones."""
+    positions: Tensor
+    """int32 [n, w]"""
+    scales: Tensor
+    """float32 [n, w]: of the draws."""
+    seq_lens: Tensor
+    """int32 [n]"""
+    context_lens: Tensor
+    """int32 [n]"""
+    tables: Tensor
+    """int32 [g, n, blocks]"""
+
+    @classmethod
+    def of(cls, flat: Tensor, size: int, width: int, groups: int, blocks: int) -> tuple[_Fields, int]:
+        """Views of a flat buffer, and how much of it they take."""
+        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
+            *[(torch.int64, (size, width))] * 2,
+            (torch.int64, (groups, size, width)),
+            *[(torch.int64, (size,))] * 2,
+            (torch.int32, (size, width)),
+            (torch.float32, (size, width)),
+            *[(torch.int32, (size,))] * 2,
+            (torch.int32, (groups, size, blocks)),
+        ]
+        views, end = [], 0
+        for dtype, shape in shapes:
+            length = math.prod(shape) * dtype.itemsize // 4
+            views.append(flat[end : end + length].view(dtype).view(shape))
+            end += -(-length // _ALIGN) * _ALIGN
+        return cls(*views), end
+
+
+class VerifyInputs:
+    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
+
+    def __init__(self, largest: Sequence[tuple[int, int]], step: GraphStep) -> None:
+        """largest: (size, width) of graphs, none of which may need more than the buffer has."""
+        blocks = -(-step.max_model_len // step.block_size)
+        self.groups, self.blocks = len(step.num_blocks), -(-blocks // _ALIGN) * _ALIGN
+        tokens, fields = max(size * width for size, width in largest), 10
+        most = max(size for size, _ in largest)
+        length = (2 * (2 + self.groups) + 2) * tokens + (2 * 2 + 2 + self.groups * self.blocks) * most + fields * _ALIGN
+        device = step.newest.device
+        self.device = torch.zeros(length, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        assert step.logits is not None, "decode is captured first"
+        self.logits = step.logits if len(step.logits) >= tokens else step.logits.new_empty(tokens, step.logits.shape[1])
+        """[tokens of the largest, vocab_size]: every graph computes its own into its first rows."""
+        self.host = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+
+
+class VerifyGraph:
+    """One captured step of `size` sequences with `width` query tokens each."""
+
+    def __init__(self, step: GraphStep, inputs: VerifyInputs, size: int, width: int, backends: Backends) -> None:
+        self._step, self._inputs, self.size, self.width, self._by_spec = step, inputs, size, width, backends
+        self.backends = (name_of(backends),)
+        shape = size, width, inputs.groups, inputs.blocks
+        self._given, self._length = _Fields.of(inputs.device, *shape)
+        self._hosts = {host.data_ptr(): _Fields.of(host, *shape)[0] for host in inputs.host}
+        self._places = torch.arange(width, device=inputs.device.device)
+        self._metadata = self._worst_case()
+        self._plans = step.attention.begin_graph(self._metadata, backends)
+        groups = zip(self._plans.items(), step.attention.groups, strict=True)
+        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups]
+        self._fill_up()
+        # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
+        self.verified = self.run()
+        self._replay: Callable[[], None] | None = None
+
+    def capture(self, recorder: Recorder) -> None:
+        """Record the step.
+
+        :raises BackendError: something in it cannot be captured.
+        """
+        what = f"verification of {self.width - 1} drafts for each of {self.size} sequences with {self.backends[0]}"
+        self._replay = recorded(recorder, self.run, what)
+
+    def _worst_case(self) -> list[AttentionMetadata]:
+        step, given, size, width = self._step, self._given, self.size, self.width
+        starts = torch.arange(0, size * width + 1, width, dtype=torch.int32)
+        first = AttentionMetadata(
+            num_prefills=0,
+            num_decodes=size,
+            num_prefill_tokens=0,
+            num_decode_tokens=size * width,
+            query_start_loc=starts.to(given.rows.device),
+            seq_lens=given.seq_lens,
+            context_lens=given.context_lens,
+            block_table=given.tables[0],
+            slot_mapping=given.slots[0].view(-1),
+            block_size=step.block_size,
+            max_query_len=width,
+            max_seq_len=step.max_model_len,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=torch.full((size,), step.max_model_len, dtype=torch.int32),
+            block_table_cpu=torch.zeros(given.tables[0].shape, dtype=torch.int32),
+            num_blocks=step.num_blocks[0],
+            upper_bound_lens=True,
+        )
+        return [
+            replace(first, block_table=table, slot_mapping=slots.view(-1), num_blocks=count)
+            for table, slots, count in zip(given.tables, given.slots, step.num_blocks, strict=True)
+        ]
+
+    def _fill_up(self) -> None:
+        """Make every sequence a padding one: kernels meet no lengths that none has."""
+        given = self._given
+        self._inputs.device.zero_()
+        given.slots.fill_(-1)
+        given.rows.fill_(self._step.padding_row)
+        given.seq_lens.fill_(FILL_CONTEXT + self.width)
+        given.context_lens.fill_(FILL_CONTEXT)
+
+    @torch.inference_mode()
+    def run(self) -> Verified:
+        """Launch the step over the static inputs: logits into the buffer of all; returns what the verification found."""
+        step, given = self._step, self._given
+        count = self.size * self.width
+        step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
+        newest = step.newest.index_select(0, given.rows)[:, None]
+        ids = torch.where(given.ids == NEWEST, newest, given.ids).clamp_min(0)
+        hidden = step.model(ids.view(count), given.positions.view(count), step.attention)
+        logits = step.model.compute_logits(hidden, self._inputs.logits[:count])
+        sampled = step.choose(logits, given.scales.view(count), given.keys.view(count)).view(self.size, self.width)
+        # As `verify` does, but that rows begin with tokens which nobody guessed.
+        fill = given.fill[:, None]
+        holds = (sampled[:, :-1] == ids[:, 1:]) | (self._places[:-1] < fill)
+        counts = holds.long().cumprod(1).sum(1) + 1 - given.fill
+        last = sampled.gather(1, (given.fill + counts - 1)[:, None])[:, 0]
+        tokens = sampled.gather(1, (fill + self._places).clamp_max(self.width - 1))
+        step.newest.index_copy_(0, given.rows, last)
+        self.verified = Verified(tokens, counts, last)
+        return self.verified
+
+    def replay(self, step: StepInput, rows: Rows, draws: Draws | None) -> Verified:
+        """Run a step. Returns what the verification found, which the next replay overwrites.
+
+        draws: how the tokens after the new ones are chosen, one after the other; None: greedily.
+        """
+        assert self._replay is not None, "capture() it first"
+        seq_lens, tables = self._fill(step, rows, draws)
+        for backend, plan, group in self._replanned:
+            known = replace(self._metadata[group], seq_lens_cpu=seq_lens, block_table_cpu=tables[group], upper_bound_lens=False)
+            backend.plan_for_replay(plan, known)
+        self._replay()
+        count = step.num_seqs
+        return Verified(*(found[:count] for found in (self.verified.tokens, self.verified.counts, self.verified.newest)))
+
+    def logits_of(self, step: StepInput) -> Tensor:
+        """A copy of the logits [num_tokens, vocab_size] after each new token of the step that was replayed last."""
+        logits = self._inputs.logits
+        places = torch.from_numpy(numpy.flatnonzero(self._new(step)))
+        return logits.index_select(0, upload(places, logits.device))
+
+    def _new(self, step: StepInput) -> NDArray[numpy.bool_]:
+        """[num_seqs, width]: which query tokens are the step's own."""
+        new: NDArray[numpy.bool_] = numpy.arange(self.width) >= self.width - step.query_lens[:, None]
+        return new
+
+    def _fill(self, step: StepInput, rows: Rows, draws: Draws | None) -> tuple[Tensor, Tensor]:
+        """Send a step's inputs to the device. Returns seq_lens and block tables of all sequences, in host memory."""
+        self._inputs.host.reverse()  # to the buffer not in use: a step's copy is done before the step after next is launched
+        flat = self._inputs.host[0]
+        host, at, count, new = self._hosts[flat.data_ptr()], step.rows, step.num_seqs, self._new(step)
+        lens = step.context_lens + step.query_lens
+        places = numpy.arange(self.width, dtype=numpy.int32)
+        positions: NDArray[numpy.int32] = lens[:, None] - numpy.int32(self.width) + places
+        for array in (host.ids, host.keys, host.scales, host.fill, host.tables):
+            array.numpy().fill(0)  # a scale of 0 is greedy
+        host.slots.numpy().fill(-1)
+        host.ids.numpy()[:count][new] = step.token_ids
+        host.rows.numpy()[:count], host.rows.numpy()[count:] = at, self._step.padding_row
+        host.fill.numpy()[:count] = self.width - step.query_lens
+        host.positions.numpy()[:count], host.positions.numpy()[count:] = positions, FILL_CONTEXT + places
+        host.seq_lens.numpy()[:count], host.seq_lens.numpy()[count:] = lens, FILL_CONTEXT + self.width
+        numpy.subtract(host.seq_lens.numpy(), self.width, out=host.context_lens.numpy())
+        if draws is not None:
+            host.keys.numpy()[:count][new], host.scales.numpy()[:count][new] = draws.keys, draws.scales
+        of_tokens = numpy.repeat(at, step.query_lens)
+        for group, (slots, table, known) in enumerate(zip(host.slots.numpy(), host.tables.numpy(), rows.tables, strict=True)):
+            slots[:count][new] = rows.slots(of_tokens, positions[new], self._step.block_size, group)
+            numpy.take(known, at, axis=0, out=table[:count, : known.shape[1]])
+        self._inputs.device[: self._length].copy_(flat[: self._length], non_blocking=True)
+        return host.seq_lens, host.tables

@@ -1,0 +1,78 @@
+"""How long steps take, with guesses and without: measured as they run, and from the crossover table before that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+WIDTHS = (2, 4, 8)
+"""Query tokens of a sequence whose guesses are verified, rounded up to what graphs are captured for."""
+PLAIN = 1
+"""Stands for steps that nobody made guesses for."""
+UNGUESSED = 0
+"""Stands for steps for which guesses were sought and none was found: the host waited for the step before, for nothing."""
+
+_RATE = 0.1
+"""Weight of the newest time in a running mean, once there are that many."""
+_OUTLIER = 3.0
+"""A step that took longer than this times the mean counts as this many: something else took the time."""
+_NEEDED = 3
+"""Steps after which a mean counts."""
+
+AttentionTime = Callable[[int, int, int], float]
+"""(sequences, query tokens of each, tokens cached and new of each) -> microseconds of a step's attention; infinite: not known."""
+
+
+def width_of(query_len: int) -> int:
+    """The width at which a step runs whose longest verification has this many query tokens."""
+    return next((width for width in WIDTHS if width >= query_len), query_len)
+
+
+def size_class(num_seqs: int) -> int:
+    """Steps of a class take about the same time: two classes to an octave."""
+    return round(2 * math.log2(num_seqs))
+
+
+class StepTimes:
+    """Seconds of a step by its number of sequences and its width."""
+
+    def __init__(self, attention: AttentionTime | None = None) -> None:
+        """attention: by a crossover table; None: there is none."""
+        self._attention = attention
+        self._means: dict[tuple[int, int], tuple[float, int]] = {}
+        """(class of size, width) -> (mean, steps in it)."""
+
+    def note(self, num_seqs: int, width: int, seconds: float) -> None:
+        """A step of this width took so many seconds, to the end of the one before it."""
+        key = size_class(num_seqs), width
+        mean, count = self._means.get(key, (seconds, 0))
+        if count >= _NEEDED:
+            seconds = min(seconds, _OUTLIER * mean)
+        elif count:  # the first may have compiled something
+            mean = min(mean, seconds)
+        self._means[key] = mean + max(_RATE, 1 / (count + 1)) * (seconds - mean), count + 1
+
+    def of(self, num_seqs: int, width: int, kv_len: int = 1) -> float | None:
+        """Seconds of a step; None where steps of its size without guesses have not been measured.
+
+        A width that has not been measured takes as long as a step without guesses, and what attention takes longer by the
+        crossover table; without a table it counts as equally long until it has been tried.
+        """
+        measured = self._measured(num_seqs, width)
+        plain = self._measured(num_seqs, PLAIN)
+        if width == PLAIN or plain is None or measured is not None:
+            return measured
+        plain = max(plain, self._measured(num_seqs, UNGUESSED) or 0.0)
+        if self._attention is None or width == UNGUESSED:
+            return plain
+        longer = self._attention(num_seqs, width, kv_len + width - 1) - self._attention(num_seqs, 1, kv_len)
+        return plain + (1e-6 * max(longer, 0.0) if math.isfinite(longer) else 0.0)
+
+    def _measured(self, num_seqs: int, width: int) -> float | None:
+        """Of steps of this size, or of the next class."""
+        middle = size_class(num_seqs)
+        for size in (middle, middle - 1, middle + 1):
+            mean, count = self._means.get((size, width), (0.0, 0))
+            if count >= _NEEDED:
+                return mean
+        return None

@@ -1,0 +1,173 @@
+"""Drafts in graphs: every step that is a replay writes what the same step without graphs and without drafts writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from driving import generate
+from headway.core.contract.backend import BackendInfo, GraphLevel
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.engine import Engine
+from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
+from headway.core.speculation.proposer import Proposer
+from headway.registry import create_registry, hookimpl
+from taping import Again, Tape
+from tiny import TinyModel
+from told import Told, told_of
+from walk import Walk
+
+
+class Wide(Walk):
+    """Several query tokens a sequence, read from the static tensors."""
+
+    name = "wide"
+    graph_level = GraphLevel.UNIFORM
+
+    def decode(self, q: Tensor, cache: object, plan: AttentionMetadata, out: Tensor) -> None:
+        if plan.max_query_len == 1:
+            super().decode(q, cache, plan, out)  # type: ignore[arg-type]
+        else:
+            self.prefill(q, q, q, cache, plan, out)  # type: ignore[arg-type]
+
+
+class Plugin:
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        return [BackendInfo("wide", "for tests", lambda: Wide, api_version=2)]
+
+
+CONFIG = EngineConfig(
+    attn_backend="wide", block_size=8, max_num_batched_tokens=40, max_model_len=64, max_num_seqs=6, kv_cache_memory=2**18
+)
+REGISTRY = create_registry([Plugin()], load_entry_points=False)
+
+
+def choose(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+    return torch.where(scales == 0, greedy(logits), draw(logits, scales, keys))
+
+
+IN_GRAPH = SamplingOps(draw=draw, choose=choose)
+
+
+def made(proposer: Proposer | None, sampling: SamplingOps = TORCH_SAMPLING, **options: object) -> Engine:
+    config = replace(CONFIG, **options)
+    return Engine(TinyModel(), REGISTRY, config, sampling=sampling, proposer=proposer, measured=False)
+
+
+def requests(wish: dict[str, float]) -> tuple[list[list[int]], list[SamplingParams]]:
+    random = Random(2)
+    prompts = [[random.randrange(50) for _ in range(random.randint(1, 25))] for _ in range(14)]
+    prompts += [[7] * 17, [*[7] * 17, 3]]  # the prefix cache has part of it
+    wishes = [SamplingParams(max_tokens=random.randint(9, 30), ignore_eos=True, **{**wish, "seed": n}) for n in range(16)]
+    wishes[3] = replace(wishes[3], stop_token_ids=tuple(range(0, 50, 3)))
+    return prompts, wishes
+
+
+@pytest.mark.parametrize("sampling", [TORCH_SAMPLING, IN_GRAPH], ids=["sampled after", "sampled inside"])
+@pytest.mark.parametrize("wish", [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 5}], ids=str)
+@pytest.mark.parametrize("memory", [2**18, 9 * 8 * 512], ids=["roomy", "tight"])
+def test_drafts_in_graphs_change_no_token(wish: dict[str, float], sampling: SamplingOps, memory: int) -> None:
+    """Through padding of both kinds, preemption, prefix hits, stop tokens, and drafts that do not hold."""
+    prompts, wishes = requests(wish)
+    expected = [(each.token_ids, each.finish_reason) for each in generate(made(None), prompts, wishes)]
+    texts = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, expected, strict=True)]
+    proposer = told_of(texts)
+    engine = made(proposer, sampling, kv_cache_memory=memory)
+    recorder = Again()
+    engine.executor.capture(recorder)
+    assert [(each.token_ids, each.finish_reason) for each in generate(engine, prompts, wishes)] == expected
+    stats = engine.stats
+    assert stats.num_graph_steps == len(recorder.sizes)
+    assert stats.num_accepted_tokens > 50
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
+    assert len(set(recorder.sizes)) > 1
+    assert stats.num_graph_steps > 8
+    assert {reason for reason in stats.steps_in_pieces if "drafts" in reason} <= {
+        "drafts beside a prompt",
+        "drafts of more tokens than were captured",
+        "drafts beside a sequence shorter than the graph",
+    }
+    assert bool(engine.scheduler.num_preemptions) == (memory < 2**17)
+    assert sorted(map(len, proposer.finished)) == sorted(map(len, texts))
+
+
+class Once(Tape):
+    """Runs a whole step again over the same memory, and writes down of what shape it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, int]] = []
+
+    def record(self, run: object) -> object:
+        graph = run.__self__  # type: ignore[attr-defined]
+
+        def replay() -> None:
+            self.shapes.append((graph.size, getattr(graph, "width", 1)))
+            run()  # type: ignore[operator]
+
+        return replay
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("drafts", [1, 2, 3, 4, 7])
+def test_a_step_takes_the_narrowest_graph_that_holds_it(count: int, drafts: int) -> None:
+    prompts = [[number, *range(20)] for number in range(count)]
+    wishes = SamplingParams(temperature=0, max_tokens=16)
+    expected = [each.token_ids for each in generate(made(None), prompts, wishes)]
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
+
+    def propose(token_ids: list[int]) -> list[int]:
+        (text,) = (text for text in texts if text[: len(token_ids)] == token_ids)
+        return text[len(token_ids) : len(token_ids) + drafts]
+
+    engine, recorder = made(Told(propose), max_num_seqs=32, num_speculative_tokens=max(drafts, 1)), Once()
+    engine.executor.capture(recorder)  # type: ignore[arg-type]
+    assert [each.token_ids for each in generate(engine, prompts, wishes)] == expected
+    width = {1: 2, 2: 4, 3: 4, 4: 8, 7: 8}[drafts]
+    assert (1 if count == 1 else 4, width) in recorder.shapes
+    assert max(each for _, each in recorder.shapes) == width
+    assert not engine.stats.steps_without_graph
+
+
+def test_logits_are_seen_of_every_token_that_is_sampled() -> None:
+    seen: list[tuple[list[int], tuple[int, ...]]] = []
+    prompt, params = list(range(20)), SamplingParams(temperature=0, max_tokens=12)
+    (expected,) = (each.token_ids for each in generate(made(None), [prompt], params))
+    engine = made(told_of([[*prompt, *expected]]), IN_GRAPH)
+    engine.executor.capture(Again())
+    engine.executor.observe(lambda rows, logits: seen.append((rows.tolist(), tuple(logits.argmax(-1).tolist()))))
+    assert [each.token_ids for each in generate(engine, [prompt], params)] == [expected]
+    at = 0
+    for rows, best in seen:
+        assert len(rows) == len(best)
+        held = next((n for n, token in enumerate(best) if expected[at : at + n + 1] != list(best[: n + 1])), len(best))
+        assert held >= 1
+        at += held
+    assert engine.stats.num_draft_tokens > 0
+
+
+def test_a_backend_that_cannot_be_captured_wide_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Narrow(Wide):
+        name = "wide"
+        graph_level = GraphLevel.DECODE
+
+    class NarrowPlugin:
+        @hookimpl
+        def headway_register_backends(self) -> list[BackendInfo]:
+            return [BackendInfo("wide", "for tests", lambda: Narrow, api_version=2)]
+
+    registry = create_registry([NarrowPlugin()], load_entry_points=False)
+    engine = Engine(TinyModel(), registry, CONFIG, proposer=Told(lambda _: [1]), measured=False)
+    with caplog.at_level("WARNING", "headway"):
+        engine.executor.capture(Again())
+    (record,) = caplog.records
+    assert "verification with wide is launched in pieces: graph_level: needs UNIFORM or higher, got DECODE" in record.message
+    generate(engine, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))
+    assert engine.stats.steps_in_pieces["drafts to verify: wide cannot be captured"] > 0
