@@ -1,0 +1,171 @@
+"""When guesses are verified: where they pay by the times of the steps, and never for a proposer that is broken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from driving import drain, generate
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.drafting import COSTLY, MEASURING, Drafting, expected
+from headway.core.engine.engine import Engine
+from headway.core.engine.sequence import Sequence, Status
+from headway.core.sampling.params import SamplingParams
+from headway.core.speculation.times import PLAIN, UNGUESSED, StepTimes
+from headway.registry import Registry
+from tiny import TinyModel
+from told import Told, told_of
+
+SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+PROMPTS = [[1, 2, 3], list(range(20)), [7], [5] * 11]
+
+
+def sequences(count: int) -> list[Sequence]:
+    """Decoding, each with a token to compute."""
+    found = []
+    for number in range(count):
+        seq = Sequence(str(number), 0, [1, 2, 3, 4], SamplingParams(max_tokens=100), frozenset(), 200)
+        seq.num_computed, seq.status = 3, Status.RUNNING
+        found.append(seq)
+    return found
+
+
+def times_of(plain: float, wide: float) -> StepTimes:
+    times = StepTimes()
+    for count in (1, 64):
+        for _ in range(5):
+            times.note(count, PLAIN, plain)
+            times.note(count, UNGUESSED, plain)
+            for width in (2, 4, 8):
+                times.note(count, width, wide)
+    return times
+
+
+@pytest.mark.parametrize(("wide", "pays"), [(1.05, True), (1.9, True), (2.2, False), (5.0, False)])
+def test_guesses_are_verified_where_they_give_more_tokens_a_second(wide: float, pays: bool) -> None:
+    """A new sequence is expected to accept every second guess: of seven 1.98 tokens a step come."""
+    drafting = Drafting(Told(lambda _: [9] * 7), 50, times=times_of(1.0, wide))
+    for count in (1, 64):
+        ready = sequences(count)
+        drafting.plan(ready)
+        assert all(bool(seq.draft_token_ids) is pays for seq in ready)
+        assert drafting.rests is not pays
+
+
+def test_what_is_refused_ends_the_guessing_and_a_rest_ends_with_a_trial() -> None:
+    drafting = Drafting(Told(lambda _: [9] * 7), 50, times=times_of(1.0, 1.2))
+    (seq,) = sequences(1)
+    drafted = []
+    for _ in range(400):
+        drafting.plan([seq])
+        drafted.append(len(seq.draft_token_ids))
+        if seq.draft_token_ids:
+            drafting.verified(seq, len(seq.draft_token_ids), 0)
+            seq.draft_token_ids = []
+    assert sum(map(bool, drafted[:20])) > 5
+    assert 2 <= sum(map(bool, drafted[200:])) < 5
+    for _ in range(40):
+        drafting.verified(seq, 7, 7)
+    resumed = []
+    for _ in range(80):
+        drafting.plan([seq])
+        resumed.append(len(seq.draft_token_ids))
+    assert resumed[-1] == 7, "all of them, where nearly all hold"
+
+
+def test_steps_without_guesses_are_measured_first() -> None:
+    drafting = Drafting(Told(lambda _: [9]), 50, times=StepTimes())
+    (seq,) = sequences(1)
+    drafting.plan([seq])
+    assert not seq.draft_token_ids
+    assert drafting.rests
+
+
+def test_times_come_from_the_table_until_they_are_measured() -> None:
+    times = StepTimes(lambda batch, query_len, kv_len: 100.0 * query_len)
+    assert times.of(4, 8) is None
+    for seconds in (9.0, 1e-3, 1e-3, 1e-3):  # the first has compiled something
+        times.note(4, PLAIN, seconds)
+    assert times.of(4, PLAIN) == pytest.approx(1e-3)
+    assert times.of(4, 8, 100) == pytest.approx(1e-3 + 700e-6)
+    for _ in range(3):
+        times.note(4, 8, 5e-3)
+    assert times.of(4, 8, 100) == pytest.approx(5e-3)
+    times.note(4, 8, 1e3)
+    assert times.of(4, 8, 100) < 8e-3  # type: ignore[operator]
+
+
+def test_expected_tokens() -> None:
+    assert expected(0.5, 2) == 1.75
+    assert expected(1.0, 7) == 8.0
+    assert expected(0.0, 7) == 1.0
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3, max_tokens=24)], ids=["greedy", "sampled"])
+def test_measured_drafts_change_no_token(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
+    config = replace(SMALL, async_scheduling=overlapped)
+    plain = [each.token_ids for each in generate(Engine(TinyModel(), registry, config), PROMPTS, params)]
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, plain, strict=True)]
+    engine = Engine(TinyModel(), registry, config, proposer=told_of(texts))
+    for _ in range(2):
+        assert [each.token_ids for each in generate(engine, PROMPTS, params)] == plain
+    assert set(engine.stats.steps_without_drafts) <= {COSTLY, MEASURING, "no guess"}
+    assert engine.stats.steps_without_drafts[MEASURING] > 0
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_the_built_in_proposers_change_no_token(registry: Registry, name: str) -> None:
+    from headway.core.speculation.proposer import ProposerOptions
+
+    plain = [each.token_ids for each in generate(Engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
+    proposer = registry.proposer(name).make(ProposerOptions())
+    engine = Engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
+    for _ in range(2):
+        assert [each.token_ids for each in generate(engine, PROMPTS, GREEDY)] == plain
+    assert engine.stats.num_draft_tokens > 0
+    if name == "suffix":
+        assert engine.stats.num_accepted_tokens > 50, "the second time it knows the outputs"
+
+
+class Broken(Told):
+    def propose(self, token_ids: object, most: int) -> list[int]:
+        raise RuntimeError("no idea")
+
+
+@pytest.mark.parametrize(
+    "proposer", [Broken(lambda _: []), Told(lambda _: [50]), Told(lambda _: [-1])], ids=["raises", "50", "-1"]
+)
+def test_a_broken_proposer_is_named_and_costs_no_request(
+    registry: Registry, proposer: Told, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = [each.token_ids for each in generate(Engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
+    engine = Engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
+    with caplog.at_level("WARNING", "headway"):
+        assert [each.token_ids for each in generate(engine, PROMPTS, GREEDY)] == plain
+    assert len(caplog.records) == len(PROMPTS)
+    assert "goes on without guesses, for its proposer raised" in caplog.records[0].message
+    assert engine.stats.num_draft_tokens == 0
+
+
+def test_an_abort_under_drafts_frees_everything(registry: Registry) -> None:
+    proposer = Told(lambda _: [1, 2, 3])
+    engine = Engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(str(number), prompt, GREEDY)
+    for _ in range(4):
+        engine.step()
+    engine.abort("1")
+    assert len(drain(engine)) == len(PROMPTS) - 1
+    assert len(proposer.finished) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("number", [0, 8, True, "3"])
+def test_a_number_of_guesses_out_of_range_is_refused(number: object) -> None:
+    with pytest.raises(ConfigError, match="num_speculative_tokens: needs a whole number from 1 to 7"):
+        EngineConfig(num_speculative_tokens=number)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="speculate: needs steps whose shape changes no bit"):
+        EngineConfig(speculate="ngram", deterministic=True)
