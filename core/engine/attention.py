@@ -67,8 +67,8 @@ class PagedAttention:
         self.caches = list(caches)
         self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
         group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-        self._groups = [group_of.get(self.specs.index(spec), 0) for spec in self._kinds]
-        """Cache group of each kind: what groups differ in, specs differ in."""
+        self.groups = [group_of.get(self.specs.index(spec), 0) for spec in self._kinds]
+        """Cache group of each distinct spec: what groups differ in, specs differ in."""
         self._slots: list[Tensor] = []
         """For each kind, where k and v of the step set up last go."""
         self._parts: list[_Part] = []
@@ -115,11 +115,6 @@ class PagedAttention:
         self.resume_graph(metadata, decode, plans)
         return plans
 
-    def refresh_graph(self, metadata: GroupMetadata, decode: Backends, plans: Plans) -> None:
-        """Bring the plans of `begin_graph` up to date for a replay. See AttentionBackend.plan_for_replay."""
-        for spec, each in self._by_kind(metadata):
-            decode[spec].plan_for_replay(plans[spec], each)
-
     def begin_prompt(self, metadata: GroupMetadata, prefill: Backends) -> Plans:
         """Plan a step of prompts that is captured and replayed at the same lengths; see GraphLevel.UNIFORM."""
         plans = {spec: self._plan(spec, each, prefill) for spec, each in self._by_kind(metadata)}
@@ -135,7 +130,7 @@ class PagedAttention:
         """The kinds of layers, each with the metadata of its group."""
         if isinstance(metadata, AttentionMetadata):
             return [(spec, metadata) for spec in self._kinds]
-        return [(spec, metadata[group]) for spec, group in zip(self._kinds, self._groups, strict=True)]
+        return [(spec, metadata[group]) for spec, group in zip(self._kinds, self.groups, strict=True)]
 
     def _set_up(self, metadata: GroupMetadata, decode: Backends) -> list[AttentionMetadata]:
         """Note where a step's k and v go, and who writes them. Returns the metadata of each kind."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -11,13 +11,16 @@ from typing import NamedTuple
 
 from headway.core.engine.groups import NULL_PAGE, CacheGroup
 from headway.core.engine.hits import GroupPrefixes
-from headway.core.engine.sequence import PageTable, PrefixCopy, Sequence, TableChange
+from headway.core.engine.sequence import PageTable, PrefixCopy, Sequence
 
 SHORTEST_FIRST_HIT = 8
 """Tokens that a hit must spare where no whole page is shared. With a hit a prompt extends a context instead of being a plain
 prefill, and that costs more than the few tokens which any two prompts share by chance or through their template."""
 SMALLEST_CHUNK = 128
 """Tokens to which a prompt's chunk is cut where the windowed groups have no room for all of it."""
+
+_NEVER = sys.maxsize
+"""Tokens that no sequence has."""
 
 
 class GroupUsage(NamedTuple):
@@ -89,7 +92,7 @@ class BlockManager:
         At least the last token is left to compute, since its logits are wanted.
         """
         assert not seq.tables, "a sequence is given its prefix before anything else"
-        seq.tables = [PageTable() for _ in self.groups]
+        seq.tables = [PageTable(group.page_size) for group in self.groups]
         length = seq.num_computed = self._longest_hit(seq, partly) if self.enable_prefix_caching else 0
         if length == 0:
             return 0
@@ -98,7 +101,7 @@ class BlockManager:
             table.pages = [NULL_PAGE] * first + pages
             table.num_given_back, table.num_published = first, len(table.pages)
             if table.pages:
-                seq.table_changes.append(TableChange(number, 0, list(table.pages)))
+                seq.table_changes.append((number, 0, list(table.pages)))
             for page in pages:
                 self._take(page)
             if count:
@@ -134,6 +137,14 @@ class BlockManager:
 
         return max(bisect_right(range(count + 1), free, key=missing) - 1, self._smallest_chunk)
 
+    def has_room(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """Whether there are pages for so many more tokens of a sequence, if they are computed in the smallest chunks."""
+        missing = 0
+        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+            most = group.most_pages(seq.num_computed + num_new_tokens, self._smallest_chunk) - len(table.held)
+            missing += min(self._missing(seq, num_new_tokens, number), max(most, 0))
+        return missing <= self.num_free
+
     def _missing(self, seq: Sequence, num_new_tokens: int, number: int) -> int:
         """Pages of a group that a sequence lacks for its next tokens."""
         pages = -(-(seq.num_computed + num_new_tokens) // self.groups[number].page_size)
@@ -141,15 +152,24 @@ class BlockManager:
 
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Make room for the next tokens of a sequence; False, and nothing changed, if there are too few free pages."""
-        missing = [self._missing(seq, num_new_tokens, number) for number in range(len(self.groups))]
-        if sum(missing) > len(self._free):
+        end, missing, capacity = seq.num_computed + num_new_tokens, 0, _NEVER
+        for table in seq.tables:
+            count = -(-end // table.page_size) - len(table.pages)
+            if count > 0:
+                missing += count
+        if missing > len(self._free):
             return False
-        for number, (count, table) in enumerate(zip(missing, seq.tables, strict=True)):
-            if count:
-                pages = [self._hand_out() for _ in range(count)]
-                seq.table_changes.append(TableChange(number, len(table.pages), pages))
-                table.pages += pages
-        seq.capacity = min(len(table.pages) * group.page_size for table, group in zip(seq.tables, self.groups, strict=True))
+        for number, table in enumerate(seq.tables):
+            pages, held = table.pages, len(table.pages)
+            count = -(-end // table.page_size) - held
+            if count > 0:
+                new = [self._hand_out() for _ in range(count)]
+                seq.table_changes.append((number, held, new))
+                pages += new
+                held += count
+            if held * table.page_size < capacity:
+                capacity = held * table.page_size
+        seq.capacity = capacity
         return True
 
     def advance(self, seq: Sequence, partly: bool = False) -> None:
@@ -158,23 +178,26 @@ class BlockManager:
 
         partly: name the last pages as well, as far as they are filled; call it so after a part of a prompt.
         """
-        self._publish(seq, partly)
-        known, boundary = seq.num_known, math.inf
-        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
-            if self.enable_prefix_caching:
-                boundary = min(boundary, (table.num_published + 1) * group.page_size)
-            if group.window is None:
-                continue
+        boundary = self._publish(seq, partly)
+        if self._windowed:
+            boundary = min(boundary, self._give_back(seq))
+        seq.next_boundary = boundary
+
+    def _give_back(self, seq: Sequence) -> int:
+        """Give back the pages behind the windows; returns how many tokens must be known for more of it."""
+        known, boundary = seq.num_known, _NEVER
+        for number in self._windowed:
+            group, table = self.groups[number], seq.tables[number]
             first, behind = table.num_given_back, group.num_behind(known)
             if first < behind:
                 for page in table.pages[first:behind]:
                     self._give(page)
                 table.pages[first:behind] = [NULL_PAGE] * (behind - first)
-                seq.table_changes.append(TableChange(number, first, table.pages[first:behind]))
+                seq.table_changes.append((number, first, table.pages[first:behind]))
                 self._given_back[number] += behind - first
                 table.num_given_back = behind
-            boundary = min(boundary, (behind + 1) * group.page_size + group.window - 1)
-        seq.next_boundary = boundary
+            boundary = min(boundary, group.first_behind(behind + 1))
+        return boundary
 
     def copies_launched(self, seq: Sequence) -> None:
         """Let go of what a sequence's prefix was copied from."""
@@ -194,7 +217,7 @@ class BlockManager:
         seq.table_changes = []
         seq.started = False
         seq.capacity = seq.num_computed = seq.num_unverified = 0
-        seq.next_boundary = 0.0
+        seq.next_boundary = 0
         seq.newest_at = -1
 
     def forget_prefixes(self) -> None:
@@ -205,18 +228,22 @@ class BlockManager:
                     self._free.move_to_end(page, last=False)
             prefixes.index.clear()
 
-    def _publish(self, seq: Sequence, partly: bool) -> None:
+    def _publish(self, seq: Sequence, partly: bool) -> int:
+        """Name what is filled; returns how many tokens must be known for more of it."""
         if not self.enable_prefix_caching:
-            return
-        known = seq.num_known
-        for prefixes, table in zip(self._prefixes, seq.tables, strict=False):  # none, where it holds nothing
-            size = prefixes.group.page_size
+            return _NEVER
+        known, boundary = min(seq.num_computed, len(seq.token_ids)), _NEVER
+        for table, prefixes in zip(seq.tables, self._prefixes, strict=False):  # no tables, where it holds nothing
+            size = table.page_size
             full = known // size
             for number in range(table.num_published, full):
                 prefixes.name(seq, number, table.pages[number], size)
-            table.num_published = max(table.num_published, full)
+            table.num_published = full
             if partly and known % size:
                 prefixes.name(seq, full, table.pages[full], known % size)
+            if (full + 1) * size < boundary:
+                boundary = (full + 1) * size
+        return boundary
 
     def _take(self, page: int) -> None:
         if self._ref_counts[page] == 0:
@@ -232,10 +259,10 @@ class BlockManager:
 
     def _hand_out(self) -> int:
         """A free page that is nobody's any more, whatever it held."""
-        page = next(iter(self._free))
+        page, _ = self._free.popitem(last=False)
+        self._ref_counts[page] = 1
         for prefixes in self._prefixes:
             prefixes.index.discard(page)
-        self._take(page)
         return page
 
     def check_integrity(self, holders: list[Sequence]) -> None:

@@ -122,6 +122,9 @@ class DecodeGraph:
         self.metadata = self._worst_case(slots, list(tables))
         """The step, as the layers of each cache group see it."""
         self._plans = step.attention.begin_graph(self.metadata, backends)
+        groups = zip(self._plans.items(), step.attention.groups, strict=True)
+        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups]
+        """What every replay brings up to date. No dictionary of specs, whose hash takes longer than the rest."""
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.tokens = self.run()
         self._replay: Callable[[], None] | None = None
@@ -197,7 +200,8 @@ class DecodeGraph:
             replace(each, seq_lens_cpu=seq_lens, block_table_cpu=table, upper_bound_lens=False)
             for each, table in zip(self.metadata, tables, strict=True)
         ]
-        self._step.attention.refresh_graph(metadata, self._by_spec, self._plans)
+        for backend, plan, group in self._replanned:
+            backend.plan_for_replay(plan, metadata[group])
         self._replay()
         return self._step.logits[: len(at)], self.tokens[: len(at)]
 

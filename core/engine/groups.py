@@ -48,6 +48,11 @@ class CacheGroup:
         """Pages at the start of a sequence that no query from this position on sees any of."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // self.page_size
 
+    def first_behind(self, count: int) -> int:
+        """The position from which on `count` pages lie behind the window."""
+        assert self.window is not None
+        return count * self.page_size + self.window - 1
+
     def most_pages(self, length: int, chunk: int) -> int:
         """Pages that one sequence of `length` tokens holds at most, if a step computes up to `chunk` of them."""
         whole = -(-length // self.page_size)

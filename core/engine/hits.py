@@ -35,6 +35,7 @@ class GroupPrefixes:
         self.group = group
         self.index = PrefixIndex()
         self._block_size = block_size
+        self._blocks_per_page = group.page_size // block_size
 
     def longest(self, seq: Sequence, at_most: int, partly: bool) -> int:
         """Tokens of the longest start of a sequence, up to `at_most`, that is held; partly: its last page need not be whole."""
@@ -63,10 +64,13 @@ class GroupPrefixes:
 
     def name(self, seq: Sequence, number: int, page: int, count: int) -> None:
         """Make the first `count` tokens of a sequence's page findable, unless an equal page is already."""
-        first, size = number * self.group.page_size, self.group.page_size
-        digest = self._digest(seq, number) if count == size else None
-        if digest is None or self.index.find(digest) is None:
-            self.index.add(page, self._digest(seq, number - 1), packed(seq.token_ids[first : first + count]), digest)
+        size, digest = self.group.page_size, None
+        if count == size:
+            digest = self._digest(seq, number)
+            if self.index.find(digest) is not None:
+                return
+        first, parent = number * size, self._digest(seq, number - 1) if number else b""
+        self.index.add(page, parent, packed(seq.token_ids[first : first + count]), digest)
 
     def _find(self, seq: Sequence, number: int) -> int | None:
         return self.index.find(self._digest(seq, number))
@@ -83,10 +87,11 @@ class GroupPrefixes:
 
         Computed once for each block: tokens of a sequence never change. 128 bits: no chance collisions.
         """
-        index = (number + 1) * (self.group.page_size // self._block_size) - 1
-        while len(seq.block_hashes) <= index:
-            first = len(seq.block_hashes) * self._block_size
-            parent = seq.block_hashes[-1] if seq.block_hashes else b""
-            tokens = packed(seq.token_ids[first : first + self._block_size])
-            seq.block_hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
-        return seq.block_hashes[index] if index >= 0 else b""
+        index, hashes = (number + 1) * self._blocks_per_page - 1, seq.block_hashes
+        while len(hashes) <= index:
+            size = self._block_size
+            first = len(hashes) * size
+            parent = hashes[-1] if hashes else b""
+            tokens = packed(seq.token_ids[first : first + size])
+            hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
+        return hashes[index] if index >= 0 else b""

@@ -52,7 +52,8 @@ class EngineLoop:
         self.stats = EngineStats()
         pool = executor.capacity.pool
         groups, block_size = pool.page_format.groups, pool.page_format.block_size
-        self.blocks = BlockManager(pool.num_pages, block_size, config.enable_prefix_caching, groups)
+        caching, chunk = config.enable_prefix_caching, pool.smallest_chunk
+        self.blocks = BlockManager(pool.num_pages, block_size, caching, groups, chunk)
         self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
         self._executor = executor
         self._eos = eos_token_ids

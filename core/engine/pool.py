@@ -30,6 +30,8 @@ class PoolSize:
     num_pages: int
     """Those that are nobody's included."""
     page_format: PageFormat
+    smallest_chunk: int
+    """Tokens to which a step of a prompt must be cut where the windowed groups have no room for more of it."""
 
     @property
     def num_bytes(self) -> int:
@@ -48,7 +50,7 @@ class PoolSize:
 def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, chunk: int, memory: int | None) -> PoolSize:
     """Pages that fit in `memory` bytes (None: a share of the host's free memory), never more than all sequences could fill.
 
-    chunk: tokens to which a step can be cut where memory is short.
+    chunk: tokens to which a step may be cut where memory is short.
 
     :raises ConfigError: not even one sequence of max_model_len fits.
     """
@@ -65,7 +67,7 @@ def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, ch
             f"raise kv_cache_memory or set max_model_len to at most {longest}" if longest else "raise kv_cache_memory",
         )
     most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs
-    return PoolSize(min(fits, most) + reserved, page_format)
+    return PoolSize(min(fits, most) + reserved, page_format, chunk)
 
 
 def longest_that_fits(page_format: PageFormat, chunk: int, memory: int | None, at_most: int) -> int:

@@ -25,11 +25,13 @@ def prepare(step: list[ScheduledSequence], groups: Sequence[CacheGroup]) -> Step
             if not seq.started:
                 started.append(StartedRow(row, seq.params, seq.seed))
                 seq.started = True
-            new_pages += [NewPages(row, start, pages, group) for group, start, pages in seq.table_changes]
-            seq.table_changes = []
-        for group, source, size in seq.prefix_copies:
-            target = seq.tables[group].pages[context_len // groups[group].page_size]
-            copies.append(PageCopy(group, source, target, size))
+            for group, start, pages in seq.table_changes:
+                new_pages.append(NewPages(row, start, pages, group))
+            seq.table_changes.clear()
+        if seq.prefix_copies:
+            for group, source, size in seq.prefix_copies:
+                target = seq.tables[group].pages[context_len // groups[group].page_size]
+                copies.append(PageCopy(group, source, target, size))
         if count == 1 and seq.newest_at == context_len:
             token_ids.append(NEWEST)
             num_newest += 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from headway.core.contract.metadata import Phase
@@ -32,10 +34,15 @@ class ScheduledSequence(NamedTuple):
         return Phase.DECODE if self.num_draft_tokens else Phase.of(self.num_new_tokens, self.context_len)
 
 
+_scheduled: Callable[[tuple[Sequence, int, int, bool, int]], ScheduledSequence] = partial(tuple.__new__, ScheduledSequence)
+"""A ScheduledSequence of its fields, without the call in Python that its constructor makes: there is one for every decode."""
+
+
 class Scheduler:
     """Continuous batching with a token budget: who runs goes on, then who waits is admitted, first come first served.
 
-    A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi). When the pool runs dry, the
+    A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi), once the pool has room for all
+    of it: a part of a prompt would only take pages from those that run, to be preempted for them. When the pool runs dry, the
     youngest running sequence gives its pages back and waits at the head of the queue, to be computed again (vLLM's recompute).
 
     `schedule` may be called while earlier steps are still running on the device: tokens those will sample count as pending. What
@@ -80,7 +87,7 @@ class Scheduler:
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
             if seq.goes_on():  # what most sequences do in most steps, found without asking further
-                decodes.append(ScheduledSequence(seq, 1, seq.num_computed, True))
+                decodes.append(_scheduled((seq, 1, seq.num_computed, True, 0)))
                 budget -= 1
                 position += 1
                 continue
@@ -119,9 +126,9 @@ class Scheduler:
         """Tokens that a waiting sequence gets in this step; 0 if there is no room, and then it holds nothing."""
         for partly in (True, False):  # what is copied is held beside the copy: perhaps there is room without
             spared = self.blocks.attach_prefix(seq, partly)
-            count = self._num_tokens(seq, budget)
-            whole = count == seq.num_to_compute
-            if count and (whole or self.enable_chunked_prefill) and self.blocks.reserve(seq, self._room(seq, count)):
+            count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
+            able = count == wanted or (self.enable_chunked_prefill and self.blocks.has_room(seq, wanted))
+            if count and able and self.blocks.reserve(seq, self._room(seq, count)):
                 if seq.num_preemptions == 0:
                     seq.num_cached_tokens = spared
                 return count

@@ -22,6 +22,8 @@ class Status(Enum):
 class PageTable:
     """Which pages hold a sequence's tokens in one group of layers."""
 
+    page_size: int
+    """Tokens of a page."""
     pages: list[int] = field(default_factory=list)
     """In the order of the tokens; the null page stands for those that were given back."""
     num_published: int = 0
@@ -43,12 +45,8 @@ class PrefixCopy(NamedTuple):
     num_tokens: int
 
 
-class TableChange(NamedTuple):
-    """Pages that stand in a sequence's table from its `start`-th page on, and that the executor has not been told of."""
-
-    group: int
-    start: int
-    pages: list[int]
+TableChange = tuple[int, int, list[int]]
+"""A group, and the pages that stand in its table from the `start`-th on: (group, start, pages)."""
 
 
 class Sequence:
@@ -95,11 +93,12 @@ class Sequence:
         """One for each cache group while it holds pages; kept by the block manager, as are the next six."""
         self.capacity = 0
         """Tokens for which its pages have room, in every group."""
-        self.next_boundary = 0.0
+        self.next_boundary = 0
         """Known tokens from which on a page can be named or given back."""
         self.prefix_copies: list[PrefixCopy] = []
         """What the next step must copy before it computes the rest; it holds their sources until that has been launched."""
         self.table_changes: list[TableChange] = []
+        """What the executor has not been told of."""
         self.block_hashes: list[bytes] = []
         """Chained hash of each full block of `token_ids`, as far as computed."""
         self.started = False
