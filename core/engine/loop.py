@@ -20,6 +20,7 @@ from headway.core.engine.prepare import prepare
 from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence, Status
 from headway.core.engine.stats import EngineStats
+from headway.core.engine.usage import CacheUsage, cache_usage
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import NOT_A_TOKEN
 
@@ -135,6 +136,11 @@ class EngineLoop:
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.wait_seconds - waited)
         deltas, self._unreported = self._unreported, []
         return deltas
+
+    def cache_usage(self) -> CacheUsage:
+        """Who uses the cache at this moment."""
+        pages = self.capacity.pool.page_format
+        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.running)
 
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))
