@@ -1,124 +1,118 @@
-"""What the decoder must know of a checkpoint, read from a transformers configuration; anything it cannot do is refused."""
+"""What the decoder must know of a model: shapes, and which parts its layers are put together from."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, get_args
 
-import torch
+from headway.models.experts.config import ExpertsConfig
+from headway.models.names import LLAMA_NAMES, TensorNames
 
-from headway.core.contract.errors import ModelError
-from headway.models.checkpoint import ARCHITECTURES
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """One rotary embedding, scaling included (Su et al. 2021). Equal ones are computed once for all layers."""
+
+    inv_freq: tuple[float, ...]
+    """head_dim / 2 frequencies; 0 where an element is not rotated."""
+    factors: tuple[float, ...]
+    """What multiplies cos and sin of each (YaRN's attention factor; 1 elsewhere)."""
+    rotary_dim: int
+    """Elements of a head that the checkpoint rotates, its first ones; see `layers.rotary`."""
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Where one layer differs from the others."""
+
+    sliding_window: int | None = None
+    rope: int | None = 0
+    """Its rotary embedding among `DecoderConfig.ropes`; None: it has none."""
+    experts: bool = False
+    """Whether its MLP is the one of `DecoderConfig.experts`; else it is dense."""
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention in place of heads of keys and values (MLA, DeepSeek-V2)."""
+
+    kv_lora_rank: int
+    """Elements of the latent that keys and values are expanded from."""
+    qk_nope_head_dim: int
+    """Elements of a query and key head that are not rotated."""
+    qk_rope_head_dim: int
+    """Elements that are rotated; the key's are shared by all heads."""
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    """Elements of the queries' latent; None: queries are a plain product."""
+    interleaved: bool = True
+    """Whether the checkpoint rotates neighbouring elements with each other instead of the two halves."""
+
+    @property
+    def q_dim(self) -> int:
+        """Elements of a head of query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Elements of a latent and of the key's rotated part behind it: what is cached of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shapes and switches of a Llama-like decoder."""
+    """Shapes and switches of a decoder. What differs between families of models and stands here is computed for any of them."""
 
     model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    """Of a dense MLP."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    scale: float
+    """Multiplies q.k before the softmax."""
+    norm_eps: float
     max_position_embeddings: int
-    inv_freq: torch.Tensor
-    """float32 [head_dim / 2]: RoPE frequencies, scaling included."""
-    rope_factor: float
-    """Multiplies cos and sin (YaRN's attention factor; 1 elsewhere)."""
-    sliding_windows: tuple[int | None, ...]
-    """Each layer's window."""
-    qk_norm: bool
-    """RMSNorm over head_dim of q and k before RoPE (Qwen3)."""
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
+    layers: tuple[LayerConfig, ...]
+    ropes: tuple[RopeConfig, ...]
+    """Rotary embeddings, all of one size; none: positions are learned, or not told at all."""
     tie_word_embeddings: bool
+    names: TensorNames = LLAMA_NAMES
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    """rms_plus_one: the checkpoint's weight is what is missing from 1 (Gemma); layer: LayerNorm with a bias."""
+    qk_norm: Literal["head", "whole"] | None = None
+    """RMSNorm of q and k before RoPE: of each head (Qwen3, Gemma 3), or of all heads together (OLMo 2)."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    gated: bool = True
+    """Whether the MLP multiplies its activation by a second product (SwiGLU and its kin; Shazeer 2020)."""
+    activation: Activation = "silu"
+    softcap: float | None = None
+    """Of the attention scores (Gemma 2)."""
+    sinks: bool = False
+    """Whether each layer brings one logit a head that joins the softmax (gpt-oss)."""
+    experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    embedding_scale: float = 1.0
+    position_offset: int = 0
+    """Rows of a table of learned positions that come before that of position 0 (OPT)."""
+    residual_scale: float = 1.0
+    """Multiplies what a part adds to the residual stream (Granite)."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
-    @classmethod
-    def from_transformers(cls, config: Any) -> DecoderConfig:
-        """Read a transformers PretrainedConfig.
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
 
-        :raises ModelError: an architecture, activation or RoPE type that the decoder does not compute.
-        """
-        kind = config.model_type
-        if kind not in ARCHITECTURES:
-            named = ", ".join(config.architectures or [kind])
-            raise ModelError(f"model architecture: needs one of {', '.join(ARCHITECTURES.values())}, got {named}")
-        if config.hidden_act != "silu":
-            raise ModelError(f"hidden_act: needs silu, got {config.hidden_act}")
-        _check_numbers(config)
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        inv_freq, rope_factor = _rope(config, head_dim)
-        bias = bool(getattr(config, "attention_bias", False))
-        return cls(
-            model_type=kind,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=heads,
-            num_kv_heads=config.num_key_value_heads or heads,
-            head_dim=head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position_embeddings,
-            inv_freq=inv_freq,
-            rope_factor=rope_factor,
-            sliding_windows=_windows(config),
-            qk_norm=kind == "qwen3",
-            qkv_bias=bias or kind == "qwen2",
-            o_bias=bias,
-            mlp_bias=bool(getattr(config, "mlp_bias", False)),
-            tie_word_embeddings=bool(config.tie_word_embeddings),
-        )
-
-
-def _check_numbers(config: Any) -> None:
-    """What the shapes do not show: a norm or a RoPE that divides by nothing, a list of layers of another length."""
-    eps, theta = config.rms_norm_eps, (config.rope_parameters or {}).get("rope_theta", 1.0)
-    for name, value in (("rms_norm_eps", eps), ("rope_theta", theta)):
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            raise ModelError(f"{name}: needs a number above 0, got {value!r}")
-    kinds = getattr(config, "layer_types", None)
-    if kinds and len(kinds) != config.num_hidden_layers:
-        raise ModelError(f"layer_types: needs one for each of the {config.num_hidden_layers} layers, got {len(kinds)}")
-
-
-def _windows(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _rope(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Frequencies and factor; rare scaled types are computed by transformers, so that they mean what the checkpoint means."""
-    parameters = config.rope_parameters
-    kind = parameters.get("rope_type", "default")
-    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ModelError(f"partial_rotary_factor: needs 1, got {parameters['partial_rotary_factor']}")
-    if kind in ("default", "llama3"):
-        inv_freq = 1.0 / parameters["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
-        return inv_freq if kind == "default" else _llama3(inv_freq, parameters), 1.0
-    if kind not in ("linear", "yarn"):  # the others change with the length of the sequence
-        raise ModelError(f"rope_type: needs default, linear, llama3 or yarn, got {kind}")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    compute: Callable[..., tuple[torch.Tensor, float]] = ROPE_INIT_FUNCTIONS[kind]
-    return compute(config, torch.device("cpu"))
-
-
-def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, float]) -> torch.Tensor:
-    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, those between interpolated."""
-    factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
-    context = parameters["original_max_position_embeddings"]
-    wavelen = 2 * math.pi / inv_freq
-    stretched = torch.where(wavelen > context / low, inv_freq / factor, inv_freq)
-    smooth = (context / wavelen - low) / (high - low)
-    between = (wavelen >= context / high) & (wavelen <= context / low)
-    return torch.where(between, (1 - smooth) * stretched / factor + smooth * stretched, stretched)
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Each layer's window."""
+        return tuple(layer.sliding_window for layer in self.layers)

@@ -1,17 +1,67 @@
-"""A packed decoder for Llama, SmolLM, Qwen2, Qwen3 and Mistral checkpoints: no padding, no batch axis, merged projections."""
+"""A packed decoder whose layers are put together from parts: no padding, no batch axis, merged projections."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
+import torch
 from torch import Tensor
 
+from headway.core.contract.latent import LatentLayer
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
 from headway.models.config import DecoderConfig
 from headway.models.device_operations import operations_for
 from headway.models.invariant import invariant_operations
+from headway.models.layers.experts import ExpertsMLP
+from headway.models.layers.kv_scales import read_kv_scales
+from headway.models.layers.latent_attention import LatentAttention
+from headway.models.layers.mlp import MLP
+from headway.models.layers.self_attention import SelfAttention
+from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm, Operations, Rope
+from headway.models.operations import Embedding, Norm, Operations, Rope
+from headway.models.rope import rope_tables
 from headway.models.weights import WeightSource
+
+if TYPE_CHECKING:
+    from headway.models.experts.fused import FusedExperts
+
+
+class AttentionPart(Protocol):
+    """How a layer attends: norms, projections and residual included."""
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What it asks of a backend."""
+
+    @property
+    def layer(self) -> LatentLayer | None:
+        """What the engine is handed for latent attention; None where it is none."""
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its products."""
+
+    def absorb_norms(self, ops: Operations) -> None:
+        """Let what computes the layer prepare its norms and the products after them."""
+
+    def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`. Returns the new stream."""
+
+
+class MLPPart(Protocol):
+    """What a layer computes after it has attended, token by token: norms and residual included."""
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its products."""
+
+    def absorb_norms(self, ops: Operations) -> None:
+        """Let what computes the layer prepare its norms and the products after them."""
+
+    def __call__(self, x: Tensor, ops: Operations) -> Tensor:
+        """x: [num_tokens, hidden_size], the residual stream, used up. Returns the new stream."""
 
 
 class Decoder:
@@ -22,39 +72,37 @@ class Decoder:
 
         :raises ModelError: batch_invariant, and this machine's products are not.
         """
-        self.config = config
-        device = weights.device
-        self.embed = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self.layers = [DecoderLayer(config, index, weights) for index in range(config.num_layers)]
-        self.norm = Norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
-        tied = config.tie_word_embeddings and "lm_head.weight" not in weights
-        head = self.embed if tied else weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
-        self.lm_head = Linear(head)
-        weights.finish()
-        rope = config.inv_freq.to(device), config.rope_factor
+        self.config, names = config, config.names
+        tensors = LayerTensors(config, weights)
+        table = tensors.take(f"{names.embed}.weight", config.vocab_size, config.hidden_size)
+        self.embed = Embedding(table, _rounded(config.embedding_scale, table), _positions(config, tensors))
+        self.layers = [DecoderLayer(config, index, weights, batch_invariant) for index in range(config.num_layers)]
+        self.norm = _scaled(tensors.norm(names.norm, config.hidden_size), config.logit_scale)
+        head = f"{names.head}.weight"
+        tied = config.tie_word_embeddings and head not in weights
+        self.lm_head = Linear(table if tied else tensors.take(head, config.vocab_size, config.hidden_size))
+        weights.finish(names.ignored)
+        ropes = rope_tables(config.ropes, weights.device)
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
-        self.operations = invariant_operations(*rope, linears) if batch_invariant else operations_for(*rope)
+        self.operations = invariant_operations(*ropes, linears) if batch_invariant else operations_for(*ropes)
         for layer in self.layers:
             layer.absorb_norms(self.operations)
-        self.attention_specs = [self._spec(window, weights, batch_invariant) for window in config.sliding_windows]
-
-    def _spec(self, window: int | None, weights: WeightSource, batch_invariant: bool) -> AttentionSpec:
-        config = self.config
-        return AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            dtype=weights.dtype,
-            device=weights.device,
-            sliding_window=window,
-            batch_invariant=batch_invariant,
-        )
+        self.attention_specs = [layer.attention.spec for layer in self.layers]
+        latents = ((index, layer.attention.layer) for index, layer in enumerate(self.layers))
+        self.latent_layers = {index: latent for index, latent in latents if latent is not None}
+        self.kv_scales = [layer.kv_scales for layer in self.layers]
+        """k_scale and v_scale of each layer's cache where it is fp8, from the checkpoint or 1."""
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self.config.vocab_size
+
+    @property
+    def expert_kinds(self) -> list[FusedExperts]:
+        """Kinds of layers of experts that choose among ways of computing them."""
+        kinds = [layer.mlp.kind for layer in self.layers if isinstance(layer.mlp, ExpertsMLP)]
+        return list(dict.fromkeys(kind for kind in kinds if kind is not None))
 
     @property
     def max_position_embeddings(self) -> int:
@@ -63,61 +111,60 @@ class Decoder:
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """input_ids, positions: int32 or int64 [num_tokens]. Returns the last hidden states [num_tokens, hidden_size], normed."""
-        x, rope = self.operations.embed(input_ids, positions, self.embed)
+        x, ropes = self.operations.embed(input_ids, positions, self.embed)
         for layer in self.layers:
-            x = layer(x, rope, self.operations, attention)
+            x = layer(x, ropes, self.operations, attention)
         return self.operations.norm(x, self.norm)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden: [rows, hidden_size], only the rows that will be sampled. Returns [rows, vocab_size], see core.model.Model."""
-        return self.operations.product(hidden, self.lm_head, out)
+        logits, cap = self.operations.product(hidden, self.lm_head, out), self.config.logit_softcap
+        return logits if cap is None else self.operations.softcap(logits, cap)
 
 
 class DecoderLayer:
-    """Attention and MLP with their norms and residuals."""
+    """Attention, then MLP or experts."""
 
-    def __init__(self, config: DecoderConfig, index: int, weights: WeightSource) -> None:
-        self.index = index
-        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        at = f"model.layers.{index}."
-
-        def take(name: str, *shape: int) -> Tensor:
-            return weights.take(at + name, shape)
-
-        def norm(name: str, size: int) -> Norm:
-            return Norm(take(name, size), config.rms_norm_eps)
-
-        def merged(names: dict[str, int], bias: bool) -> Linear:
-            weight = weights.take_merged({f"{at}{name}.weight": size for name, size in names.items()}, hidden)
-            biases = {f"{at}{name}.bias": size for name, size in names.items()}
-            return Linear(weight, weights.take_merged(biases) if bias else None)
-
-        self.input_norm = norm("input_layernorm.weight", hidden)
-        projections = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
-        self.qkv_proj = merged(projections, config.qkv_bias)
-        q_norm = norm("self_attn.q_norm.weight", dim) if config.qk_norm else None
-        k_norm = norm("self_attn.k_norm.weight", dim) if config.qk_norm else None
-        self.heads = Heads(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm)
-        o_bias = take("self_attn.o_proj.bias", hidden) if config.o_bias else None
-        self.o_proj = Linear(take("self_attn.o_proj.weight", hidden, q_size), o_bias)
-        self.post_norm = norm("post_attention_layernorm.weight", hidden)
-        self.gate_up_proj = merged({"mlp.gate_proj": inner, "mlp.up_proj": inner}, config.mlp_bias)
-        down_bias = take("mlp.down_proj.bias", hidden) if config.mlp_bias else None
-        self.down_proj = Linear(take("mlp.down_proj.weight", hidden, inner), down_bias)
+    def __init__(self, config: DecoderConfig, index: int, weights: WeightSource, batch_invariant: bool) -> None:
+        tensors = LayerTensors(config, weights, config.names.layer.format(index))
+        self._rope = config.layers[index].rope
+        kind = SelfAttention if config.latent is None else LatentAttention
+        self.attention: AttentionPart = kind(config, index, tensors, batch_invariant)
+        k_scale, v_scale = read_kv_scales(tensors)
+        self.kv_scales = k_scale, v_scale if config.latent is None else k_scale  # a value inside the key has the key's
+        self.mlp: MLPPart = ExpertsMLP(config, tensors) if config.layers[index].experts else MLP(config, tensors)
 
     def absorb_norms(self, ops: Operations) -> None:
         """Let what computes the layer prepare its norms and the products after them."""
-        self.input_norm, self.qkv_proj = ops.absorb(self.input_norm, self.qkv_proj)
-        self.post_norm, self.gate_up_proj = ops.absorb(self.post_norm, self.gate_up_proj)
+        self.attention.absorb_norms(ops)
+        self.mlp.absorb_norms(ops)
 
     @property
     def linears(self) -> list[Linear]:
         """Its products."""
-        return [self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj]
+        return [*self.attention.linears, *self.mlp.linears]
 
-    def __call__(self, x: Tensor, rope: Rope, ops: Operations, attention: Attention) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`."""
-        out = attention(self.index, *ops.norm_qkv(x, self.input_norm, self.qkv_proj, self.heads, rope))
-        x = ops.add_product(x, out.flatten(1), self.o_proj)
-        return ops.add_product(x, ops.norm_gated_product(x, self.post_norm, self.gate_up_proj), self.down_proj)
+    def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
+        """x: [num_tokens, hidden_size], the residual stream, used up; ropes: of `Operations.embed`."""
+        rope = None if self._rope is None else ropes[self._rope]
+        return self.mlp(self.attention(x, rope, ops, attention), ops)
+
+
+def _positions(config: DecoderConfig, tensors: LayerTensors) -> Tensor | None:
+    """The rows of learned positions from that of position 0 on."""
+    if config.names.positions is None:
+        return None
+    rows = config.max_position_embeddings + config.position_offset
+    return tensors.take(f"{config.names.positions}.weight", rows, config.hidden_size)[config.position_offset :].contiguous()
+
+
+def _rounded(scale: float, table: Tensor) -> float:
+    """A factor as the table's dtype holds it: what models that were trained in half precision multiplied by."""
+    return float(torch.tensor(scale, dtype=table.dtype))
+
+
+def _scaled(norm: Norm, scale: float) -> Norm:
+    """A norm whose result is multiplied: logits that are scaled (Granite) cost no step of their own."""
+    if scale == 1.0:
+        return norm
+    return Norm(norm.weight.float() * scale, norm.eps, None if norm.bias is None else norm.bias.float() * scale)

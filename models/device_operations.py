@@ -15,15 +15,18 @@ from headway.models.operations import Operations, Plain
 log = logging.getLogger("headway")
 
 
-def operations_for(inv_freq: Tensor, rope_factor: float) -> Operations:
-    """The fused kernels on a GPU with Triton, else torch's operations. inv_freq: float32 [head_dim / 2], on its device."""
+def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
+    """The fused kernels on a GPU with Triton, else torch's operations.
+
+    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, see `rope.rope_tables`.
+    """
     if inv_freq.device.type != "cuda":
-        return Plain(inv_freq, rope_factor)
+        return Plain(inv_freq, factors)
     try:
         from headway.models.fused.operations import Fused
     except ImportError:  # torch for a GPU brings Triton, but not on every system
-        return Plain(inv_freq, rope_factor)
-    return Fused(inv_freq, rope_factor)
+        return Plain(inv_freq, factors)
+    return Fused(inv_freq, factors)
 
 
 def fastest_sampling(device: torch.device) -> SamplingOps:

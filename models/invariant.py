@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, silu
+from torch.nn.functional import gelu, pad, relu
 
 from headway.core.contract.errors import ModelError
+from headway.models.config import Activation
 from headway.models.device_operations import operations_for
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.plain import PlainExperts
+from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm, Operations, Rope
+from headway.models.operations import ACTIVATE, Experts, Heads, Norm, Operations, PlainLayer, Rope, softcap
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Rows of a product, by device. On a CPU what its weights are packed for; on a GPU about where a product that reads its weights
 at the memory's rate has the matrix units busy as well, so that neither a decode nor a prompt pays more than it must."""
+
+Softcap = Callable[[Tensor, float], Tensor]
 
 
 class InTiles:
@@ -25,12 +31,15 @@ class InTiles:
     row's place must not matter; `check` makes sure. What is no product goes row by row anyway.
     """
 
-    def __init__(self, inner: Operations, rows: int, gate: Callable[[Tensor], Tensor]) -> None:
-        """rows: of every product; gate: SiLU of a matrix."""
+    def __init__(
+        self, inner: Operations, rows: int, activate: Mapping[Activation, Callable[[Tensor], Tensor]], cap: Softcap
+    ) -> None:
+        """rows: of every product; activate: each activation of a matrix; cap: see Operations.softcap."""
         self._inner = inner
         self._rows = rows
-        self._gate = gate
-        self.embed, self.norm = inner.embed, inner.norm
+        self._activate = activate
+        self.rotate_latent, self.latent_layer = inner.rotate_latent, inner.latent_layer
+        self.embed, self.norm, self.add_norm, self.softcap = inner.embed, inner.norm, inner.add_norm, cap
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """As they are."""
@@ -41,21 +50,39 @@ class InTiles:
         whole = torch.cat([linear(tile) for tile in self._tiles(x)])[: x.shape[0]]
         return whole if out is None else out.copy_(whole)  # whose last tile may be longer than what is left of `out`
 
-    def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """See Operations."""
-        tiles = zip(*map(self._tiles, (x, *rope)), strict=True)
-        parts = [self._inner.norm_qkv(rows, norm, linear, heads, (cos, sin)) for rows, cos, sin in tiles]
+        y = self.product(self._normed(x, norm), linear)
+        return y if activation is None else self._activate[activation](y)
+
+    def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """See Operations."""
+        gate, up = self.product(self._normed(x, norm), linear).chunk(2, dim=1)
+        return self._activate[activation](gate) * up
+
+    def norm_qkv(
+        self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Operations."""
+        tiles = zip(*map(self._tiles, (x, *(rope or ()))), strict=True)
+        parts = [self._inner.norm_qkv(rows, norm, linear, heads, (turn[0], turn[1]) if turn else None) for rows, *turn in tiles]
         q, k, v = (torch.cat(tensors)[: x.shape[0]] for tensors in zip(*parts, strict=True))
         return q, k, v
 
-    def norm_gated_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """See Operations."""
-        gate, up = self.product(self.norm(x, norm), linear).chunk(2, dim=1)
-        return self._gate(gate) * up
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else self.norm(x, norm)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
         return residual + self.product(x, linear)
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
+        """See Operations. On a GPU the kernels, whose rows do not depend on each other, all in one tiling."""
+        if not weights.router.is_cuda:
+            return PlainLayer(PlainExperts(config, weights), norm, self, self._activate["silu"])
+        from headway.models.experts.fused import FusedExperts
+
+        return FusedExperts(config, weights.router.dtype, weights.router.device, batch_invariant=True).layer(weights, norm)
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
         """x: [rows, ...]. At least one tile, for a step may sample no row at all; copies, which begin at aligned addresses."""
@@ -87,15 +114,40 @@ def silu_by_exp(x: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-wide))).to(x.dtype)
 
 
-def invariant_operations(inv_freq: Tensor, rope_factor: float, linears: Iterable[Linear]) -> Operations:
+def gelu_by_exp(x: Tensor) -> Tensor:
+    """GELU's approximation by tanh on a CPU, for the same reason: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y))."""
+    wide = x.float()
+    return (wide / (1 + torch.exp(-1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)))).to(x.dtype)
+
+
+def gelu_in_double(x: Tensor) -> Tensor:
+    """GELU on a CPU: what is left over differs in the last bits of float64, which the rounding drops."""
+    return gelu(x.double()).to(x.dtype)
+
+
+def softcap_by_exp(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap) in place, on a CPU: tanh(y) = 1 - 2 / (1 + exp(2 y))."""
+    return logits.copy_(cap - 2 * cap / (1 + torch.exp(logits.float() * (2 / cap))))
+
+
+ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu_by_exp,
+    "gelu": gelu_in_double,
+    "gelu_tanh": gelu_by_exp,
+    "relu": relu,
+}
+"""Activations whose bits are the same wherever an element lies."""
+
+
+def invariant_operations(inv_freq: Tensor, factors: Tensor, linears: Iterable[Linear]) -> Operations:
     """As `operations_for`, with rows that keep their bits in the products named.
 
-    inv_freq: float32 [head_dim / 2], on the model's device.
+    inv_freq, factors: float32 [ropes, head_dim / 2], on the model's device.
 
     :raises ModelError: see `InTiles.check`.
     """
     device = inv_freq.device.type
-    gate = silu_by_exp if device == "cpu" else silu
-    tiles = InTiles(operations_for(inv_freq, rope_factor), TILE_ROWS[device], gate)
+    activate, cap = (ON_CPU, softcap_by_exp) if device == "cpu" else (ACTIVATE, softcap)
+    tiles = InTiles(operations_for(inv_freq, factors), TILE_ROWS[device], activate, cap)
     tiles.check(linears)
     return tiles

@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, silu
 
+from headway.core.contract.errors import ModelError
+from headway.core.contract.latent import LatentLayer
+from headway.core.contract.spec import AttentionSpec
+from headway.models.config import Activation, LatentConfig
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.plain import PlainExperts
+from headway.models.experts.weights import ExpertWeights
+from headway.models.latent import PlainLatentLayer
 from headway.models.linear import Linear
+
+ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm (Zhang and Sennrich 2019)."""
+    """RMSNorm (Zhang and Sennrich 2019); with a bias, LayerNorm (Ba et al. 2016)."""
 
     weight: Tensor
-    """[size]"""
+    """[size], in the model's dtype or float32."""
     eps: float
+    bias: Tensor | None = None
+    """[size]"""
     absorbed: bool = False
     """Whether the weight, now all ones, is part of the product that follows: only a factor for each row is left of the norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What the first residual stream is made of."""
+
+    table: Tensor
+    """[vocab_size, hidden_size]"""
+    scale: float = 1.0
+    """Multiplies a token's row."""
+    positions: Tensor | None = None
+    """[positions, hidden_size], learned: the row of its position is added to each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +62,13 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     q_norm: Norm | None = None
-    """RMSNorm over head_dim before RoPE (Qwen3); both or neither."""
+    """RMSNorm before RoPE, both or neither: over each head (Qwen3), or over all heads together where the weight is that long."""
     k_norm: Norm | None = None
+
+    @property
+    def whole_norm(self) -> bool:
+        """Whether all heads of q are normed as one, and all of k."""
+        return self.q_norm is not None and self.q_norm.weight.shape[0] == self.num_heads * self.head_dim != self.head_dim
 
 
 Rope = tuple[Tensor, Tensor]
@@ -43,76 +79,190 @@ class Operations(Protocol):
     """The steps of one model. Rows are independent of each other in every one of them."""
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """A norm and the product that follows it, made once before any step: such that the two together compute the same."""
+        """A norm and the product that follows it, made once before any step: such that the two together compute the same.
 
-    def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Rope]:
-        """Residual stream [num_tokens, hidden_size] and RoPE's cos and sin of a step, in the form that `norm_qkv` takes.
+        For products of `norm_qkv` with a rotary embedding and of `norm_gated_product` alone.
+        """
 
-        input_ids, positions: int32 or int64 [num_tokens]; table: [vocab_size, hidden_size].
+    def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
+        """Residual stream [num_tokens, hidden_size], and cos and sin of each of the model's rotary embeddings, for `norm_qkv`.
+
+        input_ids, positions: int32 or int64 [num_tokens].
         """
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """RMSNorm over the rows of x [rows, size]."""
+        """Norm over the rows of x [rows, size]."""
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+        """residual + norm of x [rows, size]; both are used up."""
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """The product of x [rows, in_features]: [rows, out_features]; `out`, contiguous, where it is given."""
 
-    def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """RMSNorm, the merged product, then norm and rotation of q and k's heads.
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """Norm, product and activation, the first and the last if any: x [rows, in_features], rows perhaps strided, to
+        [rows, out_features]."""
 
-        x: [num_tokens, hidden_size]; linear: to (num_heads + 2 num_kv_heads) head_dim; rope: of `embed`.
+    def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """Norm, if any, the product, activation of its first half times the second: to [rows, out_features / 2]."""
+
+    def norm_qkv(
+        self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm, if any, the merged product, then norm and rotation of q and k's heads.
+
+        x: [num_tokens, hidden_size]; linear: to (num_heads + 2 num_kv_heads) head_dim; rope: of `embed`; None: no rotation.
         Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], rows perhaps strided.
         """
 
-    def norm_gated_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """RMSNorm, the product, SiLU of its first half times the second: [rows, in_features] to [rows, out_features / 2]."""
+    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Rotation of each query head's last elements; norm of the latents, and rotation of the key's elements behind them.
+
+        q: [num_tokens, num_heads q_dim]; latent: [num_tokens, kv_dim]; rows perhaps strided, used up. norm: of kv_lora_rank
+        elements. Returns q [num_tokens, num_heads, q_dim] and latents [num_tokens, 1, kv_dim].
+        """
+
+    def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
+        """What computes the products around latent attention, made once before any step.
+
+        kv_b: [num_heads (qk_nope_head_dim + v_head_dim), kv_lora_rank], from a latent to each head's key and value.
+        """
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """residual + product of x [rows, in_features]; residual: [rows, out_features], which is used up."""
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        """cap * tanh(logits / cap), in place (Gemma 2)."""
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
+        """A layer of experts after its norm, made once before any step."""
+
+
+class Experts(Protocol):
+    """A layer of experts."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, hidden_size], the residual stream, used up. Returns it with what the experts of its normed rows add."""
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """See Operations."""
+    return logits.div_(cap).tanh_().mul_(cap)
 
 
 class Plain:
     """Every operation as torch has it: what a CPU runs, and what the fused kernels are tested against."""
 
-    def __init__(self, inv_freq: Tensor, rope_factor: float) -> None:
-        """inv_freq: float32 [head_dim / 2]; rope_factor multiplies cos and sin."""
-        self._inv_freq, self._rope_factor = inv_freq, rope_factor
+    def __init__(self, inv_freq: Tensor, factors: Tensor) -> None:
+        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
+        self._inv_freq, self._factors = inv_freq, factors
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """As they are."""
         return norm, linear
 
-    def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Rope]:
+    def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """cos twice, and sin with its first half negated: x * cos + swap_halves(x) * sin is the rotation, in three operations."""
-        angles = positions[:, None, None] * self._inv_freq  # float32 [num_tokens, 1, head_dim / 2]
-        cos, sin = angles.cos() * self._rope_factor, angles.sin() * self._rope_factor
-        rope = torch.cat([cos, cos], dim=-1).to(table.dtype), torch.cat([-sin, sin], dim=-1).to(table.dtype)
-        return embedding(input_ids, table), rope
+        ropes, dtype = [], embed.table.dtype
+        for inv_freq, factors in zip(self._inv_freq, self._factors, strict=True):
+            angles = positions[:, None, None] * inv_freq  # float32 [num_tokens, 1, head_dim / 2]
+            cos, sin = angles.cos() * factors, angles.sin() * factors
+            ropes.append((torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)))
+        x = embedding(input_ids, embed.table)
+        if embed.scale != 1.0:
+            x = x * embed.scale
+        if embed.positions is not None:
+            x = x + embedding(positions, embed.positions)
+        return x, tuple(ropes)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See Operations."""
-        return rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+        weight = norm.weight
+        exact = x.to(weight.dtype)  # as it is, unless the weight is kept in float32
+        if norm.bias is not None:
+            return layer_norm(exact, weight.shape, weight, norm.bias, norm.eps).to(x.dtype)
+        return rms_norm(exact, weight.shape, weight, norm.eps).to(x.dtype)
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+        """See Operations."""
+        return residual + self.norm(x, norm)
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """See Operations."""
         return linear(x, out)
 
-    def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """See Operations."""
+        y = linear(x if norm is None else self.norm(x, norm))
+        return y if activation is None else ACTIVATE[activation](y)
+
+    def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """See Operations."""
+        gate, up = linear(x if norm is None else self.norm(x, norm)).chunk(2, dim=1)
+        return ACTIVATE[activation](gate) * up
+
+    def norm_qkv(
+        self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """RoPE (Su et al. 2021) in transformers' half-split order."""
         num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
-        qkv = linear(self.norm(x, norm)).view(-1, rotated + heads.num_kv_heads, heads.head_dim)
+        qkv = linear(x if norm is None else self.norm(x, norm)).view(-1, rotated + heads.num_kv_heads, heads.head_dim)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if heads.q_norm is not None and heads.k_norm is not None:
-            qk = torch.cat([self.norm(qk[:, :num_heads], heads.q_norm), self.norm(qk[:, num_heads:], heads.k_norm)], dim=1)
-        cos, sin = rope
-        qk = torch.addcmul(qk * cos, torch.roll(qk, heads.head_dim // 2, dims=-1), sin)
+            q, k = qk[:, :num_heads], qk[:, num_heads:]
+            if heads.whole_norm:
+                q, k = (self.norm(part.flatten(1), of).view_as(part) for part, of in ((q, heads.q_norm), (k, heads.k_norm)))
+            else:
+                q, k = self.norm(q, heads.q_norm), self.norm(k, heads.k_norm)
+            qk = torch.cat([q, k], dim=1)
+        if rope is not None:
+            qk = _rotated(qk, rope)
         return qk[:, :num_heads], qk[:, num_heads:], v
 
-    def norm_gated_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
+    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
         """See Operations."""
-        gate, up = linear(self.norm(x, norm)).chunk(2, dim=1)
-        return silu(gate) * up
+        still, turned = q.view(q.shape[0], q.shape[1] // config.q_dim, config.q_dim).tensor_split(
+            [config.qk_nope_head_dim], dim=-1
+        )
+        rows, key = latent[:, None].tensor_split([config.kv_lora_rank], dim=-1)
+        rows = self.norm(rows, norm)
+        return torch.cat([still, _rotated(turned, rope)], dim=-1), torch.cat([rows, _rotated(key, rope)], dim=-1)
+
+    def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
+        """See Operations."""
+        return PlainLatentLayer(expanded, config, kv_b)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
         return residual + linear(x)
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        """See Operations."""
+        return softcap(logits, cap)
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
+        """One expert after the other.
+
+        :raises ModelError: on a GPU, where the host would have to wait for the device in every layer.
+        """
+        if weights.router.is_cuda:
+            raise ModelError("experts: need Triton on a GPU, got none: pip install 'headway[triton]'")
+        return PlainLayer(PlainExperts(config, weights), norm, self)
+
+
+class PlainLayer:
+    """Experts that are computed one after the other, by others' norm and product."""
+
+    def __init__(self, experts: PlainExperts, norm: Norm, ops: Operations, gate: Callable[[Tensor], Tensor] = silu) -> None:
+        """gate: SiLU of a matrix."""
+        self._experts, self._norm, self._ops, self._gate = experts, norm, ops, gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Experts."""
+        return x + self._experts(self._ops.norm(x, self._norm), self._ops.product, self._gate)
+
+
+def _rotated(x: Tensor, rope: Rope) -> Tensor:
+    """Halves of x [num_tokens, heads, dim] turned with each other, by cos and sin as `Plain.embed` makes them."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)

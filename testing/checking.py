@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 
 import torch
 
@@ -86,6 +85,4 @@ def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
 
 def _version(owner: str) -> str:
     """Of the distribution that brings a backend; an entry point's owner is its name and version."""
-    if owner == "built-in":
-        return metadata.version("headway")
-    return owner
+    return Origin.here().version if owner == "built-in" else owner

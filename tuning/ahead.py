@@ -57,7 +57,8 @@ def _launches_nothing(backend: AttentionBackend, point: Point, bench: Bench, pai
         plan = backend.plan_for_capture(worst_case(case.metadata, max(bench.graph_len, point.kv_len)))
     else:
         plan = backend.plan(case.metadata)
-    run_layer(backend, case, plan, out)
+    writer = None if point.phase == "prefill" else bench.registry.layout(pair[0].name).load_writer(bench.spec.device)
+    run_layer(backend, case, plan, out, writer)
     return bool(out[:1].isnan().all())
 
 

@@ -37,6 +37,8 @@ GRAPH_LEN = 32768
 """Longest context for which decode graphs are captured, as in an engine of max_model_len 32,768."""
 BLOCK_SIZES = (16, 256)
 """Every built-in backend reads one of them; sizes between cost about what the larger does."""
+_FIRST = 1
+"""Levels of the grid whose kernels are compiled together where the time is limited; the few that come after compile their own."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
         bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget))
         task = progress.add_task("compiling", total=len(todo))
         if options.compile_ahead is not None:
-            compile_points(todo, bench, [name for name in names if registry.availability(name)], pairs, options.compile_ahead)
+            first = todo if options.budget is None else [point for point in todo if point.level <= _FIRST]
+            compile_points(first, bench, [name for name in names if registry.availability(name)], pairs, options.compile_ahead)
         table = _begin(options, registry, names, pairs)
         takers = [record.name for record in table.backends if record.usable]
         bench.budget.begin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Backends, Plan
 from headway.core.contract.errors import BackendError, HeadwayError
+from headway.core.contract.latent import LatentLayer, expanded_specs, spec_in, value_head_dims
 from headway.core.contract.layout import CacheWriter, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.engine import latent
 from headway.core.engine.groups import CacheGroup
 
 Plans = dict[AttentionSpec, Plan]
@@ -44,13 +46,21 @@ class PagedAttention:
         caches: Sequence[LayerCache],
         writer: CacheWriter | Sequence[CacheWriter],
         groups: Sequence[CacheGroup] = (),
+        latents: Mapping[int, LatentLayer] | None = None,
+        gathering: Backends | None = None,
     ) -> None:
         """writer: of every layer's cache, or one for each, where their layouts differ.
 
         groups: the cache groups of the layers, in the order in which a step's metadata come; none: one of all.
+        latents: the latent layers by their numbers; gathering: see `Selector.gathering`.
         """
         assert len(specs) == len(caches)
         self.specs = list(specs)
+        self.value_head_dims = value_head_dims(specs, latents or {})
+        """Elements of one head of what each layer's attention returns."""
+        self.expanded = expanded_specs(specs, latents or {})
+        self._latents = [(latents or {}).get(layer) for layer in range(len(specs))]
+        self._gathering = gathering or {}
         self._kinds = list(dict.fromkeys(specs))
         self._kind_of = [self._kinds.index(spec) for spec in specs]
         """Of each layer. A spec is no key of what every layer looks up: its hash takes longer than the rest of the call."""
@@ -82,13 +92,22 @@ class PagedAttention:
                 continue
             try:
                 plans = {
-                    spec: backends[spec].plan(each) for spec, each in zip(self._kinds, views, strict=True) if each is not None
+                    spec: self._plan(spec, each, backends)
+                    for spec, each in zip(self._kinds, views, strict=True)
+                    if each is not None
                 }
             except Exception as error:
                 name = next(iter(backends.values())).name
                 raise _blame(error, name, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens") from error
             self._parts.append(self._part(view.phase, slice(start, start + view.num_tokens), backends, plans))
             start += view.num_tokens
+
+    def _plan(self, spec: AttentionSpec, view: AttentionMetadata, backends: Backends) -> Plan:
+        """Of the layers whose cache has a spec."""
+        gathering = self._gathering.get(spec) if view.phase is Phase.EXTEND else None
+        if gathering is not None and latent.gathers(view, spec, self.expanded[spec]):
+            return latent.plan_gathered(view, gathering)
+        return backends[spec_in(view.phase, spec, self.expanded)].plan(view)
 
     def begin_graph(self, metadata: GroupMetadata, decode: Backends) -> Plans:
         """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
@@ -98,7 +117,7 @@ class PagedAttention:
 
     def begin_prompt(self, metadata: GroupMetadata, prefill: Backends) -> Plans:
         """Plan a step of prompts that is captured and replayed at the same lengths; see GraphLevel.UNIFORM."""
-        plans = {spec: prefill[spec].plan(each) for spec, each in self._by_kind(metadata)}
+        plans = {spec: self._plan(spec, each, prefill) for spec, each in self._by_kind(metadata)}
         self.resume_graph(metadata, prefill, plans)
         return plans
 
@@ -121,7 +140,8 @@ class PagedAttention:
         return step
 
     def _part(self, phase: Phase, tokens: slice, backends: Backends, plans: Plans) -> _Part:
-        return _Part(phase, tokens, [backends[spec] for spec in self._kinds], [plans[spec] for spec in self._kinds])
+        asked = [spec_in(phase, spec, self.expanded) for spec in self._kinds]
+        return _Part(phase, tokens, [backends[spec] for spec in asked], [plans[spec] for spec in self._kinds])
 
     def _writing(self, metadata: AttentionMetadata, decode: Backends) -> list[bool]:
         """For each kind, whether its backend writes k and v itself: none in a step that is more than decode of one token each."""
@@ -131,11 +151,14 @@ class PagedAttention:
     @property
     def serving(self) -> tuple[str, ...]:
         """Names of the backends that serve the step set up last."""
-        return tuple(dict.fromkeys(part.backends[0].name for part in self._parts))
+        firsts = [(part.backends[0], part.plans[0]) for part in self._parts]
+        return tuple(
+            dict.fromkeys((plan.backend if isinstance(plan, latent.Gathered) else backend).name for backend, plan in firsts)
+        )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
-        out = q.new_empty((*q.shape[:2], self.specs[layer].v_head_dim))
+        out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
         torch.ops.headway.attention(q, k, v, out, self._handle, layer)
         return out
 
@@ -152,8 +175,12 @@ class PagedAttention:
         for phase, tokens, backends, plans in self._parts:
             backend, plan = backends[kind], plans[kind]
             queries, result = (q[tokens], out[tokens]) if mixed else (q, out)
+            heads = self._latents[layer]
             try:
-                if decode_writes:
+                if heads is not None:
+                    slots = self._slots[kind][tokens]
+                    latent.attend(heads, phase, backend, plan, (queries, k[tokens], result), cache, slots, decode_writes)
+                elif decode_writes:
                     backend.write_and_decode(queries, k, v, cache, plan, result)
                 elif phase is Phase.DECODE:
                     backend.decode(queries, cache, plan, result)

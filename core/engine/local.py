@@ -14,9 +14,11 @@ from torch import Tensor
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.latent import expanded_specs, latent_layers
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import YES
 from headway.core.contract.warmup import StepLimits
 from headway.core.engine import pool
 from headway.core.engine.attention import PagedAttention
@@ -24,8 +26,10 @@ from headway.core.engine.blocks import SMALLEST_CHUNK
 from headway.core.engine.compilation import CompilationWatch
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.executor import Capacity
+from headway.core.engine.graph import name_of
 from headway.core.engine.graphs import capture_sizes
 from headway.core.engine.groups import PageFormat, page_format
+from headway.core.engine.latent import GATHERED_BYTES
 from headway.core.engine.memory import cache_memory, run_trial
 from headway.core.engine.pieces import piece_sizes
 from headway.core.engine.pool import PoolSize
@@ -69,8 +73,10 @@ class LocalExecutor:
         """
         device = specs[0].device
         asked = config.attn_backend, config.kv_layout, config.block_size, config.attn_options
+        latents = latent_layers(model)
+        expanded = expanded_specs(specs, latents)
         with compile_ahead() if compile_ahead is not None else nullcontext():  # what backends and the trial need, together
-            selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
+            selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload), expanded)
             if compile_ahead is not None:
                 run_trial(model, min(_TRIAL, config.step_tokens), 1, device)
         self.selection = selector.selection
@@ -80,8 +86,9 @@ class LocalExecutor:
         block_size = self.selection.block_size
         memory = config.pool_bytes
         if memory is None and device.type == "cuda":
-            sizes = config.step_tokens, config.max_num_seqs
-            memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
+            sizes, called = (config.step_tokens, config.max_num_seqs), [*selector.instances, selector.gathering]
+            memory = cache_memory(model, called, *sizes, config.gpu_memory_utilization, device)
+            memory -= 2 * GATHERED_BYTES if selector.gathering else 0  # keys, values, and the product that they are taken from
         layouts = [selector.layout_of(spec) for spec in specs]
         longest = _longest(config, model)
         pages = page_format(specs, layouts, block_size, longest, config.free_window_blocks)
@@ -95,7 +102,8 @@ class LocalExecutor:
         """One a layer."""
         _check_caches(selector, specs, self.caches)
         writers = {layout.name: source.layout(layout.name).load_writer(device) for layout in layouts}
-        self.attention = PagedAttention(specs, self.caches, [writers[layout.name] for layout in layouts], pages.groups)
+        of_layers = [writers[layout.name] for layout in layouts]
+        self.attention = PagedAttention(specs, self.caches, of_layers, pages.groups, latents, selector.gathering)
         """What the model calls; outside of steps only its shapes may be asked for."""
         of_rows = block_size, config.max_num_seqs, max_model_len
         self._runner = Runner(model, self.attention, selector, sampling, *of_rows, pages.groups)
@@ -105,6 +113,10 @@ class LocalExecutor:
         limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, max_decode_len)
         self._warming = Warming(self._runner, model, self.attention, selector, limits, size)
         log.info("attention: %s", self.selection)
+        for spec, dense in expanded.items():
+            gathering = selector.gathering.get(spec)
+            after = f", long chunks after a context with {gathering.name}" if gathering is not None else ""
+            log.info("latent attention: prompts expanded to %s%s; all else absorbed", dense, after)
         others = {layout.name for layout in layouts} - {self.selection.layout.name}
         if others:
             log.info("cache groups: some layers are in kv_layout=%s", ", ".join(sorted(others)))
@@ -164,11 +176,10 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
     """
     for backends in selector.instances:
         for spec, cache in zip(specs, caches, strict=True):
-            support = backends[spec].accepts(cache)
+            backend = backends.get(spec)  # a latent layer's prompts are served without a cache
+            support = backend.accepts(cache) if backend is not None else YES
             if not support:
-                raise UnsupportedError(
-                    f"attention backend {backends[spec].name} (kv_layout={cache.layout.name})", support.reasons
-                )
+                raise UnsupportedError(f"attention backend {name_of(backends)} (kv_layout={cache.layout.name})", support.reasons)
 
 
 def _log_pool(size: PoolSize, block_size: int, max_model_len: int) -> None:

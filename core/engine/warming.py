@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import Backends
+from headway.core.contract.latent import spec_in
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
@@ -121,10 +122,16 @@ class Warming:
         for phase in Phase:
             for name in (selection.names[phase], *selection.others.get(phase, ())):
                 backends = self._selector.instances_of(name)
-                for step in backends[spec].warmup_steps(phase, self._limits):
+                for step in self._steps_of(spec, phase, backends):
                     for whole in (step, [Lengths(1, 0), *step]) if phase is Phase.DECODE else (step,):
                         if fits(whole, self._limits):
                             self._attend_once(layer, self._metadata(whole, group), backends, (q, k, v))
+
+    def _steps_of(self, spec: AttentionSpec, phase: Phase, backends: Backends) -> Iterator[Sequence[Lengths]]:
+        """What the backends of a phase choose kernels by. spec: of a layer's cache."""
+        yield from backends[spec_in(phase, spec, self._attention.expanded)].warmup_steps(phase, self._limits)
+        if phase is Phase.EXTEND and spec in self._selector.gathering:
+            yield from self._selector.gathering[spec].warmup_steps(phase, self._limits)
 
     def _metadata(self, lengths: Sequence[Lengths], group: CacheGroup) -> AttentionMetadata:
         return AttentionMetadata.build(
@@ -139,7 +146,8 @@ class Warming:
 
     def _attend_once(self, layer: int, metadata: AttentionMetadata, backends: Backends, tensors: Sequence[Tensor]) -> None:
         try:
-            self._attention.begin(metadata, backends, backends)
+            decodes = metadata.decode is not None
+            self._attention.begin(metadata, self._selector.backends_for(Phase.PREFILL) if decodes else backends, backends)
             self._attention(layer, *(tensor[: metadata.num_tokens] for tensor in tensors))
         except Exception as error:
             self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
@@ -169,7 +177,7 @@ class Warming:
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if layer == wanted:
                 seen.extend((q, k, v))
-            return q.new_zeros((*q.shape[:2], self._attention.specs[layer].v_head_dim))
+            return q.new_zeros((*q.shape[:2], self._attention.value_head_dims[layer]))
 
         few = torch.zeros(2, dtype=torch.int64, device=self._device)
         self._model(few, few.int(), attention)  # as a graph of decode hands positions over

@@ -8,12 +8,18 @@ import torch
 import triton
 from torch import Tensor
 
+from headway.core.contract.spec import AttentionSpec
+from headway.models.config import Activation, LatentConfig
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.fused import FusedExperts, FusedLayer
+from headway.models.experts.weights import ExpertWeights
+from headway.models.fused.latent import FusedLatentLayer, LatentKernels
 from headway.models.fused.launch import Launcher
 from headway.models.fused.products import FewRows
-from headway.models.fused.step_kernels import embed_tokens, norm_and_rotate, rms_norm, silu_and_mul
+from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, norm_and_rotate, norm_rows
 from headway.models.fused.tiles import Tiles
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm, Rope
+from headway.models.operations import ACTIVATE, Embedding, Heads, Norm, Rope, softcap
 
 
 class Fused:
@@ -23,12 +29,14 @@ class Fused:
     same number of rows gets without one. The residual stream is kept in the model's dtype, as vLLM keeps it.
     """
 
-    def __init__(self, inv_freq: Tensor, rope_factor: float) -> None:
-        """inv_freq: float32 [head_dim / 2]; rope_factor multiplies cos and sin."""
-        self._inv_freq, self._rope_factor = inv_freq, rope_factor
+    def __init__(self, inv_freq: Tensor, factors: Tensor) -> None:
+        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
+        self._inv_freq, self._factors = inv_freq, factors
         self._device = inv_freq.device
         self._launchers: dict[Hashable, Launcher] = {}
         self._few_rows, self._tiles = FewRows(self._device), Tiles(self._device)
+        self._latent = LatentKernels(self._device)
+        self._experts: dict[tuple[ExpertsConfig, int], FusedExperts] = {}
 
     def _launcher(self, key: Hashable, make: Callable[[], Launcher]) -> Launcher:
         launcher = self._launchers.get(key)
@@ -41,38 +49,51 @@ class Fused:
 
         In bfloat16 alone, where a row of any size fits; and for rows so short that each program of that kernel may read them.
         """
-        if linear.weight.dtype != torch.bfloat16 or linear.bias is not None or linear.in_features > _SHORT:
+        fits = linear.weight.dtype == torch.bfloat16 and linear.in_features <= _SHORT
+        if not fits or linear.bias is not None or norm.bias is not None:
             return norm, linear
         weight = (linear.weight.float() * norm.weight.float()).to(torch.bfloat16)
-        return Norm(torch.ones_like(norm.weight), norm.eps, absorbed=True), Linear(weight)
+        return Norm(torch.ones_like(norm.weight, dtype=torch.bfloat16), norm.eps, absorbed=True), Linear(weight)
 
-    def embed(self, input_ids: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Rope]:
+    def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """One launch. cos and sin: float32 [num_tokens, head_dim / 2]."""
-        num_tokens, hidden, half = input_ids.shape[0], table.shape[1], self._inv_freq.shape[0]
+        table, places, (ropes, half) = embed.table, embed.positions, self._inv_freq.shape
+        num_tokens, hidden = input_ids.shape[0], table.shape[1]
         x = torch.empty(num_tokens, hidden, dtype=table.dtype, device=self._device)
-        cos, sin = torch.empty(2, num_tokens, half, device=self._device).unbind()
+        cos, sin = torch.empty(2, ropes, num_tokens, half, device=self._device).unbind()
         if num_tokens:
 
             def make() -> Launcher:
-                block, block_half = triton.next_power_of_2(hidden), triton.next_power_of_2(half)
-                sizes = {"HIDDEN": hidden, "BLOCK": block, "HALF": half, "BLOCK_HALF": block_half}
-                return Launcher(embed_tokens, 4, self._device, **sizes)
+                block, block_half = triton.next_power_of_2(hidden), triton.next_power_of_2(max(ropes * half, 1))
+                sizes = {"HIDDEN": hidden, "BLOCK": block, "ROPES": ropes, "HALF": half, "BLOCK_HALF": block_half}
+                return Launcher(embed_tokens, 4, self._device, PLACES=places is not None, **sizes)
 
-            launch = self._launcher(("embed", hidden), make)
-            launch((num_tokens, 1, 1), input_ids, positions, table, self._inv_freq, self._rope_factor, x, cos, sin)
-        return x, (cos, sin)
+            launch = self._launcher(("embed", hidden, places is None), make)
+            read = table, table if places is None else places, self._inv_freq, self._factors, embed.scale
+            launch((num_tokens, 1, 1), input_ids, positions, *read, x, cos, sin)
+        return x, tuple(zip(cos.unbind(), sin.unbind(), strict=True))
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """One launch."""
+        return self._norm(x, norm, None)
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+        """One launch, in place."""
+        return self._norm(x, norm, residual)
+
+    def _norm(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
+        """x: [rows, size], contiguous. The residual, to which the norm is added, or the norm by itself."""
         rows, size = x.shape
-        y = torch.empty_like(x)
+        y = torch.empty_like(x) if residual is None else residual
         if rows:
+            kind = {"LAYER": norm.bias is not None, "ADD": residual is not None}
 
             def make() -> Launcher:
                 block = triton.next_power_of_2(size)
-                return Launcher(rms_norm, 4 if block <= 2048 else 8, self._device, SIZE=size, BLOCK=block)
+                return Launcher(norm_rows, 4 if block <= 2048 else 8, self._device, SIZE=size, BLOCK=block, **kind)
 
-            self._launcher(("norm", size), make)((rows, 1, 1), x, norm.weight, y, norm.eps)
+            launch = self._launcher(("norm", size, *kind.values()), make)
+            launch((rows, 1, 1), x, norm.weight, norm.weight if norm.bias is None else norm.bias, y, y, norm.eps)
         return y
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
@@ -81,16 +102,42 @@ class Fused:
             return self._few_rows(x, linear, out=out)
         return self._tiles(x, linear, out=out) if self._tiles.takes(x, linear) else linear(x, out)
 
-    def norm_qkv(self, x: Tensor, norm: Norm, linear: Linear, heads: Heads, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """One launch for few rows, else two or three; q, k and v are views of the product."""
-        if self._few_rows.takes(x, linear, heads):
-            qkv = self._few_rows(x, linear, norm, rotated=(heads, rope))
+    def norm_qkv(
+        self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One launch for few rows, else two or three; q, k and v are views of the product.
+
+        Without a rotation, one or two; four more where heads are normed without one, or all as one.
+        """
+        x, norm = self._before(x, norm)
+        alone = heads.q_norm is not None and (rope is None or heads.whole_norm)
+        if rope is not None and not alone and self._few_rows.takes(x, linear, heads):
+            qkv, turned = self._few_rows(x, linear, norm, rotated=(heads, rope)), True
+        elif rope is None and self._few_rows.takes(x, linear):
+            qkv, turned = self._few_rows(x, linear, norm), True
         else:
-            qkv = self.product(x if norm.absorbed else self.norm(x, norm), linear)
-            self._rotate(qkv, heads, rope, (x, norm.eps) if norm.absorbed else None)
+            absorbed = norm is not None and norm.absorbed
+            qkv, turned = self.product(x if norm is None or absorbed else self.norm(x, norm), linear), rope is None
+        if alone:
+            heads = self._norm_heads(qkv, heads)
+        if rope is not None and not turned:
+            self._rotate(qkv, heads, rope, (x, norm.eps) if norm is not None and norm.absorbed else None)
         qkv = qkv.view(x.shape[0], heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
         rotated = heads.num_heads + heads.num_kv_heads
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
+
+    def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """What a kernel that norms its input is given: it knows RMSNorm alone, so that LayerNorm goes before it."""
+        return (x, norm) if norm is None or norm.bias is None else (self.norm(x, norm), None)
+
+    def _norm_heads(self, qkv: Tensor, heads: Heads) -> Heads:
+        """Norm the heads of q and of k by themselves, in place; the heads as they are then."""
+        assert heads.q_norm is not None
+        assert heads.k_norm is not None
+        q_size, k_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        for part, norm in ((qkv[:, :q_size], heads.q_norm), (qkv[:, q_size : q_size + k_size], heads.k_norm)):
+            part.copy_(self.norm(part.contiguous().view(-1, norm.weight.shape[0]), norm).view_as(part))
+        return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
     def _rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: _RowScale | None) -> None:
         """One launch, in place. scaled_by: the rows whose norm is still to be divided by, and epsilon."""
@@ -112,23 +159,37 @@ class Fused:
             weights = (q_norm.weight, k_norm.weight, x, q_norm.eps) if q_norm and k_norm else (qkv, qkv, x, 0.0)
             launch((num_tokens, triton.cdiv(touched, block_h), 1), qkv, *rope, *weights, eps)
 
-    def norm_gated_product(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
-        """One launch for few rows, two for tiles, else two or three."""
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """One launch for few rows, two for tiles, else three; one more before it for a LayerNorm, and for strided rows."""
+        x, norm = self._before(x.contiguous(), norm)
         if self._few_rows.takes(x, linear):
-            return self._few_rows(x, linear, norm, gated=True)
+            return self._few_rows(x, linear, norm, activation=activation)
+        x = x if norm is None else self.norm(x, norm)
+        if self._tiles.takes(x, linear):
+            return self._tiles(x, linear, activation=activation)
+        y = linear(x)
+        return y if activation is None else ACTIVATE[activation](y)
+
+    def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """One launch for few rows, two for tiles, else two or three; one more before it for a LayerNorm."""
+        x, norm = self._before(x, norm)
+        if self._few_rows.takes(x, linear):
+            return self._few_rows(x, linear, norm, gated=True, activation=activation)
         if self._tiles.takes(x, linear, gated=True):
-            return self._tiles(self.norm(x, norm), linear, gated=True)
-        both = linear(x if norm.absorbed else self.norm(x, norm))
+            return self._tiles(x if norm is None else self.norm(x, norm), linear, gated=True, activation=activation)
+        absorbed = norm is not None and norm.absorbed
+        both = linear(x if norm is None or absorbed else self.norm(x, norm))
         rows, size = both.shape[0], both.shape[1] // 2
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
         if rows:
-            scaled_by, row_size = (x, x.shape[1]) if norm.absorbed else (both, 0)
+            scaled_by, row_size, eps = (x, x.shape[1], norm.eps) if norm is not None and absorbed else (both, 0, 0.0)
 
             def make() -> Launcher:
-                return Launcher(silu_and_mul, 4, self._device, SIZE=size, BLOCK=_GATED, **_row_sizes(row_size))
+                sizes = {"SIZE": size, "BLOCK": _GATED, **_row_sizes(row_size)}
+                return Launcher(activate_and_mul, 4, self._device, ACTIVATION=activation, **sizes)
 
-            launch = self._launcher(("silu", size, row_size), make)
-            launch((rows, triton.cdiv(size, _GATED), 1), both, y, scaled_by, norm.eps)
+            launch = self._launcher(("gated", activation, size, row_size), make)
+            launch((rows, triton.cdiv(size, _GATED), 1), both, y, scaled_by, eps)
         return y
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
@@ -139,11 +200,30 @@ class Fused:
             return self._tiles(x, linear, add_to=residual)
         return linear.add_to(residual, x)
 
+    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+        """One launch, in place."""
+        return self._latent.turn(q, latent, config, norm, rope)
+
+    def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> FusedLatentLayer:
+        """All layers share launchers."""
+        return FusedLatentLayer(expanded, config, kv_b, self._latent)
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        """Three launches, of torch's."""
+        return softcap(logits, cap)
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> FusedLayer:
+        """Layers of one kind share launchers, counters, and the choice between ways of computing them."""
+        key = config, weights.router.shape[1]
+        if key not in self._experts:
+            self._experts[key] = FusedExperts(config, weights.router.dtype, self._device)
+        return self._experts[key].layer(weights, norm)
+
 
 _ROTATED = 512
 """Elements of half heads that one program of two warps turns: eight a thread, one 16-byte access in half precision."""
 _GATED = 1024
-"""Likewise for SiLU-and-multiply, four warps."""
+"""Likewise for activate-and-multiply, four warps."""
 _SHORT = 2048
 """Elements of a row that every program of those two may read for the sum of its squares, 4 KB out of L2."""
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.models.fused.step_kernels import either, turn
+from headway.models.fused.step_kernels import activate, either, turn
 
 
 @triton.jit
@@ -39,6 +39,7 @@ def one_row(
     DEPTH: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate, or of all; empty: none
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     HEADS: tl.constexpr,  # of q, in the first rows of the weight, those of k next: to be rotated; 0: nothing is
@@ -48,7 +49,7 @@ def one_row(
     QK_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = W norm(x) + bias, then silu(gate) * up, or added to y. Grid (cdiv(N, BLOCK_N)). Sums in float32."""
+    """y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Grid (cdiv(N, BLOCK_N)). Sums in float32."""
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -106,7 +107,9 @@ def one_row(
         y_up = tl.sum(up, 1) * factor
         if BIAS:
             y_up += up_bias
-        y = y * tl.sigmoid(y) * y_up
+        y = activate(y, ACTIVATION) * y_up
+    elif ACTIVATION != "":
+        y = activate(y, ACTIVATION)
     if ADD:
         y += residual
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
@@ -139,6 +142,7 @@ def few_rows(
     DEPTH: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate, or of all; empty: none
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     HEADS: tl.constexpr,  # of q, in the first rows of the weight, those of k next: to be rotated; 0: nothing is
@@ -218,7 +222,9 @@ def few_rows(
         y_up = tl.sum(up, 0) * factor[None, :]
         if BIAS:
             y_up += up_bias
-        y = y * tl.sigmoid(y) * y_up
+        y = activate(y, ACTIVATION) * y_up
+    elif ACTIVATION != "":
+        y = activate(y, ACTIVATION)
     if ADD:
         y += residual
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)

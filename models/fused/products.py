@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.models.config import Activation
 from headway.models.fused.launch import INTERPRETED, Launcher
 from headway.models.fused.product_kernels import few_rows, one_row
 from headway.models.linear import Linear
@@ -36,6 +37,7 @@ class _Variant:
     out_features: int
     norm: bool
     gated: bool
+    activation: Activation | None
     add: bool
     bias: bool
     heads: tuple[int, int, int, bool] | None
@@ -65,14 +67,16 @@ class FewRows:
         linear: Linear,
         norm: Norm | None = None,
         gated: bool = False,
+        activation: Activation | None = None,
         add_to: Tensor | None = None,
         rotated: tuple[Heads, Rope] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Product of x [rows, in_features]: [rows, out_features], half of it where gated.
 
-        norm: of x, before. gated: SiLU of the first half times the second. add_to: what the product is added to, in place.
-        rotated: its q and k heads are normed and rotated. out: where it goes, contiguous, unless it is added to something.
+        norm: RMSNorm of x, before. activation: of the product; gated: of its first half, times the second. add_to: what the
+        product is added to, in place. rotated: its q and k heads are normed and rotated. out: where it goes, contiguous, unless
+        it is added to something.
         """
         rows, in_features = x.shape
         out_features = linear.out_features // 2 if gated else linear.out_features
@@ -81,7 +85,7 @@ class FewRows:
             y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
         block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
         shape = None if rotated is None else _shape(rotated[0])
-        switches = norm is not None, gated, add_to is not None, linear.bias is not None
+        switches = norm is not None, gated, activation, add_to is not None, linear.bias is not None
         variant = _Variant(x.dtype, block_m, in_features, out_features, *switches, shape)
         known = self._launchers.get(variant)
         if known is None:
@@ -121,6 +125,7 @@ def _launcher(variant: _Variant, device: torch.device) -> tuple[Launcher, int]:
         "BLOCK_K": block_k,
         "NORM": variant.norm,
         "GATED": variant.gated,
+        "ACTIVATION": variant.activation or "",
         "ADD": variant.add,
         "BIAS": variant.bias,
         "HEADS": num_heads,

@@ -1,4 +1,4 @@
-"""Embedding with RoPE's angles, RMSNorm, norm and rotation of q and k, SiLU-and-multiply: a launch each, one read of their input.
+"""Embedding with RoPE's angles, norms, norm and rotation of q and k, activation: a launch each, one read of their input.
 
 Sums are float32 whatever the type of the tensors, and nothing is rounded between the operations of one kernel.
 
@@ -18,46 +18,94 @@ def embed_tokens(
     ids_ptr,  # int32 or int64 [num_tokens]
     positions_ptr,  # likewise
     table_ptr,  # [vocab_size, HIDDEN]
-    inv_freq_ptr,  # float32 [HALF]
-    rope_factor,
+    places_ptr,  # [positions, HIDDEN] (PLACES)
+    inv_freq_ptr,  # float32 [ROPES, HALF]
+    factors_ptr,  # likewise
+    scale,
     x_ptr,  # [num_tokens, HIDDEN], written
-    cos_ptr,  # float32 [num_tokens, HALF], written
+    cos_ptr,  # float32 [ROPES, num_tokens, HALF], written
     sin_ptr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,  # the row of its position is added to each token
+    ROPES: tl.constexpr,
     HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,  # ROPES HALF rounded up to a power of two
     PDL: tl.constexpr,
 ):
     """Grid (num_tokens): a program a token."""
     token = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_HALF)
-    inv_freq = tl.load(inv_freq_ptr + h, mask=h < HALF, other=0.0)
+    inv_freq = tl.load(inv_freq_ptr + h, mask=h < ROPES * HALF, other=0.0)
+    factors = tl.load(factors_ptr + h, mask=h < ROPES * HALF, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     at = tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + token).to(tl.int64)
-    x = tl.load(table_ptr + row * HIDDEN + at, mask=at < HIDDEN)
-    tl.store(x_ptr + token * HIDDEN + at, x, mask=at < HIDDEN)
-    angles = tl.load(positions_ptr + token).to(tl.float32) * inv_freq
-    tl.store(cos_ptr + token * HALF + h, tl.cos(angles) * rope_factor, mask=h < HALF)
-    tl.store(sin_ptr + token * HALF + h, tl.sin(angles) * rope_factor, mask=h < HALF)
+    x = tl.load(table_ptr + row * HIDDEN + at, mask=at < HIDDEN).to(tl.float32) * scale
+    position = tl.load(positions_ptr + token)
+    if PLACES:
+        x += tl.load(places_ptr + position.to(tl.int64) * HIDDEN + at, mask=at < HIDDEN).to(tl.float32)
+    tl.store(x_ptr + token * HIDDEN + at, x.to(x_ptr.dtype.element_ty), mask=at < HIDDEN)
+    if ROPES > 0:
+        angles = position.to(tl.float32) * inv_freq
+        to = h if ROPES == 1 else h // HALF * (tl.num_programs(0) * HALF) + h % HALF
+        tl.store(cos_ptr + token * HALF + to, tl.cos(angles) * factors, mask=h < ROPES * HALF)
+        tl.store(sin_ptr + token * HALF + to, tl.sin(angles) * factors, mask=h < ROPES * HALF)
 
 
 @triton.jit
-def rms_norm(x_ptr, weight_ptr, y_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """y = x / sqrt(mean(x^2) + eps) * weight over rows of SIZE. Grid (rows): a program a row."""
+def norm_rows(
+    x_ptr,  # [rows, SIZE]
+    weight_ptr,  # [SIZE]
+    bias_ptr,  # [SIZE] (LAYER)
+    residual_ptr,  # [rows, SIZE] (ADD)
+    y_ptr,  # [rows, SIZE], written; may be the residual
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LAYER: tl.constexpr,  # LayerNorm, else RMSNorm
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = x / sqrt(mean(x^2) + eps) * weight, of an x less its mean and with a bias (LAYER), added to the residual (ADD).
+
+    Grid (rows): a program a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if LAYER:
+        bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    if LAYER:
+        x = tl.where(inside, x - tl.sum(x, 0) / SIZE, 0.0)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
+    if LAYER:
+        y += bias
+    if ADD:
+        y += tl.load(residual_ptr + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * SIZE + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """An activation of models.config, float32."""
+    if ACTIVATION == "silu":
+        y = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u)
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "relu")
+        y = tl.maximum(x, 0.0)
+    return y
 
 
 @triton.jit
@@ -144,18 +192,19 @@ def either(q_ptr, k_ptr, at, is_q, mask):
 
 
 @triton.jit
-def silu_and_mul(
+def activate_and_mul(
     x_ptr,  # [rows, 2 SIZE]
     y_ptr,  # [rows, SIZE], written
     row_ptr,  # [rows, ROW] (ROW)
     row_eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROW: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = silu(first half) * second half, of an x that is scaled by the norm of its row (ROW). Grid (rows, cdiv(SIZE, BLOCK))."""
+    """y = activation(first half) * second half of an x scaled by its row's norm (ROW). Grid (rows, cdiv(SIZE, BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -166,5 +215,5 @@ def silu_and_mul(
     if ROW:
         scale = row_scale(row_ptr + row * ROW, row_eps, ROW, BLOCK_ROW)
         gate, up = gate * scale, up * scale
-    y = gate * tl.sigmoid(gate) * up
+    y = activate(gate, ACTIVATION) * up
     tl.store(y_ptr + row * SIZE + at, y.to(y_ptr.dtype.element_ty), mask=at < SIZE)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headway.models.fused.step_kernels import activate
+
 
 @triton.jit(do_not_specialize=["rows"])
 def tiled_product(
@@ -29,12 +31,16 @@ def tiled_product(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate, or of all; empty: none
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     DOT: tl.constexpr,  # what the matrix units multiply
     PDL: tl.constexpr,
 ):
-    """y = W x + bias, then silu(gate) * up, or added to y. Grid (N / BLOCK_N, SPLITS, cdiv(rows, BLOCK_M)). Sums in float32."""
+    """y = W x + bias, then activated, activation(gate) * up, or added to y. Sums in float32.
+
+    Grid (N / BLOCK_N, SPLITS, cdiv(rows, BLOCK_M)).
+    """
     CHUNKS: tl.constexpr = K // SPLITS // BLOCK_K
     split = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -55,7 +61,7 @@ def tiled_product(
         if GATED:
             up = tl.dot(x, tl.trans(tl.load(gate_at + (N * K + c * BLOCK_K))).to(DOT), up)
     if SPLITS == 1:
-        _finish(gate, up, bias_ptr, y_at, n, live, N, GATED, ADD, BIAS)
+        _finish(gate, up, bias_ptr, y_at, n, live, N, GATED, ACTIVATION, ADD, BIAS)
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
@@ -76,19 +82,22 @@ def tiled_product(
                 gate += tl.load(part, mask=live, other=0.0, cache_modifier=".cg")
                 if GATED:
                     up += tl.load(part + BLOCK_N, mask=live, other=0.0, cache_modifier=".cg")
-            _finish(gate, up, bias_ptr, y_at, n, live, N, GATED, ADD, BIAS)
+            _finish(gate, up, bias_ptr, y_at, n, live, N, GATED, ACTIVATION, ADD, BIAS)
             tl.store(arrivals_ptr + tile, 0)
 
 
 @triton.jit
-def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr):
+def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+            ADD: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
     """From whole sums [BLOCK_M, BLOCK_N] to y."""
     if BIAS:
         gate += tl.load(bias_ptr + n).to(tl.float32)[None, :]
     if GATED:
         if BIAS:
             up += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]
-        gate = gate * tl.sigmoid(gate) * up
+        gate = activate(gate, ACTIVATION) * up
+    elif ACTIVATION != "":
+        gate = activate(gate, ACTIVATION)
     if ADD:
         gate += tl.load(y_at, mask=live, other=0.0).to(tl.float32)
     tl.store(y_at, gate.to(y_at.dtype.element_ty), mask=live)

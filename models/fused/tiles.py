@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from headway.models.config import Activation
 from headway.models.fused.launch import INTERPRETED, Launcher
 from headway.models.fused.tile_kernels import tiled_product
 from headway.models.linear import Linear
@@ -58,6 +59,7 @@ class _Variant:
     in_features: int
     out_features: int
     gated: bool
+    activation: Activation | None
     add: bool
     bias: bool
 
@@ -85,19 +87,25 @@ class Tiles:
         return tiling(rows, out_features, in_features, self._multiprocessors) is not None
 
     def __call__(
-        self, x: Tensor, linear: Linear, gated: bool = False, add_to: Tensor | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        linear: Linear,
+        gated: bool = False,
+        activation: Activation | None = None,
+        add_to: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Product of x [rows, in_features]: [rows, out_features], half of it where gated.
 
-        gated: SiLU of the first half times the second. add_to: what the product is added to, in place. out: where it goes,
-        contiguous, unless it is added to something.
+        activation: of the product; gated: of its first half, times the second. add_to: what the product is added to, in place.
+        out: where it goes, contiguous, unless it is added to something.
         """
         rows, in_features = x.shape
         out_features = linear.out_features // 2 if gated else linear.out_features
         y = add_to if add_to is not None else out
         if y is None:
             y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
-        switches = gated, add_to is not None, linear.bias is not None
+        switches = gated, activation, add_to is not None, linear.bias is not None
         variant = _Variant(x.dtype, -(-rows // _BLOCK_M), in_features, out_features, *switches)
         known = self._launchers.get(variant)
         if known is None:
@@ -133,6 +141,7 @@ class Tiles:
             SPLITS=cut.splits,
             STAGES=cut.stages,
             GATED=variant.gated,
+            ACTIVATION=variant.activation or "",
             ADD=variant.add,
             BIAS=variant.bias,
             DOT=tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16

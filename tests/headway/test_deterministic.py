@@ -21,8 +21,8 @@ from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
-from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
+from headway.models.families import read_decoder_config
 from headway.models.weights import Weights
 from headway.registry import Registry, create_registry
 from sandbox import TOY, Result, assert_refused, install
@@ -149,7 +149,7 @@ def larger_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3Config,
 @pytest.mark.parametrize("name", ["triton", "sdpa"])
 def test_on_a_gpu_too(larger_model: tuple[Qwen3Config, Path], name: str, dtype: torch.dtype, eager: bool) -> None:
     weights = Weights(larger_model[1], dtype, torch.device("cuda"))
-    model = Decoder(DecoderConfig.from_transformers(larger_model[0]), weights, batch_invariant=True)
+    model = Decoder(read_decoder_config(larger_model[0]), weights, batch_invariant=True)
     config = EngineConfig(
         attn_backend=name,
         deterministic=True,

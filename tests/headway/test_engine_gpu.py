@@ -18,8 +18,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
 from headway.core.sampling.params import SamplingParams
-from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
+from headway.models.families import read_decoder_config
 from headway.models.weights import Weights
 from headway.registry import Registry, create_registry
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decoder(folder: Path, dtype: torch.dtype, device: str) -> Decoder:
     config = LlamaConfig.from_pretrained(folder)
-    return Decoder(DecoderConfig.from_transformers(config), Weights(folder, dtype, torch.device(device)))
+    return Decoder(read_decoder_config(config), Weights(folder, dtype, torch.device(device)))
 
 
 def run(model: Decoder, registry: Registry, config: EngineConfig) -> list[list[int]]:
@@ -138,12 +138,12 @@ def test_sampled_tokens_are_the_same_in_a_graph(folder: Path) -> None:
 
 def test_a_nan_in_a_graph_ends_its_request_only(folder: Path) -> None:
     model = decoder(folder, torch.float32, "cuda")
-    model.embed = model.embed.clone()
+    model.embed = replace(model.embed, table=model.embed.table.clone())
     engine = Engine(model, REGISTRY, EngineConfig(kv_cache_memory=2**27, max_model_len=256))
     (first,) = generate(engine, [[1, 2, 3]], GREEDY)
     sick = first.token_ids[5]
     assert sick not in PROMPTS[1]
-    model.embed[sick] = float("nan")
+    model.embed.table[sick] = float("nan")
     again, other = generate(engine, [[1, 2, 3], PROMPTS[1]], GREEDY)
     assert again.finish_reason == "error"
     assert again.token_ids == first.token_ids[: first.token_ids.index(sick) + 1]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headway.core.contract.errors import ModelError
 from headway.models import loader
-from headway.models.config import DecoderConfig
+from headway.models.families import read_decoder_config
 from headway.models.plain_config import plain_config
 
 COMMON: dict[str, Any] = {
@@ -39,6 +39,19 @@ PLAIN = {
     "mistral": {**COMMON, "model_type": "mistral", "sliding_window": None},
     "qwen2": {**COMMON, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1},
     "qwen3": {**COMMON, "model_type": "qwen3", "head_dim": 32, "attention_bias": False, "rope_theta": 1000000},
+    "qwen3_moe": {
+        **COMMON,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -77,6 +90,10 @@ CHANGES = {
     "rms_norm_eps": [1e-6, 1, 0.0],
     "partial_rotary_factor": [0.5],
     "use_cache": [False],
+    "num_experts": [4, None],
+    "decoder_sparse_step": [2, None],
+    "norm_topk_prob": [False, None],
+    "mlp_only_layers": [[], None],
 }
 _GONE = object()
 
@@ -84,10 +101,9 @@ _GONE = object()
 def fields(config: Any) -> dict[str, Any]:
     """All that Headway reads of a configuration, or the reason why it refuses it."""
     try:
-        decoder = dataclasses.asdict(DecoderConfig.from_transformers(config))
+        decoder = dataclasses.asdict(read_decoder_config(config))
     except ModelError as error:
         return {"refused": str(error)}
-    decoder["inv_freq"] = decoder["inv_freq"].tolist()
     return {**decoder, "dtype": config.dtype, "eos": config.eos_token_id}
 
 
@@ -117,9 +133,9 @@ def test_llama_3_1s_frequencies_are_transformers(tmp_path: Path, spelling: dict[
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     expected, factor = ROPE_INIT_FUNCTIONS["llama3"](whole, torch.device("cpu"))
-    found = DecoderConfig.from_transformers(plain)
-    assert torch.equal(found.inv_freq, expected)
-    assert found.rope_factor == factor == 1.0
+    found = read_decoder_config(plain)
+    assert torch.equal(torch.tensor(found.ropes[0].inv_freq), expected)
+    assert set(found.ropes[0].factors) == {factor} == {1.0}
     ratios = (expected * 500000.0 ** (torch.arange(0, 16, 2) / 16)).tolist()
     assert ratios[0] == pytest.approx(1), "a short wave is kept"
     assert 0.13 < ratios[1] < 0.99, "one between is interpolated"

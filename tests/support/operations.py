@@ -9,8 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headway.models.config import Activation
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm, Operations
+from headway.models.operations import Embedding, Heads, Norm, Operations
+
+NUM_POSITIONS = 5000
+
+
+def ropes(head_dim: int, *thetas: float, factor: float = 1.3) -> tuple[Tensor, Tensor]:
+    """Frequencies and factors of rotary embeddings, each float32 [len(thetas), head_dim / 2]."""
+    inv_freq = torch.stack([theta ** -(torch.arange(0, head_dim, 2) / head_dim) for theta in thetas or (1e4,)])
+    return inv_freq, torch.full_like(inv_freq, factor)
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,13 @@ class Sizes:
     num_kv_heads: int = 1
     head_dim: int = 12
     qk_norm: bool = False
+    whole_norm: bool = False
+    """Whether qk_norm is over all heads of q, and of k, as one."""
     bias: bool = False
+    layer_norm: bool = False
+    learned_positions: bool = False
+    rotated: bool = True
+    activation: Activation = "silu"
 
 
 class Inputs:
@@ -36,14 +51,16 @@ class Inputs:
         self._generator = torch.Generator().manual_seed(seed)
         q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         self.ids = torch.randint(0, sizes.vocab, (sizes.rows,), generator=self._generator)
-        self.positions = torch.randint(0, 5000, (sizes.rows,), generator=self._generator)
+        self.positions = torch.randint(0, NUM_POSITIONS, (sizes.rows,), generator=self._generator)
         self.table = self._draw(sizes.vocab, sizes.hidden)
         self.x, self.attended, self.residual = (self._draw(sizes.rows, size) for size in (sizes.hidden, q, sizes.hidden))
         self.norm_weight = self._draw(sizes.hidden)
-        self.head_norms = [self._draw(sizes.head_dim) for _ in range(2)]
+        self.head_norms = [self._draw(size if sizes.whole_norm else sizes.head_dim) for size in (q, kv)]
         shapes = {"qkv": (q + 2 * kv, sizes.hidden), "gate_up": (2 * sizes.inner, sizes.hidden), "out": (sizes.hidden, q)}
         self.weights = {name: self._draw(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
         self.biases = {name: self._draw(shape[0]) for name, shape in shapes.items()}
+        self.norm_bias = self._draw(sizes.hidden)
+        self.places = self._draw(NUM_POSITIONS, sizes.hidden) if sizes.learned_positions else None
 
     def _draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(self.dtype).double()
@@ -65,13 +82,23 @@ class Inputs:
         def linear(name: str) -> Linear:
             return Linear(put(self.weights[name]), put(self.biases[name]) if self.sizes.bias else None)
 
-        norm, sizes = Norm(put(self.norm_weight), 1e-5), self.sizes
+        sizes = self.sizes
+        norm = Norm(put(self.norm_weight), 1e-5, put(self.norm_bias) if sizes.layer_norm else None)
         head_norms = [Norm(put(weight), 1e-5) for weight in self.head_norms] if sizes.qk_norm else [None, None]
         heads = Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, *head_norms)
-        x, rope = ops.embed(self.ids.to(device), self.positions.to(device), put(self.table))
+        embed = Embedding(put(self.table), 0.75, None if self.places is None else put(self.places))
+        x, ropes = ops.embed(self.ids.to(device), self.positions.to(device), embed)
         results = {"embed": x, "norm": ops.norm(put(self.x), norm)}
-        results |= dict(zip("qkv", ops.norm_qkv(put(self.x), *ops.absorb(norm, linear("qkv")), heads, rope), strict=True))
-        results["norm_gated_product"] = ops.norm_gated_product(put(self.x), *ops.absorb(norm, linear("gate_up")))
+        results["add_norm"] = ops.add_norm(put(self.residual), put(self.x), norm)
+        for number, rope in enumerate(ropes if sizes.rotated else [None]):
+            absorbed = ops.absorb(norm, linear("qkv")) if rope and not sizes.whole_norm else (norm, linear("qkv"))
+            found = ops.norm_qkv(put(self.x), *absorbed, heads, rope)
+            results |= {f"{name}, rope {number}": part for name, part in zip("qkv", found, strict=True)}
+        gated = ops.absorb(norm, linear("gate_up"))
+        results["norm_gated_product"] = ops.norm_gated_product(put(self.x), *gated, sizes.activation)
+        results["gated_product"] = ops.norm_gated_product(put(self.x), None, linear("gate_up"), sizes.activation)
+        results["norm_product"] = ops.norm_product(put(self.x), norm, linear("gate_up"), sizes.activation)
+        results["softcap"] = ops.softcap(put(self.x), 1.5)
         results["add_product"] = ops.add_product(put(self.residual), put(self.attended), linear("out"))
         results["product"] = ops.product(put(self.x), linear("qkv"))
         out = torch.empty_like(results["product"])

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from headway.bench.generate.roofline import Rates, Roofline, keys_seen, measure_read_gbps
+from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.stats import EngineStats
-from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
+from headway.models.families import read_decoder_config
 from headway.models.loader import read_config
 from headway.models.locate import SHAPES
 from tiny_bench import CPU, QUICK
@@ -32,14 +33,16 @@ class MetaWeights(DummyWeights):
 @pytest.fixture(params=["qwen3-0.6b", "llama-3-8b"])
 def model(request: pytest.FixtureRequest) -> tuple[Decoder, int]:
     weights = MetaWeights()
-    config = DecoderConfig.from_transformers(read_config(SHAPES / request.param))
+    config = read_decoder_config(read_config(SHAPES / request.param))
     return Decoder(config, weights), weights.count
 
 
 def test_weights_read_a_step_are_those_of_the_model_less_norms_and_a_separate_embedding(model: tuple[Decoder, int]) -> None:
     decoder, count = model
     config = decoder.config
-    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim * config.qk_norm
+    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_layers * config.head_dim * (
+        config.qk_norm is not None
+    )
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     assert Roofline(config, decoder.attention_specs).weight_bytes == 2 * (count - norms - embedding)
 
@@ -48,9 +51,30 @@ def test_the_shapes_that_ship_are_of_the_published_sizes() -> None:
     sizes = {}
     for folder in SHAPES.iterdir():
         weights = MetaWeights()
-        decoder = Decoder(DecoderConfig.from_transformers(read_config(folder)), weights)
+        decoder = Decoder(read_decoder_config(read_config(folder)), weights)
         sizes[folder.name] = (weights.count, Roofline(decoder.config, decoder.attention_specs).kv_bytes)
-    assert sizes == {"qwen3-0.6b": (596_049_920, 114_688), "llama-3-8b": (8_030_261_248, 131_072)}
+    assert sizes == {
+        "qwen3-0.6b": (596_049_920, 114_688),
+        "qwen3-30b-a3b": (30_532_122_624, 98_304),
+        "llama-3-8b": (8_030_261_248, 131_072),
+    }
+
+
+def test_of_experts_a_step_reads_those_that_its_tokens_touch() -> None:
+    config = read_decoder_config(read_config(SHAPES / "qwen3-30b-a3b"))
+    spec = AttentionSpec(32, 4, 128, 1.0, torch.bfloat16, CPU)
+    roofline = Roofline(config, [spec] * 48)
+    expert = 48 * 3 * 768 * 2048
+    assert roofline.expert_bytes(0) == 0
+    assert roofline.expert_bytes(1) == pytest.approx(2 * 8 * expert)
+    assert roofline.expert_bytes(1000) == pytest.approx(2 * 128 * expert)
+    dense = 48 * 2048 * (2 * 4096 + 2 * 512 + 128) + 151936 * 2048
+    assert roofline.weight_bytes == 2 * dense
+    stats = EngineStats(num_steps=10, num_decode_tokens=160)
+    floor = roofline.floor(stats, [], 1, Rates(1.0, 1.0))
+    assert floor.decode == pytest.approx(10 * (2 * dense + roofline.expert_bytes(16)) / 1e9)
+    more = roofline.prefill_flops([7]) - 4 * 32 * 128 * 48 * 28
+    assert more == 2 * (7 * (dense - 151936 * 2048 + 8 * expert) + 151936 * 2048)
 
 
 def test_the_floor_is_bytes_over_the_read_rate_and_operations_over_the_matrix_rate(model: tuple[Decoder, int]) -> None:

@@ -15,7 +15,8 @@ from headway.models.dummy import DummyWeights
 
 
 def test_the_floor_counts_weights_once_and_k_and_v_of_every_token() -> None:
-    config = dataclasses.replace(step.shapes("qwen3-0.6b"), num_layers=2, sliding_windows=(None,) * 2, vocab_size=1000)
+    shapes = step.shapes("qwen3-0.6b")
+    config = dataclasses.replace(shapes, layers=shapes.layers[:2], vocab_size=1000)
     model = Decoder(config, DummyWeights(torch.float32, torch.device("cpu")))
     layer = (2048 + 2 * 1024) * 1024 + 1024 * 2048 + 3 * 3072 * 1024
     kv = 2 * 2 * 1024  # layers, K and V
@@ -28,7 +29,7 @@ def test_the_floor_counts_weights_once_and_k_and_v_of_every_token() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "none"], "llama-3-8b or qwen3-0.6b"),
+        (["--model", "none"], "llama-3-8b or qwen3-0.6b or qwen3-30b-a3b"),
         (["--batch-size", "1,x"], "positive numbers"),
         (["--batch-size", "0"], "positive"),
     ],

@@ -9,13 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
 
-from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
+from headway.models.families import read_decoder_config
 from headway.models.operations import Plain
+from headway.models.rope import rope_tables
 from headway.models.weights import Weights
-from operations import Inputs, Sizes
+from operations import Inputs, Sizes, ropes
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +39,21 @@ STEPS = {
     "llama": Sizes(1, hidden=576, inner=1536, num_heads=9, num_kv_heads=3, head_dim=64),
     "qwen2": Sizes(1, hidden=896, inner=4864, num_heads=14, num_kv_heads=2, head_dim=64, bias=True),
     "qwen3": Sizes(1, hidden=1024, inner=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm=True),
+    "gemma3": Sizes(1, hidden=640, inner=2048, num_heads=4, head_dim=256, qk_norm=True, activation="gelu_tanh"),
+    "gpt2": Sizes(
+        1,
+        768,
+        3072,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        bias=True,
+        layer_norm=True,
+        rotated=False,
+        learned_positions=True,
+        activation="gelu",
+    ),
+    "olmo2": Sizes(1, 1024, 4096, num_heads=16, num_kv_heads=16, head_dim=64, qk_norm=True, whole_norm=True, activation="relu"),
 }
 SMALL = {
     "vocab_size": 211,
@@ -39,6 +69,16 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama, biased": LlamaConfig(**SMALL, head_dim=32, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**SMALL, head_dim=64),
+    "gemma2": Gemma2Config(**SMALL, head_dim=32, sliding_window=4096),
+    "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, sliding_window=4096, sliding_window_pattern=2),
+    "gpt2": GPT2Config(**{**SMALL, "n_inner": 320}),
+    "granite": GraniteConfig(**SMALL, attention_multiplier=0.2, residual_multiplier=0.6, logits_scaling=2.5),
+    "olmo2": Olmo2Config(**SMALL),
+    "opt": OPTConfig(**{**SMALL, "ffn_dim": 320, "word_embed_proj_dim": 192, "init_std": 0.1}),
+    "phi3, rotated in part": Phi3Config(
+        **SMALL, pad_token_id=0, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
+    ),
+    "starcoder2": Starcoder2Config(**SMALL, sliding_window=4096),
 }
 
 
@@ -51,9 +91,9 @@ def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypat
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     sizes = dataclasses.replace(STEPS[name], rows=rows)
     inputs = Inputs(sizes, dtype)
-    inv_freq = 1.0 / 10000 ** (torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
-    fused = dict(inputs.results(Fused(inv_freq.cuda(), 1.3), dtype, "cuda"))
-    for step, expected in inputs.results(Plain(inv_freq, 1.3), torch.float64, "cpu"):
+    tables = ropes(sizes.head_dim)
+    fused = dict(inputs.results(Fused(*(table.cuda() for table in tables)), dtype, "cuda"))
+    for step, expected in inputs.results(Plain(*tables), torch.float64, "cpu"):
         error = float((fused[step] - expected).norm() / expected.norm())
         assert error < TOLERANCE[dtype], (step, error)
 
@@ -62,11 +102,11 @@ def decoder(name: str, folder: Path, dtype: torch.dtype) -> Decoder:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name])
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith("bias") or "norm" in key:
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(folder)
-    return Decoder(DecoderConfig.from_transformers(CONFIGS[name]), Weights(folder, dtype, torch.device("cuda")))
+    return Decoder(read_decoder_config(CONFIGS[name]), Weights(folder, dtype, torch.device("cuda")))
 
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,8 +127,7 @@ def test_logits_equal_those_of_the_plain_path(
     with torch.inference_mode():
         model = decoder(name, tmp_path, dtype)
         logits = model.compute_logits(model(ids, positions, causal))
-        config = model.config
-        model.operations = Plain(config.inv_freq.cuda(), config.rope_factor)
+        model.operations = Plain(*rope_tables(model.config.ropes, torch.device("cuda")))
         expected = model.compute_logits(model(ids, positions, causal))
     assert logits.dtype == expected.dtype == dtype
     error = float((logits - expected).float().norm() / expected.float().norm())
@@ -119,7 +158,7 @@ def test_a_padded_batch_gives_the_same_bits(rows: int, padded: int) -> None:
     """A graph pads its batch: as long as both take the same kernel, a row must not know how many others there are."""
     from headway.models.fused.operations import Fused
 
-    ops = Fused(torch.ones(64, device="cuda"), 1.0)
+    ops = Fused(*(table.cuda() for table in ropes(128)))
     inputs = Inputs(dataclasses.replace(STEPS["qwen3"], rows=padded), torch.bfloat16)
     whole = dict(inputs.results(ops, torch.bfloat16, "cuda"))
     for step, part in inputs.first(rows).results(ops, torch.bfloat16, "cuda"):

@@ -7,7 +7,7 @@ import torch
 
 from headway.models.linear import Linear
 from headway.models.operations import Norm, Plain
-from operations import Inputs, Sizes
+from operations import Inputs, Sizes, ropes
 
 pytest.importorskip("triton")
 try:
@@ -27,14 +27,29 @@ MODELS = {
     "tiles": {"hidden": 128, "inner": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "qk_norm": True},
     "tiles, split": {"hidden": 64, "inner": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "bias": True},
     "tiles, gated and split": {"hidden": 128, "inner": 64, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "bias": True},
+    "gemma": {"hidden": 64, "inner": 128, "head_dim": 32, "qk_norm": True, "activation": "gelu_tanh"},
+    "gpt2": {"bias": True, "layer_norm": True, "learned_positions": True, "rotated": False, "activation": "gelu"},
+    "gpt2, tiles": {
+        "hidden": 64,
+        "inner": 64,
+        "num_heads": 4,
+        "head_dim": 16,
+        "layer_norm": True,
+        "rotated": False,
+        "activation": "relu",
+    },
+    "olmo2": {"qk_norm": True, "whole_norm": True, "num_kv_heads": 3, "head_dim": 16},
+    "normed, not rotated": {"qk_norm": True, "rotated": False},
     "wide": {"hidden": 2100, "inner": 1030, "num_heads": 9, "num_kv_heads": 3, "head_dim": 80, "qk_norm": True},
 }
-INV_FREQ = {dim: 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim) for dim in (12, 16, 64, 80)}
-
+THETAS = {"gemma": (1e4, 1e6)}
+"""Several rotary embeddings in one model."""
 
 CASES = [(name, rows, dtype) for name in ("llama", "qwen2", "qwen3") for rows in (1, 2, 9, 17) for dtype in TOLERANCE]
 TILED = ("tiles", "tiles, split", "tiles, gated and split")
 CASES += [(name, rows, dtype) for name in TILED for rows in (17, 70) for dtype in (torch.float16, torch.bfloat16)]
+FAMILIES = ("gemma", "gpt2", "gpt2, tiles", "olmo2", "normed, not rotated")
+CASES += [(name, rows, dtype) for name in FAMILIES for rows in (1, 9, 17) for dtype in (torch.float32, torch.bfloat16)]
 CASES += [("llama, head_dim 16", 5, torch.bfloat16), ("wide", 1, torch.float16), ("wide", 3, torch.bfloat16)]
 EVERYDAY = [
     ("llama", 1, torch.float32),
@@ -45,6 +60,10 @@ EVERYDAY = [
     ("qwen3", 9, torch.float16),
     *((name, 17, torch.bfloat16) for name in (*TILED, "qwen3")),
     ("llama, head_dim 16", 5, torch.bfloat16),
+    ("gemma", 1, torch.bfloat16),
+    ("gpt2", 9, torch.float32),
+    ("gpt2, tiles", 17, torch.bfloat16),
+    ("olmo2", 17, torch.float32),
 ]
 
 
@@ -55,16 +74,17 @@ EVERYDAY = [
 )
 def test_every_step_equals_the_plain_one(name: str, rows: int, dtype: torch.dtype) -> None:
     sizes = Sizes(rows, **MODELS[name])
-    inputs, inv_freq = Inputs(sizes, dtype), INV_FREQ[sizes.head_dim]
-    fused = dict(inputs.results(Fused(inv_freq, 1.3), dtype, "cpu"))
-    plain = dict(inputs.results(Plain(inv_freq, 1.3), torch.float64, "cpu"))
+    inputs, tables = Inputs(sizes, dtype), ropes(sizes.head_dim, *THETAS.get(name, (1e4,)))
+    fused = dict(inputs.results(Fused(*tables), dtype, "cpu"))
+    plain = dict(inputs.results(Plain(*tables), torch.float64, "cpu"))
+    assert fused.keys() == plain.keys()
     for step, expected in plain.items():
         error = (fused[step] - expected).norm() / expected.norm()
         assert error < TOLERANCE[dtype], (step, float(error))
 
 
 def test_a_norm_goes_into_the_product_after_it_where_it_may() -> None:
-    fused = Fused(INV_FREQ[16], 1.0)
+    fused = Fused(*ropes(16))
     norm, linear = Norm(torch.full((64,), 3.0, dtype=torch.bfloat16), 1e-6), Linear(torch.ones(8, 64, dtype=torch.bfloat16))
     absorbed, product = fused.absorb(norm, linear)
     assert absorbed == Norm(absorbed.weight, 1e-6, absorbed=True)
@@ -89,7 +109,7 @@ def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatc
         launch(self, grid, *arguments)
 
     monkeypatch.setattr(Launcher, "__call__", seen)
-    list(Inputs(Sizes(17, **MODELS[name]), torch.bfloat16).results(Fused(INV_FREQ[16], 1.0), torch.bfloat16, "cpu"))
+    list(Inputs(Sizes(17, **MODELS[name]), torch.bfloat16).results(Fused(*ropes(16)), torch.bfloat16, "cpu"))
     assert grids
     assert max(splits for _, splits, _ in grids) == (2 if "split" in name else 1)
 
@@ -97,12 +117,12 @@ def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatc
 def test_a_row_does_not_know_the_others() -> None:
     """Of two numbers of rows that are cut alike, in every bit."""
     inputs = Inputs(Sizes(70, **MODELS["tiles"]), torch.bfloat16)
-    ops = Fused(INV_FREQ[16], 1.0)
+    ops = Fused(*ropes(16))
     whole = dict(inputs.results(ops, torch.bfloat16, "cpu"))
     for step, part in inputs.first(66).results(ops, torch.bfloat16, "cpu"):
         assert torch.equal(part, whole[step][:66]), step
 
 
 def test_no_rows_give_no_rows() -> None:
-    for _, result in Inputs(Sizes(0), torch.float32).results(Fused(INV_FREQ[12], 1.0), torch.float32, "cpu"):
+    for _, result in Inputs(Sizes(0), torch.float32).results(Fused(*ropes(12)), torch.float32, "cpu"):
         assert result.shape[0] == 0

@@ -1,0 +1,42 @@
+"""Which way of computing a layer of experts serves how many tokens: by measured times, or by a rule where there are none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headway.models.experts.config import ExpertsConfig
+
+TOKEN_COUNTS = tuple(2**n for n in range(14))
+"""Numbers of tokens that are measured; any other takes the nearest one's choice, by ratio."""
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """Measured times of one kind of layer on one device."""
+
+    us: Mapping[str, Sequence[float | None]]
+    """Method -> microseconds for each of TOKEN_COUNTS; None: it does not take so many, or failed."""
+    source: str
+    """Where they come from, in words."""
+
+    def fastest(self, num_tokens: int) -> str | None:
+        """The method of least time; None: nothing was measured there."""
+        cell = nearest(num_tokens)
+        known = [(times[cell], name) for name, times in self.us.items() if cell < len(times) and times[cell] is not None]
+        return min(known)[1] if known else None
+
+
+def nearest(num_tokens: int) -> int:
+    """Index of the nearest of TOKEN_COUNTS, by ratio."""
+    return min(max(round(math.log2(max(num_tokens, 1))), 0), len(TOKEN_COUNTS) - 1)
+
+
+def rule(num_tokens: int, config: ExpertsConfig) -> str:
+    """What begins the name of the method that is taken without a measurement: by how many pairs an expert has on average."""
+    num_tokens = TOKEN_COUNTS[nearest(num_tokens)]
+    if num_tokens <= 2:
+        return "triton.rows"
+    pairs = num_tokens * config.num_slots / config.num_all
+    return "triton.tiles16" if pairs <= 8 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"

@@ -1,0 +1,102 @@
+"""What a layer of experts computes, as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headway.core.contract.errors import ModelError
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts: a router sends every token to `top_k` of `num_experts` gated MLPs and adds what they give.
+
+    Shared experts, which every token passes, are cut into experts of the routed ones' size: their weights stand after the routed
+    ones', so that all are computed together.
+    """
+
+    num_experts: int
+    """Those that the router chooses from."""
+    top_k: int
+    intermediate_size: int
+    """Of one expert."""
+    shared_intermediate_size: int = 0
+    """Of all shared experts together; 0: there is none."""
+    shared_gate: bool = False
+    """Whether what the shared experts give is multiplied by the sigmoid of one more row of the router (Qwen2-MoE)."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores."""
+    renormalize: bool = True
+    """Whether a token's weights are divided by their sum. With softmax this is the softmax over the chosen logits alone."""
+    scale: float = 1.0
+    """Multiplies the weights of the routed experts, after that."""
+    num_groups: int = 1
+    """Groups of equally many experts, of which a token may choose from `top_k_groups` (DeepSeek-V2, node-limited routing)."""
+    top_k_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    """What ranks a group: its best score (DeepSeek-V2), or the sum of its two best (DeepSeek-V3)."""
+    correction_bias: bool = False
+    """Whether a bias for each expert is added to its score for the choice, not for its weight (DeepSeek-V3)."""
+    router_bias: bool = False
+    """Whether the logits have a bias (gpt-oss)."""
+    biases: bool = False
+    """Whether the experts' products have biases (gpt-oss)."""
+    swiglu_alpha: float = 1.0
+    """The gate is gate * sigmoid(alpha * gate); 1: SiLU."""
+    swiglu_limit: float | None = None
+    """The gate is at most this, and the other half within plus and minus this and then raised by 1 (gpt-oss); None: neither."""
+
+    def __post_init__(self) -> None:
+        """:raises ModelError: numbers that contradict each other, by the names of config.json."""
+        _whole("num_experts", self.num_experts, 1)
+        _whole("moe_intermediate_size", self.intermediate_size, 1)
+        _whole("num_experts_per_tok", self.top_k, 1, self.num_experts, "the number of experts")
+        _whole("shared experts' size", self.shared_intermediate_size, 0)
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ModelError(f"scoring_func: needs softmax or sigmoid, got {self.scoring!r}")
+        _whole("n_group", self.num_groups, 1, self.num_experts, "the number of experts")
+        if self.num_experts % self.num_groups:
+            raise ModelError(f"n_group: needs a divisor of {self.num_experts}, the number of experts, got {self.num_groups}")
+        _whole("topk_group", self.top_k_groups, 1, self.num_groups, "n_group")
+        allowed = self.top_k_groups * self.group_size
+        _whole("num_experts_per_tok", self.top_k, 1, allowed, "the experts of topk_group groups")
+        if self.num_groups > 1 and self.group_size < self.scores_a_group:
+            raise ModelError(f"n_group: needs groups of {self.scores_a_group} experts or more, got groups of {self.group_size}")
+
+    @property
+    def group_size(self) -> int:
+        """Experts in a group."""
+        return self.num_experts // self.num_groups
+
+    @property
+    def scores_a_group(self) -> int:
+        """How many of a group's best scores are added to rank it."""
+        return 1 if self.group_score == "max" else 2
+
+    @property
+    def num_shared(self) -> int:
+        """Pieces that the shared experts are cut into; the last may be padded."""
+        return -(-self.shared_intermediate_size // self.intermediate_size)
+
+    @property
+    def num_all(self) -> int:
+        """Experts whose weights are held: routed, then shared."""
+        return self.num_experts + self.num_shared
+
+    @property
+    def num_slots(self) -> int:
+        """Experts that each token passes."""
+        return self.top_k + self.num_shared
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the router: the experts', and the shared ones' gate."""
+        return self.num_experts + (1 if self.shared_gate else 0)
+
+
+def _whole(key: str, value: object, least: int, most: int | None = None, what: str = "") -> None:
+    """:raises ModelError: a value that is no whole number between the two."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        need = f"of at least {least}" if most is None else f"from {least} to {most}, {what}"
+        raise ModelError(f"{key}: needs a whole number {need}, got {value!r}")

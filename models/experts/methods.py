@@ -1,0 +1,284 @@
+"""Ways of computing a layer of experts on a GPU. All run inside CUDA graphs: grids follow from the number of tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import triton
+from torch import Tensor
+
+from headway.core.contract.compiled import AHEAD
+from headway.models.experts.choice import nearest
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.router import Routed, Router, dot_type
+from headway.models.experts.row_kernels import down_rows, gate_up_rows
+from headway.models.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product
+from headway.models.experts.weights import ExpertWeights
+from headway.models.fused.launch import INTERPRETED, Launcher
+from headway.models.operations import Norm
+
+
+class Method(Protocol):
+    """One way."""
+
+    @property
+    def name(self) -> str:
+        """How it is reported and kept in tables."""
+
+    def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
+        """Whether it computes so many tokens of this type."""
+
+    def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
+        """Norm and choice. x: [num_tokens, hidden_size], the residual stream."""
+
+    def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
+        """Add what the experts give to the residual stream [num_tokens, hidden_size], in place."""
+
+
+class _Launchers:
+    """Kernels by the constants that they are compiled with."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[Hashable, Launcher] = {}
+
+    def get(self, kernel: Any, num_warps: int, **constants: Any) -> Launcher:
+        key = kernel, num_warps, *constants.values()
+        launcher = self._known.get(key)
+        if launcher is None:
+            launcher = self._known[key] = Launcher(kernel, num_warps, self._device, **constants)
+        return launcher
+
+
+def _activation(config: ExpertsConfig) -> dict[str, float]:
+    return {"ALPHA": config.swiglu_alpha, "LIMIT": config.swiglu_limit or 0.0}
+
+
+MAX_ROWS = 16
+"""Tokens up to which, and about which, each may be computed by itself: above, too many experts would be read twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowCut:
+    """How the products of single tokens are cut: into small programs, since many together keep the memory busy."""
+
+    gate_rows: int = 4
+    """Rows of the gate, and of the other half, that a program of one pair holds."""
+    gate_warps: int = 4
+    prefetch: bool = False
+    """Whether they ask for the down product's weights, too."""
+    down_rows: int = 8
+    """Rows of the down product that a program of one token holds, in all of its experts."""
+    down_chunk: int = 256
+    """Columns that are read at a time."""
+    down_depth: int = 6
+    """Chunks that are asked for ahead."""
+    down_warps: int = 4
+    pipelined: bool = False
+    """Whether they come through shared memory."""
+
+
+class Rows:
+    """Each token by itself: three launches a layer. Right for any dtype; fast for one token, and a few."""
+
+    def __init__(self, config: ExpertsConfig, router: Router, device: torch.device, cut: RowCut | None = None) -> None:
+        self._config, self._router, self._launchers, self._cut = config, router, _Launchers(device), cut or RowCut()
+        self.name = f"triton.rows{'.pipelined' if self._cut.pipelined else ''}{'.prefetch' if self._cut.prefetch else ''}"
+
+    def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
+        """See Method."""
+        return nearest(num_tokens) <= nearest(MAX_ROWS)
+
+    def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
+        """See Method."""
+        return self._router.rows(x, norm, weights)
+
+    def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
+        """See Method."""
+        config, cut, (num_tokens, hidden) = self._config, self._cut, residual.shape
+        inner, slots = config.intermediate_size, config.num_slots
+        between = torch.empty((num_tokens * slots, inner), dtype=residual.dtype, device=residual.device)
+        sizes = {"HIDDEN": hidden, "INNER": inner, "SLOTS": slots}
+        biased = weights.gate_up_bias is not None
+        block_k = min(triton.next_power_of_2(hidden), 1024)
+        how = {"BLOCK_N": cut.gate_rows, "BLOCK_K": block_k, "DEPTH": min(4, triton.cdiv(hidden, block_k))}
+        prefetch = cut.prefetch and not INTERPRETED and hidden * inner % 128 == 0
+        how |= {**_activation(config), "BIAS": biased, "PREFETCH": prefetch}
+        launch = self._launchers.get(gate_up_rows, cut.gate_warps, **sizes, **how)
+        bias = routed.x if weights.gate_up_bias is None else weights.gate_up_bias
+        grid = num_tokens * slots, triton.cdiv(inner, cut.gate_rows), 1
+        launch(grid, routed.x, weights.gate_up, bias, weights.down, routed.experts, between)
+        block_k = min(cut.down_chunk, triton.next_power_of_2(inner))
+        depth = min(cut.down_depth, slots * triton.cdiv(inner, block_k))
+        how = {"BLOCK_N": cut.down_rows, "BLOCK_K": block_k, "DEPTH": depth, "PIPELINED": cut.pipelined, "BIAS": biased}
+        launch = self._launchers.get(down_rows, cut.down_warps, **sizes, **how)
+        bias = routed.x if weights.down_bias is None else weights.down_bias
+        grid = num_tokens, triton.cdiv(hidden, cut.down_rows), 1
+        launch(grid, between, weights.down, bias, routed.experts, routed.weights, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the grouped products are cut."""
+
+    block_m: int
+    block_n: int
+    """Of the down product; the gated one, which has two of everything, takes half of it above 64 rows."""
+    block_k: int
+    warps: int
+    stages: int
+    swapped: bool = False
+    group_m: int = 8
+
+
+class Tiles:
+    """Pairs in the order of experts, multiplied in tiles of our own: five launches a layer."""
+
+    def __init__(self, tiling: Tiling, config: ExpertsConfig, router: Router, device: torch.device, always: bool = False) -> None:
+        """always: for any number of tokens, not only for those that such tiles may suit."""
+        sizes = f"{tiling.block_m}x{tiling.block_n}x{tiling.block_k}"
+        self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}"
+        self._tiling, self._config, self._router, self._launchers = tiling, config, router, _Launchers(device)
+        self._always = always
+
+    def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
+        """See Method. Tiles of many rows need experts of some pairs, and for very many those of few are too small."""
+        pairs, rows = num_tokens * self._config.num_slots / self._config.num_all, self._tiling.block_m
+        return self._always or (rows <= 16 * max(pairs, 1) and (rows > 32 or pairs <= 4 * rows))
+
+    def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
+        """See Method."""
+        return self._router.tiles(x, norm, weights)
+
+    def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
+        """See Method."""
+        config = self._config
+        order = self._router.order(routed)
+        num_pairs = len(order.pairs)
+        between = residual.new_empty((num_pairs, config.intermediate_size))
+        self._multiply(routed.x, weights.gate_up, weights.gate_up_bias, order.pairs, order.ends, between, gated=True)
+        parts = residual.new_empty((num_pairs, residual.shape[1]))
+        self._multiply(between, weights.down, weights.down_bias, order.pairs, order.ends, parts, gated=False)
+        add_all_slots(self._launchers, config, parts, None, routed, order.places, residual)
+
+    def _multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Tensor, ends: Tensor, y: Tensor, gated: bool
+    ) -> None:
+        tiling, config = self._tiling, self._config
+        num_pairs, width = y.shape
+        num_blocks = most_blocks(num_pairs, config.num_all, tiling.block_m)
+        block_n = tiling.block_n // 2 if gated and tiling.block_m > 64 else tiling.block_n
+        launch = self._launchers.get(
+            grouped_product,
+            tiling.warps,
+            N=width,
+            K=x.shape[1],
+            NUM_ALL=config.num_all,
+            BLOCK_E=triton.next_power_of_2(config.num_all),
+            SLOTS=config.num_slots,
+            BLOCK_M=tiling.block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=tiling.block_k * 2 // x.itemsize,
+            STAGES=tiling.stages,
+            GROUP_M=tiling.group_m,
+            GATHER=gated,
+            GATED=gated,
+            **_activation(config),
+            BIAS=bias is not None,
+            SWAPPED=tiling.swapped,
+            DOT=dot_type(x.dtype),
+        )
+        grid = triton.cdiv(width, block_n) * num_blocks, 1, 1
+        launch(grid, x, weight, x if bias is None else bias, pairs, ends, y, num_blocks)
+
+
+class GroupedMM:
+    """Pairs in the order of experts, multiplied by torch's grouped product: seven launches a layer; bfloat16 alone."""
+
+    name = "torch.grouped_mm"
+
+    def __init__(self, config: ExpertsConfig, router: Router, device: torch.device) -> None:
+        self._config, self._router, self._launchers = config, router, _Launchers(device)
+
+    def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
+        """See Method."""
+        whole = self._config.intermediate_size % 8 == 0  # 16 bytes; hidden sizes always are
+        return dtype == torch.bfloat16 and whole and hasattr(torch, "_grouped_mm")
+
+    def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
+        """See Method."""
+        return self._router.tiles(x, norm, weights)
+
+    def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
+        """See Method."""
+        config = self._config
+        hidden, inner = residual.shape[1], config.intermediate_size
+        order = self._router.order(routed)
+        num_pairs = len(order.pairs)
+        x = residual.new_empty((num_pairs, hidden))
+        launch = self._launchers.get(gather_rows, 4, HIDDEN=hidden, SLOTS=config.num_slots, BLOCK=1024)
+        launch((num_pairs, triton.cdiv(hidden, 1024), 1), routed.x, order.pairs, x)
+        both = _grouped(x, weights.gate_up, order.ends)
+        between = residual.new_empty((num_pairs, inner))
+        sizes = {"NUM_ALL": config.num_all, "BLOCK_E": triton.next_power_of_2(config.num_all), "INNER": inner, "BLOCK": 1024}
+        biased = weights.gate_up_bias is not None
+        launch = self._launchers.get(activate_rows, 4, **sizes, **_activation(config), BIAS=biased)
+        bias = both if weights.gate_up_bias is None else weights.gate_up_bias
+        launch((num_pairs, triton.cdiv(inner, 1024), 1), both, bias, order.ends, between)
+        parts = _grouped(between, weights.down, order.ends)
+        add_all_slots(self._launchers, config, parts, weights.down_bias, routed, order.places, residual)
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [num_pairs, K] times weight [num_all, N, K], each row by its expert's."""
+    if AHEAD.get() is not None:  # nothing has filled `ends`, and the library traps on what lies there
+        return x.new_empty((len(x), weight.shape[1]))
+    return torch._grouped_mm(x, weight.mT, offs=ends)
+
+
+def add_all_slots(
+    launchers: _Launchers,
+    config: ExpertsConfig,
+    parts: Tensor,
+    bias: Tensor | None,
+    routed: Routed,
+    places: Tensor,
+    residual: Tensor,
+) -> None:
+    """residual += the weighted sum over each token's slots of parts [num_pairs, hidden_size], in the order of experts."""
+    num_tokens, hidden = residual.shape
+    block = min(triton.next_power_of_2(hidden), 1024)
+    launch = launchers.get(add_slots, 4, HIDDEN=hidden, SLOTS=config.num_slots, BLOCK=block, BIAS=bias is not None)
+    given = parts, parts if bias is None else bias, routed.experts, routed.weights, places
+    launch((num_tokens, triton.cdiv(hidden, block), 1), *given, residual)
+
+
+def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:
+    """Blocks of at most block_m rows of one expert that there can be, however pairs are spread over experts."""
+    touched = min(num_pairs, num_all)
+    return (num_pairs + touched * (block_m - 1)) // block_m
+
+
+def row_cuts(inner: int) -> tuple[RowCut, ...]:
+    """The cuts of single tokens that are tried when methods are measured. inner: of one expert."""
+    first = RowCut() if inner % 256 == 0 else RowCut(down_chunk=128, down_depth=24, down_warps=8)
+    pipelined = RowCut(prefetch=True, down_rows=16, down_depth=10, pipelined=True)
+    return first, replace(first, prefetch=True), pipelined
+
+
+TILINGS = (
+    Tiling(16, 64, 128, 4, 4),
+    Tiling(16, 32, 128, 4, 5),
+    Tiling(16, 64, 128, 4, 3, swapped=True),
+    Tiling(16, 128, 64, 4, 3, swapped=True),
+    Tiling(32, 64, 128, 4, 4),
+    Tiling(64, 128, 64, 4, 4),
+    Tiling(128, 128, 64, 8, 4),
+    Tiling(128, 256, 64, 8, 3),
+)
+"""Those of grouped products. The first of each number of rows serves where nothing was measured."""
+INVARIANT = Tiling(64, 128, 64, 4, 4)
+"""What serves any number of tokens where a token's bits must not depend on it."""

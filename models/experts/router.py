@@ -1,0 +1,158 @@
+"""Routing by our kernels: their launch, and what of a layer's configuration they are compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.route_kernels import order_pairs, route_rows, route_tiles
+from headway.models.experts.routing import ExpertOrder
+from headway.models.experts.weights import ExpertWeights
+from headway.models.fused.launch import INTERPRETED, Launcher
+from headway.models.operations import Norm
+
+DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What the matrix units multiply, by the tensors' type."""
+_ROW_LOGITS = 4
+"""Logits a program of one token: few, so that many programs read the router."""
+_NORMED = 8192
+"""Elements of the rows that a program norms: they are held in registers."""
+_COUNTERS = 8192
+"""Tiles of tokens that a step may have."""
+
+
+def dot_type(dtype: torch.dtype) -> Any:
+    """The type to multiply in; the interpreter multiplies the raw bits of bfloat16, and so takes float32."""
+    return tl.float32 if INTERPRETED else DOT[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Tokens with their experts, ready for the products."""
+
+    x: Tensor
+    """[num_tokens, hidden_size], normed"""
+    experts: Tensor
+    """int32 [num_tokens, num_slots]"""
+    weights: Tensor
+    """float32 [num_tokens, num_slots]"""
+    counts: Tensor | None
+    """int32 [tiles, num_all], pairs of each expert in each tile of `block_t` tokens; None: of few tokens, which need no order"""
+    block_t: int
+
+
+class Router:
+    """Norm, router's product and choice in one launch; nothing synchronises."""
+
+    def __init__(self, config: ExpertsConfig, device: torch.device, batch_invariant: bool = False) -> None:
+        """batch_invariant: one size of tile for any number of tokens."""
+        self._config, self._device, self._one_size = config, device, batch_invariant
+        self._launchers: dict[Hashable, Launcher] = {}
+        self._arrivals = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+
+    def rows(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
+        """For few tokens, each by itself. x: [num_tokens, hidden_size], the residual stream."""
+        num_logits = self._config.num_logits
+        tensors, routed = self._tensors(x, norm, weights, 0)
+        key = "rows", x.dtype, *_biases(weights)
+        if key not in self._launchers:
+            block_k = triton.next_power_of_2(x.shape[1])
+            sizes = {"BLOCK_K": min(block_k, 2048), "BLOCK_L": _ROW_LOGITS}
+            self._launchers[key] = Launcher(route_rows, 4, self._device, **sizes, **self._constants(weights))
+        self._launchers[key]((triton.cdiv(num_logits, _ROW_LOGITS), len(x), 1), *tensors, norm.eps)
+        return routed
+
+    def tiles(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
+        """For many tokens, with what `order` needs. x: [num_tokens, hidden_size], the residual stream."""
+        num_logits, num_tokens = self._config.num_logits, len(x)
+        block_t, block_l = self._tile(num_tokens)
+        logit_tiles = triton.cdiv(num_logits, block_l)
+        rows = min(block_t, max(1, _NORMED // triton.next_power_of_2(x.shape[1])))
+        tensors, routed = self._tensors(x, norm, weights, block_t)
+        key = "tiles", block_t, block_l, x.dtype, *_biases(weights)
+        if key not in self._launchers:
+            block_h = triton.next_power_of_2(x.shape[1])
+            sizes = {"BLOCK_T": block_t, "BLOCK_L": block_l, "BLOCK_K": 256 // x.itemsize, "LOGIT_TILES": logit_tiles}
+            sizes |= {"BLOCK_H": block_h, "BLOCK_R": rows}
+            how = {"STAGES": 4, "DOT": dot_type(x.dtype)}
+            warps = 8 if block_t == 64 else 4
+            self._launchers[key] = Launcher(route_tiles, warps, self._device, **sizes, **how, **self._constants(weights))
+        grid = logit_tiles + block_t // rows, triton.cdiv(num_tokens, block_t), 1
+        self._launchers[key](grid, *tensors, norm.eps, num_tokens)
+        return routed
+
+    def order(self, routed: Routed) -> ExpertOrder:
+        """Sort pairs by expert."""
+        assert routed.counts is not None
+        config, num_tokens = self._config, len(routed.x)
+        pairs, places = torch.empty((2, routed.experts.numel()), dtype=torch.int32, device=self._device).unbind()
+        ends = torch.empty(config.num_all, dtype=torch.int32, device=self._device)
+        key = "order", routed.block_t
+        if key not in self._launchers:
+            sizes = {"NUM_ALL": config.num_all, "SLOTS": config.num_slots, "BLOCK_E": self._block_e}
+            sizes |= {"BLOCK_T": routed.block_t, "BLOCK_C": 16}
+            self._launchers[key] = Launcher(order_pairs, 4, self._device, **sizes)
+        grid = len(routed.counts), 1, 1
+        self._launchers[key](grid, routed.experts, routed.counts, pairs, places, ends, num_tokens)
+        return ExpertOrder(pairs, places, ends)
+
+    @property
+    def _block_e(self) -> int:
+        block: int = triton.next_power_of_2(max(self._config.num_logits, self._config.num_all))
+        return block
+
+    def _tile(self, num_tokens: int) -> tuple[int, int]:
+        """Tokens and logits of a program: small tiles until they are enough to keep the GPU busy."""
+        if num_tokens <= 256 or self._one_size:
+            return 16, 16
+        return (32, min(64, self._block_e)) if num_tokens <= 2048 else (64, min(128, self._block_e))
+
+    def _tensors(self, x: Tensor, norm: Norm, weights: ExpertWeights, block_t: int) -> tuple[tuple[Tensor, ...], Routed]:
+        """The kernels' tensors in their order, and those among them that are the result."""
+        config, num_tokens = self._config, len(x)
+        logits = torch.empty((num_tokens, config.num_logits), dtype=torch.float32, device=self._device)
+        experts = torch.empty((num_tokens, config.num_slots), dtype=torch.int32, device=self._device)
+        slot_weights = torch.empty((num_tokens, config.num_slots), dtype=torch.float32, device=self._device)
+        counts = None
+        if block_t:
+            counts = torch.empty((triton.cdiv(num_tokens, block_t), config.num_all), dtype=torch.int32, device=self._device)
+        normed = torch.empty_like(x)
+        router_bias = logits if weights.router_bias is None else weights.router_bias
+        correction = logits if weights.correction_bias is None else weights.correction_bias
+        given = x, norm.weight, weights.router, router_bias, correction
+        written = normed, logits, self._arrivals, experts, slot_weights, experts if counts is None else counts
+        return (*given, *written), Routed(normed, experts, slot_weights, counts, block_t)
+
+    def _constants(self, weights: ExpertWeights) -> dict[str, Any]:
+        config = self._config
+        return {
+            "HIDDEN": weights.router.shape[1],
+            "NUM_LOGITS": config.num_logits,
+            "NUM_EXPERTS": config.num_experts,
+            "NUM_ALL": config.num_all,
+            "BLOCK_E": self._block_e,
+            "TOP_K": config.top_k,
+            "SLOTS": config.num_slots,
+            "BLOCK_S": triton.next_power_of_2(config.num_slots),
+            "SIGMOID": config.scoring == "sigmoid",
+            "RENORMALIZE": config.renormalize,
+            "SCALE": config.scale,
+            "GROUPS": config.num_groups,
+            "BLOCK_G": triton.next_power_of_2(config.num_groups),
+            "TOP_GROUPS": config.top_k_groups,
+            "GROUP_SCORE": config.scores_a_group,
+            "ROUTER_BIAS": weights.router_bias is not None,
+            "CORRECTION": weights.correction_bias is not None,
+            "SHARED_GATE": config.shared_gate,
+        }
+
+
+def _biases(weights: ExpertWeights) -> tuple[bool, bool]:
+    return weights.router_bias is not None, weights.correction_bias is not None

@@ -1,0 +1,152 @@
+"""The families of models that the decoder computes: one row each, from transformers' configuration to ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headway.core.contract.errors import ModelError
+from headway.models import dense_families as dense
+from headway.models import expert_families as experts
+from headway.models import latent_families as latent
+from headway.models.config import Activation, DecoderConfig, LayerConfig, RopeConfig
+from headway.models.errors import BeyondDecoderError
+from headway.models.names import LLAMA_NAMES, TensorNames
+from headway.models.rope import read_rope
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: what its checkpoints call tensors, and where its configuration departs from Llama's."""
+
+    architecture: str
+    """transformers' class."""
+    options: Callable[[Any], dict[str, Any]] = lambda config: {}
+    """Fields of DecoderConfig that the common reading would get wrong."""
+    names: TensorNames = LLAMA_NAMES
+    windowed: bool = True
+    """Whether the family obeys sliding_window, in the layers of that type where layer_types tells types."""
+    partial_rotary: bool = False
+    """Whether it obeys partial_rotary_factor."""
+
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", latent.deepseek, windowed=False),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", latent.deepseek, windowed=False),
+    "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
+    "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),
+    "gemma3_text": Family("Gemma3ForCausalLM", dense.gemma3, dense.GEMMA2_NAMES),
+    "gpt2": Family("GPT2LMHeadModel", dense.gpt2, dense.GPT2_NAMES, windowed=False),
+    "gpt_oss": Family("GptOssForCausalLM", experts.gpt_oss, experts.GPT_OSS_NAMES),
+    "granite": Family("GraniteForCausalLM", dense.granite, windowed=False),
+    "llama": Family("LlamaForCausalLM", dense.biases, windowed=False),
+    "mistral": Family("MistralForCausalLM"),
+    "mixtral": Family("MixtralForCausalLM", experts.mixtral, experts.MIXTRAL_NAMES),
+    "olmo2": Family("Olmo2ForCausalLM", dense.olmo2, dense.OLMO2_NAMES, windowed=False),
+    "opt": Family("OPTForCausalLM", dense.opt, dense.OPT_NAMES, windowed=False),
+    "phi3": Family("Phi3ForCausalLM", names=dense.PHI3_NAMES, partial_rotary=True),
+    "qwen2": Family("Qwen2ForCausalLM", lambda config: {"qkv_bias": True}),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", experts.qwen2_moe, experts.QWEN2_MOE_NAMES),
+    "qwen3": Family("Qwen3ForCausalLM", dense.qwen3),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", experts.qwen3_moe),
+    "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
+    "starcoder2": Family("Starcoder2ForCausalLM", dense.starcoder2, dense.STARCODER2_NAMES),
+}
+"""By model_type. SmolLM and SmolLM2 are Llama."""
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+"""transformers' names."""
+
+
+def known_architectures() -> str:
+    """What a refusal lists."""
+    return ", ".join(family.architecture for family in FAMILIES.values())
+
+
+def read_decoder_config(config: Any) -> DecoderConfig:
+    """Read a transformers PretrainedConfig, or what `plain_config` makes of a file.
+
+    :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute.
+    :raises ModelError: an impossible number.
+    """
+    kind = config.model_type
+    if kind not in FAMILIES:
+        named = ", ".join(config.architectures or [kind])
+        raise BeyondDecoderError(f"model architecture: needs one of {known_architectures()}, got {named}")
+    family = FAMILIES[kind]
+    options = family.options(config)
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and hidden % heads:
+        raise ModelError(f"num_attention_heads: needs a divisor of hidden_size={hidden}, got {heads}")
+    head_dim = head_dim or hidden // heads
+    window = (getattr(config, "sliding_window", None) or None) if family.windowed else None
+    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None))
+    if any(rope.rotary_dim != head_dim for rope in ropes) and not family.partial_rotary:
+        raise BeyondDecoderError(
+            f"partial_rotary_factor: needs 1 in {family.architecture}, got {ropes[0].rotary_dim / head_dim:g}"
+        )
+    read: dict[str, Any] = {
+        "intermediate_size": getattr(config, "intermediate_size", None),
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "scale": head_dim**-0.5,
+        "norm_eps": getattr(config, "rms_norm_eps", None),
+        "activation": getattr(config, "hidden_act", None),
+        **options,
+    }
+    without_experts = read.pop("dense_layers", ()) if "experts" in read else range(len(layers))
+    layers = tuple(replace(layer, experts=index not in without_experts) for index, layer in enumerate(layers))
+    activation, eps = read["activation"], read["norm_eps"]
+    if activation not in _ACTIVATIONS:
+        raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(_ACTIVATIONS)}, got {activation}")
+    if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
+        raise ModelError(f"rms_norm_eps: needs a number above 0, got {eps!r}")
+    read["activation"] = _ACTIVATIONS[activation]
+    return DecoderConfig(
+        model_type=kind,
+        vocab_size=config.vocab_size,
+        hidden_size=hidden,
+        num_heads=heads,
+        head_dim=head_dim,
+        layers=layers,
+        ropes=ropes,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        names=family.names,
+        **read,
+    )
+
+
+def _layers(
+    config: Any, head_dim: int, window: int | None, rotated: Sequence[bool] | None
+) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
+    """Each layer's window and rotary embedding, and the different ones of the latter. rotated: None: all layers are."""
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [_SLIDING] * count
+    if len(kinds) != count:
+        raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
+    unknown = sorted(set(kinds) - {_SLIDING, "full_attention"})
+    if unknown:
+        raise BeyondDecoderError(f"layer_types: needs {_SLIDING} or full_attention, got {', '.join(map(str, unknown))}")
+    rotated = [True] * count if rotated is None else rotated
+    turning = dict.fromkeys(kind for kind, turns in zip(kinds, rotated, strict=True) if turns)
+    by_kind = set(kinds) <= set(config.rope_parameters or ()) if turning else False
+    found = {kind: read_rope(config, head_dim, kind if by_kind else None) for kind in turning}
+    ropes = tuple(dict.fromkeys(found.values()))
+    layers = [
+        LayerConfig(window if kind == _SLIDING else None, ropes.index(found[kind]) if turns else None)
+        for kind, turns in zip(kinds, rotated, strict=True)
+    ]
+    return tuple(layers), ropes
+
+
+_SLIDING = "sliding_attention"

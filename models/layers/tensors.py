@@ -1,0 +1,61 @@
+"""One layer's tensors as its parts want them: products merged, transposed and scaled, norms with what their kind adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from headway.models.config import DecoderConfig
+from headway.models.linear import Linear
+from headway.models.operations import Norm
+from headway.models.weights import WeightSource
+
+
+class LayerTensors:
+    """Takes tensors below a prefix, by the conventions of a model's family."""
+
+    def __init__(self, config: DecoderConfig, weights: WeightSource, prefix: str = "") -> None:
+        """prefix: what every name below begins with, such as `model.layers.0.`"""
+        self.weights, self.prefix = weights, prefix
+        self._config = config
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """One tensor of this shape."""
+        return self.weights.take(self.prefix + name, shape)
+
+    def norm(self, module: str, size: int) -> Norm:
+        """A norm of the model's kind over `size` elements."""
+        config = self._config
+        weight = self.take(f"{module}.weight", size)
+        if config.norm == "rms_plus_one":
+            weight = weight.float() + 1.0  # rounded to half precision, the sum would lose what the checkpoint stores
+        return Norm(weight, config.norm_eps, self.take(f"{module}.bias", size) if config.norm == "layer" else None)
+
+    def norm_if_any(self, module: str | None, size: int) -> Norm | None:
+        """The same, or None where the family has no such norm."""
+        return None if module is None else self.norm(module, size)
+
+    def linear(
+        self, sizes: Mapping[str, int], in_features: int, bias: bool, order: Sequence[int] | None = None, scale: float = 1.0
+    ) -> Linear:
+        """Products of one input as one.
+
+        sizes: module -> out_features. order: the rows of the result, by their number in the checkpoint's order. scale: multiplies
+        weight and bias.
+        """
+        if self._config.names.transposed:
+            parts = [self.take(f"{module}.weight", in_features, size).t() for module, size in sizes.items()]
+            weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        else:
+            names = {f"{self.prefix}{module}.weight": size for module, size in sizes.items()}
+            weight = self.weights.take_merged(names, in_features)
+        of_rows = {f"{self.prefix}{module}.bias": size for module, size in sizes.items()}
+        biases = self.weights.take_merged(of_rows) if bias else None
+        if order is not None:
+            rows = torch.tensor(order, device=weight.device)
+            weight, biases = weight[rows], None if biases is None else biases[rows]
+        if scale != 1.0:
+            weight, biases = weight * scale, None if biases is None else biases * scale
+        return Linear(weight, biases)

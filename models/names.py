@@ -1,0 +1,75 @@
+"""What a checkpoint calls its tensors; the defaults are Llama's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Below a layer: the tensors of a mixture of experts. `{}` is the expert's number."""
+
+    router: str = "mlp.gate"
+    correction_bias: str = "mlp.gate.e_score_correction_bias"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    interleaved: bool = False
+    """Whether one tensor holds all experts, transposed, gate and up in turn (gpt-oss): the next two, without `.weight`."""
+    stacked_gate_up: str = "mlp.experts.gate_up_proj"
+    stacked_down: str = "mlp.experts.down_proj"
+    shared: str = "mlp.shared_experts"
+    """An MLP with gate_proj, up_proj and down_proj."""
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True)
+class LatentNames:
+    """Below a layer: the products and norms of latent attention."""
+
+    q: str = "self_attn.q_proj"
+    """Where queries are a plain product."""
+    q_a: str = "self_attn.q_a_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_a_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Modules without `.weight` and `.bias`. A part that is None is not there: so the placement of norms is told."""
+
+    embed: str = "model.embed_tokens"
+    positions: str | None = None
+    """A table of learned positions."""
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{}."
+    """What the names below begin with; `{}` is the layer's number."""
+    attention_norm: str | None = "input_layernorm"
+    """Before attention."""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """One after the other; a single name is all three in one tensor."""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    o: str = "self_attn.o_proj"
+    attention_post_norm: str | None = None
+    """Of what attention adds to the residual stream."""
+    mlp_norm: str | None = "post_attention_layernorm"
+    """Before the MLP."""
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate over up, or a single name for both; of an MLP that is not gated, its first product."""
+    down: str = "mlp.down_proj"
+    mlp_post_norm: str | None = None
+    experts: ExpertNames = field(default_factory=ExpertNames)
+    latent: LatentNames = field(default_factory=LatentNames)
+    transposed: bool = False
+    """Whether weights lie as [in_features, out_features] (GPT-2)."""
+    ignored: tuple[str, ...] = ()
+    """Suffixes of tensors that some of the family's checkpoints carry and nobody needs."""
+
+
+LLAMA_NAMES = TensorNames()

@@ -1,0 +1,74 @@
+"""Random layers of experts, and what a way of computing them gives: for comparing ways with the plain one in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.plain import PlainExperts
+from headway.models.experts.weights import ExpertWeights
+from headway.models.operations import Norm
+
+HIDDEN = 48
+SMALL = ExpertsConfig(num_experts=8, top_k=2, intermediate_size=40, renormalize=False)
+CONFIGS = {
+    "mixtral": dataclasses.replace(SMALL, renormalize=True),
+    "qwen2_moe": dataclasses.replace(SMALL, top_k=3, shared_intermediate_size=70, shared_gate=True),
+    "qwen3_moe": dataclasses.replace(SMALL, num_experts=12, top_k=4, renormalize=True),
+    "gpt_oss": dataclasses.replace(
+        SMALL, renormalize=True, router_bias=True, biases=True, swiglu_alpha=1.702, swiglu_limit=7.0
+    ),
+    "deepseek_v2": dataclasses.replace(SMALL, num_experts=10, top_k=3, num_groups=5, top_k_groups=2, scale=16.0,
+                                       shared_intermediate_size=80),
+    "deepseek_v3": dataclasses.replace(SMALL, num_experts=16, top_k=4, num_groups=4, top_k_groups=2, group_score="top2",
+                                       scoring="sigmoid", correction_bias=True, renormalize=True, scale=2.5,
+                                       shared_intermediate_size=40),
+}  # fmt: skip
+"""One of each kind of routing."""
+
+
+class Layer:
+    """A layer with random weights, drawn once in float64 and handed out in any type: a reference sees the very numbers."""
+
+    def __init__(self, config: ExpertsConfig, dtype: torch.dtype, seed: int = 0, hidden: int = HIDDEN) -> None:
+        self.config, self.dtype = config, dtype
+        self._generator = torch.Generator().manual_seed(seed)
+        inner, count = config.intermediate_size, config.num_all
+        self.norm = 1 + 0.3 * self.draw(hidden)
+        self.tensors = {
+            "router": self.draw(config.num_logits, hidden) * hidden**-0.5 * 2,
+            "router_bias": self.draw(config.num_logits) if config.router_bias else None,
+            "correction_bias": self.draw(config.num_experts) * 0.3 if config.correction_bias else None,
+            "gate_up": self.draw(count, 2 * inner, hidden) * hidden**-0.5 * (4 if config.swiglu_limit else 1),
+            "gate_up_bias": self.draw(count, 2 * inner) if config.biases else None,
+            "down": self.draw(count, hidden, inner) * inner**-0.5,
+            "down_bias": self.draw(count, hidden) if config.biases else None,
+        }
+        self.norm = self.norm.to(dtype).double()
+
+    def draw(self, *shape: int) -> Tensor:
+        """Normal numbers that the layer's type can hold."""
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(self.dtype).double()
+
+    def weights(self, dtype: torch.dtype, device: str = "cpu") -> ExpertWeights:
+        """Its tensors in a type; what is float32 by contract stays so, or is float64 for a reference."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def put(name: str) -> Tensor | None:
+            tensor = self.tensors[name]
+            return None if tensor is None else tensor.to(device, wide if name in ("router_bias", "correction_bias") else dtype)
+
+        return ExpertWeights(**{name: put(name) for name in self.tensors})  # type: ignore[arg-type]
+
+    def norm_of(self, dtype: torch.dtype, device: str = "cpu") -> Norm:
+        """The norm before it."""
+        return Norm(self.norm.to(device, dtype), 1e-5)
+
+    def reference(self, x: Tensor) -> Tensor:
+        """The residual stream after the layer, in float64. x: float64 [num_tokens, hidden_size], before the norm."""
+        normed = torch.nn.functional.rms_norm(x, self.norm.shape, self.norm, 1e-5).to(self.dtype).double()
+        plain = PlainExperts(self.config, self.weights(torch.float64))
+        return x + plain(normed, lambda rows, linear: linear(rows))
