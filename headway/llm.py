@@ -54,7 +54,16 @@ class LLM:
         self.device = resolve_device(args.device)
         ahead = compile_ahead(self.device)
         self.num_threads = set_threads(args.num_threads) if self.device.type == "cpu" else None
-        self.model = load_model(args.model, args.dtype, self.device, args.load_format, args.skip_tokenizer_init, deterministic)
+        self.model = load_model(
+            args.model,
+            args.dtype,
+            self.device,
+            args.load_format,
+            args.skip_tokenizer_init,
+            deterministic,
+            args.model_impl,
+            args.compiles_on(self.device.type),
+        )
         decoder, costs = self.model.decoder, None
         specs = cache_specs(decoder.attention_specs, config.kv_cache_dtype, decoder.kv_scales)
         check_named(self.registry, parse_backend_request(config.attn_backend).values(), specs)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from headway.core.contract.errors import ModelError
 from headway.models.dense_families import qwen3
+from headway.models.errors import BeyondDecoderError
 from headway.models.experts.config import ExpertsConfig
 from headway.models.names import ExpertNames, TensorNames
 
@@ -75,13 +76,15 @@ def deepseek(config: Any) -> dict[str, Any]:
     expected: Literal["softmax", "sigmoid"] = "sigmoid" if third else "softmax"
     scoring = getattr(config, "scoring_func", None) or expected
     if not third and method not in ("greedy", "group_limited_greedy"):
-        raise ModelError(f"topk_method: needs greedy or group_limited_greedy, got {method!r}")
+        raise BeyondDecoderError(f"topk_method: needs greedy or group_limited_greedy, got {method!r}")
     if scoring != expected:
-        raise ModelError(f"scoring_func: needs {expected} for {config.model_type}, got {scoring!r}")
+        raise BeyondDecoderError(f"scoring_func: needs {expected} for {config.model_type}, got {scoring!r}")
     if not third and getattr(config, "norm_topk_prob", False):
-        raise ModelError("norm_topk_prob: needs false for deepseek_v2, whose weights are not divided by their sum, got true")
+        raise BeyondDecoderError(
+            "norm_topk_prob: needs false for deepseek_v2, whose weights are not divided by their sum, got true"
+        )
     if getattr(config, "moe_layer_freq", 1) != 1:
-        raise ModelError(f"moe_layer_freq: needs 1, got {config.moe_layer_freq!r}")
+        raise BeyondDecoderError(f"moe_layer_freq: needs 1, got {config.moe_layer_freq!r}")
     grouped = third or method == "group_limited_greedy"
     experts = ExpertsConfig(
         num_experts=_count(config),

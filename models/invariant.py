@@ -130,12 +130,13 @@ def softcap_by_exp(logits: Tensor, cap: float) -> Tensor:
     return logits.copy_(cap - 2 * cap / (1 + torch.exp(logits.float() * (2 / cap))))
 
 
-_ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu_by_exp,
     "gelu": gelu_in_double,
     "gelu_tanh": gelu_by_exp,
     "relu": relu,
 }
+"""Activations whose bits are the same wherever an element lies."""
 
 
 def invariant_operations(inv_freq: Tensor, factors: Tensor, linears: Iterable[Linear]) -> Operations:
@@ -146,7 +147,7 @@ def invariant_operations(inv_freq: Tensor, factors: Tensor, linears: Iterable[Li
     :raises ModelError: see `InTiles.check`.
     """
     device = inv_freq.device.type
-    activate, cap = (_ON_CPU, softcap_by_exp) if device == "cpu" else (ACTIVATE, softcap)
+    activate, cap = (ON_CPU, softcap_by_exp) if device == "cpu" else (ACTIVATE, softcap)
     tiles = InTiles(operations_for(inv_freq, factors), TILE_ROWS[device], activate, cap)
     tiles.check(linears)
     return tiles

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,15 +55,10 @@ class Weights:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         """:raises ModelError: no safetensors file in the folder, or one that is missing or truncated."""
         self.folder, self.dtype, self.device = folder, dtype, device
-        self._file_of: dict[str, object] = {}
+        self._file_of: dict[str, Any] = {}
         for path in _files(folder):
-            try:
-                file = safe_open(path, framework="pt", device=str(device))
-                self._file_of.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
-            except (SafetensorError, OSError) as error:
-                raise ModelError(
-                    f"weights: {path} cannot be read ({error}); it is truncated or not a safetensors file, fetch it again"
-                ) from error
+            file = _open(path, device)
+            self._file_of.update(dict.fromkeys(file.keys(), file))
         self._left = set(self._file_of)
 
     def __contains__(self, name: str) -> bool:
@@ -104,11 +99,7 @@ class Weights:
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._tensor(name)
-        if tensor.dtype not in STORED_DTYPES:
-            raise ModelError(
-                f"weights: {name} needs float32, bfloat16 or float16 elements, got {str(tensor.dtype).removeprefix('torch.')}: "
-                "the checkpoint is quantised; use the one that it was made from"
-            )
+        _check_elements(name, tensor.dtype)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"weights: {name} needs shape {list(shape)} by config.json, got {list(tensor.shape)}")
         return tensor
@@ -118,7 +109,7 @@ class Weights:
         if stored not in self._file_of:
             raise ModelError(f"weights: {self.folder} has no tensor {name!r}, which its config.json implies")
         self._left.discard(stored)
-        tensor: Tensor = self._file_of[stored].get_tensor(stored)  # type: ignore[attr-defined]
+        tensor: Tensor = self._file_of[stored].get_tensor(stored)
         return tensor
 
     def take_number(self, name: str) -> float:
@@ -142,6 +133,34 @@ class Weights:
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
         self._file_of.clear()
+
+
+def check_files(folder: Path) -> None:
+    """Look at a checkpoint that something else will load: its files, and the element types of its tensors.
+
+    :raises ModelError: a file is missing or truncated, or holds quantised weights.
+    """
+    for path in _files(folder):
+        file = _open(path, torch.device("cpu"))
+        for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+            _check_elements(name, file.get_slice(name)[:0].dtype)
+
+
+def _open(path: Path, device: torch.device) -> Any:
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"weights: {path} cannot be read ({error}); it is truncated or not a safetensors file, fetch it again"
+        ) from error
+
+
+def _check_elements(name: str, dtype: torch.dtype) -> None:
+    if dtype not in STORED_DTYPES:
+        raise ModelError(
+            f"weights: {name} needs float32, bfloat16 or float16 elements, got {str(dtype).removeprefix('torch.')}: the "
+            "checkpoint is quantised; use the one that it was made from"
+        )
 
 
 def _files(folder: Path) -> list[Path]:

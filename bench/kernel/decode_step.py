@@ -69,7 +69,7 @@ def paged_attention(model: Decoder, backend: str, batch_size: int, context: int)
     registry, specs = create_registry(), model.attention_specs
     selector = Selector(registry, specs, backend, "nhd", BLOCK_SIZE)
     blocks = -(-(context + 1) // BLOCK_SIZE)
-    caches = pool.allocate(specs, [registry.layout("nhd").layout] * len(specs), pool.PoolSize(batch_size * blocks, BLOCK_SIZE, 0))
+    caches = pool.allocate_layers(specs, [registry.layout("nhd").layout] * len(specs), batch_size * blocks, BLOCK_SIZE)
     for layer in caches:
         layer.key.normal_()
         layer.value.normal_()

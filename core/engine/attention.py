@@ -18,8 +18,11 @@ from headway.core.contract.layout import CacheWriter, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine import latent
+from headway.core.engine.groups import CacheGroup
 
 Plans = dict[AttentionSpec, Plan]
+GroupMetadata = AttentionMetadata | Sequence[AttentionMetadata]
+"""A step, as all layers see it or, in the order of the cache groups, as the layers of each do."""
 
 
 class _Part(NamedTuple):
@@ -42,11 +45,13 @@ class PagedAttention:
         specs: Sequence[AttentionSpec],
         caches: Sequence[LayerCache],
         writer: CacheWriter | Sequence[CacheWriter],
+        groups: Sequence[CacheGroup] = (),
         latents: Mapping[int, LatentLayer] | None = None,
         gathering: Backends | None = None,
     ) -> None:
         """writer: of every layer's cache, or one for each, where their layouts differ.
 
+        groups: the cache groups of the layers, in the order in which a step's metadata come; none: one of all.
         latents: the latent layers by their numbers; gathering: see `Selector.gathering`.
         """
         assert len(specs) == len(caches)
@@ -61,7 +66,11 @@ class PagedAttention:
         """Of each layer. A spec is no key of what every layer looks up: its hash takes longer than the rest of the call."""
         self.caches = list(caches)
         self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
-        self._metadata: AttentionMetadata | None = None
+        group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+        self.groups = [group_of.get(self.specs.index(spec), 0) for spec in self._kinds]
+        """Cache group of each distinct spec: what groups differ in, specs differ in."""
+        self._slots: list[Tensor] = []
+        """For each kind, where k and v of the step set up last go."""
         self._parts: list[_Part] = []
         self._decode_writes: list[bool] = []
         """For each kind, whether its backend writes k and v itself in the step set up last."""
@@ -71,18 +80,22 @@ class PagedAttention:
         self._handle = next(_HANDLES)
         _LIVE[self._handle] = self
 
-    def begin(self, metadata: AttentionMetadata, prefill: Backends, decode: Backends) -> None:
+    def begin(self, metadata: GroupMetadata, prefill: Backends, decode: Backends) -> None:
         """Plan one step: `prefill` serves its first part (prefill and extend), `decode` the rest."""
-        self._metadata = metadata
-        self._decode_writes = self._writing(metadata, decode)
+        step = self._set_up(metadata, decode)
         self.first_nan = None
         self._parts = []
         start = 0
-        for view, backends in ((metadata.prefill, prefill), (metadata.decode, decode)):
+        for views, backends in (([each.prefill for each in step], prefill), ([each.decode for each in step], decode)):
+            view = views[0]
             if view is None:
                 continue
             try:
-                plans = {spec: self._plan(spec, view, backends) for spec in self._kinds}
+                plans = {
+                    spec: self._plan(spec, each, backends)
+                    for spec, each in zip(self._kinds, views, strict=True)
+                    if each is not None
+                }
             except Exception as error:
                 name = next(iter(backends.values())).name
                 raise _blame(error, name, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens") from error
@@ -96,23 +109,35 @@ class PagedAttention:
             return latent.plan_gathered(view, gathering)
         return backends[spec_in(view.phase, spec, self.expanded)].plan(view)
 
-    def begin_graph(self, metadata: AttentionMetadata, decode: Backends) -> Plans:
+    def begin_graph(self, metadata: GroupMetadata, decode: Backends) -> Plans:
         """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
-        plans = {spec: decode[spec].plan_for_capture(metadata) for spec in self._kinds}
+        plans = {spec: decode[spec].plan_for_capture(each) for spec, each in self._by_kind(metadata)}
         self.resume_graph(metadata, decode, plans)
         return plans
 
-    def begin_prompt(self, metadata: AttentionMetadata, prefill: Backends) -> Plans:
+    def begin_prompt(self, metadata: GroupMetadata, prefill: Backends) -> Plans:
         """Plan a step of prompts that is captured and replayed at the same lengths; see GraphLevel.UNIFORM."""
-        plans = {spec: self._plan(spec, metadata, prefill) for spec in self._kinds}
+        plans = {spec: self._plan(spec, each, prefill) for spec, each in self._by_kind(metadata)}
         self.resume_graph(metadata, prefill, plans)
         return plans
 
-    def resume_graph(self, metadata: AttentionMetadata, backends: Backends, plans: Plans) -> None:
+    def resume_graph(self, metadata: GroupMetadata, backends: Backends, plans: Plans) -> None:
         """Set up the step of `begin_graph` or `begin_prompt` once more, after others."""
-        self._metadata = metadata
-        self._decode_writes = self._writing(metadata, backends)
-        self._parts = [self._part(metadata.phase, slice(0, metadata.num_tokens), backends, plans)]
+        first = self._set_up(metadata, backends)[0]
+        self._parts = [self._part(first.phase, slice(0, first.num_tokens), backends, plans)]
+
+    def _by_kind(self, metadata: GroupMetadata) -> list[tuple[AttentionSpec, AttentionMetadata]]:
+        """The kinds of layers, each with the metadata of its group."""
+        if isinstance(metadata, AttentionMetadata):
+            return [(spec, metadata) for spec in self._kinds]
+        return [(spec, metadata[group]) for spec, group in zip(self._kinds, self.groups, strict=True)]
+
+    def _set_up(self, metadata: GroupMetadata, decode: Backends) -> list[AttentionMetadata]:
+        """Note where a step's k and v go, and who writes them. Returns the metadata of each kind."""
+        step = [each for _, each in self._by_kind(metadata)]
+        self._slots = [each.slot_mapping for each in step]
+        self._decode_writes = self._writing(step[0], decode)
+        return step
 
     def _part(self, phase: Phase, tokens: slice, backends: Backends, plans: Plans) -> _Part:
         asked = [spec_in(phase, spec, self.expanded) for spec in self._kinds]
@@ -139,13 +164,13 @@ class PagedAttention:
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Body of the op `headway::attention`."""
-        assert self._metadata is not None, "begin() a step first"
+        assert self._slots, "begin() a step first"
         cache, kind = self.caches[layer], self._kind_of[layer]
         if self.debug:
             self._look_for_nan(layer, "the model's operations before", q, k, v)
         decode_writes = self._decode_writes[kind]
         if not decode_writes:
-            self._writers[layer](k, v, cache, self._metadata.slot_mapping)
+            self._writers[layer](k, v, cache, self._slots[kind])
         mixed = len(self._parts) > 1
         for phase, tokens, backends, plans in self._parts:
             backend, plan = backends[kind], plans[kind]
@@ -153,7 +178,7 @@ class PagedAttention:
             heads = self._latents[layer]
             try:
                 if heads is not None:
-                    slots = self._metadata.slot_mapping[tokens]
+                    slots = self._slots[kind][tokens]
                     latent.attend(heads, phase, backend, plan, (queries, k[tokens], result), cache, slots, decode_writes)
                 elif decode_writes:
                     backend.write_and_decode(queries, k, v, cache, plan, result)

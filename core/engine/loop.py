@@ -51,7 +51,9 @@ class EngineLoop:
         self.capacity = executor.capacity
         self.stats = EngineStats()
         pool = executor.capacity.pool
-        self.blocks = BlockManager(pool.num_blocks, pool.block_size, config.enable_prefix_caching)
+        groups, block_size = pool.page_format.groups, pool.page_format.block_size
+        caching, chunk = config.enable_prefix_caching, pool.smallest_chunk
+        self.blocks = BlockManager(pool.num_pages, block_size, caching, groups, chunk)
         self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
         self._executor = executor
         self._eos = eos_token_ids
@@ -88,7 +90,7 @@ class EngineLoop:
         self._live[request_id] = seqs
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one completion of it, and free its blocks; no delta tells of it.
+        """End a request, or one completion of it, and free its pages; no delta tells of it.
 
         A request that is unknown or has finished is left alone, for it may have ended while the caller made up his mind.
         """
@@ -114,7 +116,7 @@ class EngineLoop:
         assert scheduled or self._in_flight or self._unreported, "nothing to schedule although something is unfinished"
         failure: Exception | None = None
         if scheduled:
-            step = prepare(scheduled, self.blocks.block_size)
+            step = prepare(scheduled, self.blocks.groups)
             try:
                 launched = self._executor.launch(step)
             except Exception as error:  # whatever a backend raises
@@ -181,7 +183,6 @@ class EngineLoop:
             self._fail([scheduled.seq for scheduled in step], error)
             return
         torch.cuda.empty_cache()
-        self.scheduler.not_launched(step)
         self.scheduler.max_num_batched_tokens = max(tokens // 2, smallest)
         log.warning(
             "out of memory in a step of %d tokens: steps have at most %d from now on; a lower max_num_batched_tokens or "

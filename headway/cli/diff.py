@@ -23,7 +23,9 @@ _RANDOM_LENGTHS = (7, 64, 300, 1000)
 """Tokens of the prompts where the model has no tokenizer."""
 
 
-@takes_engine_options("model", "attn_options", "kv_layout", "block_size", "load_format", "dtype", "device", "num_threads")
+@takes_engine_options(
+    *("model", "attn_options", "kv_layout", "block_size", "load_format", "model_impl", "dtype", "device", "num_threads")
+)
 def diff(
     a: Annotated[str, typer.Argument(help="The side in question: a backend, prefill=NAME,decode=NAME, or reference.")],
     engine: dict[str, Any],
@@ -65,7 +67,7 @@ def diff(
         set_threads(args.num_threads)
     err = Console(stderr=True)
     with err.status(f"loading {args.model}"):
-        loaded = load_model(args.model, args.dtype, place, args.load_format)
+        loaded = load_model(args.model, args.dtype, place, args.load_format, model_impl=args.model_impl)
     decoder = loaded.decoder
     specs = decoder.attention_specs
     stored = cache_specs(specs, kv_cache_dtype, decoder.kv_scales)

@@ -59,9 +59,10 @@ def generate(
     request = llm.chat_prompt(prompt) if chat else prompt
     output = _write(llm, request, params, shown=not as_json)
     if as_json:
-        print(json.dumps(_record(prompt, output, loaded, str(llm.engine.selection)), indent=2))
+        print(json.dumps(_record(prompt, output, loaded, llm), indent=2))
         return
     _report(err, output, loaded)
+    err.print(f"model: computed by {llm.model.implementation}", highlight=False, markup=False, soft_wrap=True)
     err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -87,7 +88,7 @@ def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool) -> Re
     return last
 
 
-def _record(prompt: str, output: RequestOutput, loaded: float, attention: str) -> dict[str, Any]:
+def _record(prompt: str, output: RequestOutput, loaded: float, llm: LLM) -> dict[str, Any]:
     """What --json prints; times are in seconds."""
     completion = output.outputs[0]
     return {
@@ -101,7 +102,8 @@ def _record(prompt: str, output: RequestOutput, loaded: float, attention: str) -
         "time_to_first_token": output.metrics.time_to_first_token,
         "generation_time": _seconds(output),
         "load_time": loaded,
-        "attention": attention,
+        "attention": str(llm.engine.selection),
+        "model_impl": llm.model.implementation,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -68,7 +68,7 @@ class RowCut:
     gate_rows: int = 4
     """Rows of the gate, and of the other half, that a program of one pair holds."""
     gate_warps: int = 4
-    prefetch: bool = True
+    prefetch: bool = False
     """Whether they ask for the down product's weights, too."""
     down_rows: int = 8
     """Rows of the down product that a program of one token holds, in all of its experts."""
@@ -84,10 +84,9 @@ class RowCut:
 class Rows:
     """Each token by itself: three launches a layer. Right for any dtype; fast for one token, and a few."""
 
-    name = "triton.rows"
-
     def __init__(self, config: ExpertsConfig, router: Router, device: torch.device, cut: RowCut | None = None) -> None:
         self._config, self._router, self._launchers, self._cut = config, router, _Launchers(device), cut or RowCut()
+        self.name = f"triton.rows{'.pipelined' if self._cut.pipelined else ''}{'.prefetch' if self._cut.prefetch else ''}"
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
@@ -138,13 +137,17 @@ class Tiling:
 class Tiles:
     """Pairs in the order of experts, multiplied in tiles of our own: five launches a layer."""
 
-    def __init__(self, tiling: Tiling, config: ExpertsConfig, router: Router, device: torch.device) -> None:
-        self.name = f"triton.tiles{tiling.block_m}"
+    def __init__(self, tiling: Tiling, config: ExpertsConfig, router: Router, device: torch.device, always: bool = False) -> None:
+        """always: for any number of tokens, not only for those that such tiles may suit."""
+        sizes = f"{tiling.block_m}x{tiling.block_n}x{tiling.block_k}"
+        self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}"
         self._tiling, self._config, self._router, self._launchers = tiling, config, router, _Launchers(device)
+        self._always = always
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
-        """See Method."""
-        return True
+        """See Method. Tiles of many rows need experts of some pairs, and for very many those of few are too small."""
+        pairs, rows = num_tokens * self._config.num_slots / self._config.num_all, self._tiling.block_m
+        return self._always or (rows <= 16 * max(pairs, 1) and (rows > 32 or pairs <= 4 * rows))
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """See Method."""
@@ -259,12 +262,23 @@ def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:
     return (num_pairs + touched * (block_m - 1)) // block_m
 
 
+def row_cuts(inner: int) -> tuple[RowCut, ...]:
+    """The cuts of single tokens that are tried when methods are measured. inner: of one expert."""
+    first = RowCut() if inner % 256 == 0 else RowCut(down_chunk=128, down_depth=24, down_warps=8)
+    pipelined = RowCut(prefetch=True, down_rows=16, down_depth=10, pipelined=True)
+    return first, replace(first, prefetch=True), pipelined
+
+
 TILINGS = (
     Tiling(16, 64, 128, 4, 4),
+    Tiling(16, 32, 128, 4, 5),
+    Tiling(16, 64, 128, 4, 3, swapped=True),
+    Tiling(16, 128, 64, 4, 3, swapped=True),
     Tiling(32, 64, 128, 4, 4),
     Tiling(64, 128, 64, 4, 4),
+    Tiling(128, 128, 64, 8, 4),
     Tiling(128, 256, 64, 8, 3),
 )
-"""What is tried when methods are measured."""
-INVARIANT = TILINGS[2]
+"""Those of grouped products. The first of each number of rows serves where nothing was measured."""
+INVARIANT = Tiling(64, 128, 64, 4, 4)
 """What serves any number of tokens where a token's bits must not depend on it."""

@@ -36,6 +36,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+from grid import LAYOUTS
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
 from headway.models.families import FAMILIES
@@ -133,13 +134,17 @@ def test_every_family_has_a_row() -> None:
     assert {config.model_type for config in ROWS.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str) -> None:
+# Layouts differ in attention only, so two models show it.
+CASES = [*((name, "auto") for name in ROWS), *((name, other.name) for name in ("llama", "mistral") for other in LAYOUTS[1:])]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str, layout: str) -> None:
     reference = save_random(ROWS[name], tmp_path)
     engine = Engine(
         load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder,
         registry,
-        EngineConfig(block_size=8, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS),
+        EngineConfig(block_size=8, kv_layout=layout, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS),
     )
     draw = random.Random(0)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in PROMPT_LENS]
