@@ -55,13 +55,13 @@ class HopperAttention(AttentionBackend):
         """A GPU of this generation, and something to compile with."""
         support = has_gpu()
         if support:
-            support &= is_hopper(torch.device("cuda"))
+            support &= _is_hopper(torch.device("cuda"))
         return support & find_compiler()[1]
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """The claim, the GPU's generation, and a scale that the softmax can take the maximum before."""
-        support = super().supports(spec, layout, block_size, phase) & is_hopper(spec.device)
+        support = super().supports(spec, layout, block_size, phase) & _is_hopper(spec.device)
         if spec.scale <= 0:
             support &= Support.no("scale", "a positive number", spec.scale)
         return support
@@ -98,8 +98,7 @@ class HopperAttention(AttentionBackend):
         self._attention.run(q, k, v, cache, plan, out, lse)
 
 
-def is_hopper(device: torch.device) -> Support:
-    """Whether a device has the instructions; YES where there is none to ask."""
+def _is_hopper(device: torch.device) -> Support:
     found = capability(device)
     if found is None or found == CAPABILITY:
         return YES
