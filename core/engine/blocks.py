@@ -46,7 +46,7 @@ class BlockManager:
         the step that computes the rest. At least the last token is left to compute, since its logits are wanted.
         """
         assert not seq.blocks, "a sequence is given its prefix before anything else"
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.computes_whole_prompt:
             return 0
         most, size, parent = seq.num_tokens - 1, self.block_size, b""
         for index in range(most // size):

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy
 
 from headway.core.engine.scheduler import ScheduledSequence
+from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import NEWEST, BlockCopy, NewBlocks, StartedRow, StepInput
+from headway.core.sampling.needs import OF_TOKENS, need_of
+
+
+def _started(row: int, seq: Sequence) -> StartedRow:
+    tokens = tuple(seq.token_ids) if need_of(seq.params) & OF_TOKENS else ()
+    stops = tuple(seq.stop_token_ids) if seq.params.min_tokens else ()
+    return StartedRow(row, seq.params, seq.seed, tokens, seq.num_prompt_tokens, stops)
 
 
 def prepare(step: list[ScheduledSequence], block_size: int) -> StepInput:
@@ -21,7 +29,7 @@ def prepare(step: list[ScheduledSequence], block_size: int) -> StepInput:
             row = seq.row
             assert row is not None, "a scheduled sequence has a row"
             if sent == 0:
-                started.append(StartedRow(row, seq.params, seq.seed))
+                started.append(_started(row, seq))
             new_blocks.append(NewBlocks(row, sent, seq.blocks[sent:]))
             seq.num_blocks_sent = len(seq.blocks)
         if seq.prefix_copy is not None:

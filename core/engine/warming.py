@@ -16,7 +16,8 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.warmup import Lengths, StepLimits, fits, powers
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.graph import name_of
-from headway.core.engine.runner import Launched, Runner
+from headway.core.engine.launched import Launched
+from headway.core.engine.runner import Runner
 from headway.core.engine.step import NewBlocks, StartedRow, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.selector import Selector
