@@ -50,7 +50,9 @@ class EngineConfig:
     ] = None
     async_scheduling: Annotated[bool | None, "Launch a step before the last one is read. Default: on a GPU."] = None
     deterministic: Annotated[bool, "Give a request the same bits alone and in any batch; slower."] = False
-    max_logprobs: Annotated[int, "Most log-probabilities of a token that a request may ask for; -1: of the whole vocabulary."] = 20
+    max_logprobs: Annotated[int, "Most log-probabilities of a token that a request may ask for; -1: of the whole vocabulary."] = (
+        20
+    )
     seed: Annotated[int, "Seed of the requests that bring none of their own."] = 0
 
     def __post_init__(self) -> None:

@@ -81,8 +81,7 @@ class HostRows:
         self._grammars.check()
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_COMPILERS, "headway-grammar")
-        compiler = self._grammars
-        return self._threads.submit(lambda: compiler.compile(form) and None)
+        return self._threads.submit(self._grammars.warm, form)
 
     def _load(self, name: str) -> Callable[[Mapping[str, Any]], Callable[..., Any]]:
         if name not in self._infos:
@@ -155,7 +154,9 @@ class HostRows:
                 self._rows[rows[number]].error = f"structured_outputs: {grammar.matcher.get_error().splitlines()[0]}"
         return which, masks
 
-    def process(self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]], logits: Tensor) -> dict[int, str]:
+    def process(
+        self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]], logits: Tensor
+    ) -> dict[int, str]:
         """Let processors change rows of logits [rows, vocab_size] in place. Returns why some of them cannot go on.
 
         Their logits become NaN. rows, lens, drafts: see `masks`.

@@ -70,4 +70,6 @@ class PromptLimits:
             wanted = getattr(params, name)
             most = self.vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, self.vocab_size)
             if wanted is not None and (wanted > most or (wanted == -1 and most < self.vocab_size)):
-                raise ConfigError(name, f"at most max_logprobs={most}", wanted, "raise max_logprobs; -1 allows the whole vocabulary")
+                raise ConfigError(
+                    name, f"at most max_logprobs={most}", wanted, "raise max_logprobs; -1 allows the whole vocabulary"
+                )

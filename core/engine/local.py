@@ -95,8 +95,8 @@ class LocalExecutor:
         self.attention = PagedAttention(specs, self.caches, [writers[layout.name] for layout in layouts])
         """What the model calls; outside of steps only its shapes may be asked for."""
         self._hosts = hosts or HostRows(None, {})
-        sizes = block_size, config.max_num_seqs, max_model_len
-        self._runner = Runner(model, self.attention, selector, sampling, *sizes, self._hosts)
+        most = config.max_num_seqs, max_model_len
+        self._runner = Runner(model, self.attention, selector, sampling, block_size, *most, self._hosts)
         self._device = device
         self._config = config
         self._compile_ahead = compile_ahead

@@ -85,7 +85,7 @@ class EngineLoop:
         self.limits.check_params(params)
         if request_id in self._live:
             raise ConfigError("request_id", "an id that no unfinished request has", repr(request_id))
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         ready = self._executor.prepare(params)
         seqs = []
         for index in range(params.num_drawn):
@@ -121,7 +121,9 @@ class EngineLoop:
         self._read_until(1)  # more are left only by an interrupt
         self._let_in()
         scheduled = self.scheduler.schedule()
-        assert scheduled or self._in_flight or self._unreported or self._entrance.occupied, "nothing to schedule although something is unfinished"
+        assert scheduled or self._in_flight or self._unreported or self._entrance.occupied, (
+            "nothing to schedule although something is unfinished"
+        )
         failure: Exception | None = None
         if scheduled:
             step = prepare(scheduled, self.blocks.block_size)

@@ -116,7 +116,7 @@ class TokenSampler:
         needs[positions >= self._least_len[rows]] &= ~Need.MIN_TOKENS
         at = numpy.flatnonzero(needs & SHAPING)
         asked = int(numpy.bitwise_or.reduce(needs))
-        waited, errors = 0.0, {}
+        waited, errors = 0.0, dict[int, str]()
         if len(at):
             shaped = Shaped(at, rows[at].astype(numpy.int64), positions[at].astype(numpy.int64), needs[at])
             changed, waited, errors = self._shape(logits, shaped, drafts or {})
@@ -129,9 +129,7 @@ class TokenSampler:
         reasons = reasons_of(asked & ~Need.PROMPT_LOGPROBS), reasons_of(asked & ON_HOST)
         return Chosen(tokens, *reasons, waited, {int(at[row]): why for row, why in errors.items()}, scores, scored)
 
-    def _shape(
-        self, logits: Tensor, shaped: Shaped, drafts: Mapping[int, Sequence[int]]
-    ) -> tuple[Tensor, float, dict[int, str]]:
+    def _shape(self, logits: Tensor, shaped: Shaped, drafts: Mapping[int, Sequence[int]]) -> tuple[Tensor, float, dict[int, str]]:
         """The changed logits; how long the host waited for them; and why some of their rows cannot go on."""
         hosted = shaped.having(ON_HOST)
         if not len(hosted):
@@ -156,7 +154,9 @@ class TokenSampler:
     def _choose(self, changed: Tensor, tokens: Tensor, shaped: Shaped) -> Tensor:
         """The tokens, with those of rows whose logits have changed chosen anew."""
         scales = (self._scales[shaped.rows] > 0).astype(numpy.float32)  # the temperature is in the logits already
-        chosen = sample(changed, Draws(scales, self._keys(shaped.rows.astype(numpy.int32), shaped.lens.astype(numpy.int32))), self._ops)
+        chosen = sample(
+            changed, Draws(scales, self._keys(shaped.rows.astype(numpy.int32), shaped.lens.astype(numpy.int32))), self._ops
+        )
         chosen = torch.where(changed.amax(-1) == -torch.inf, NO_TOKEN_LEFT, chosen)
         some = len(shaped.at) < len(tokens)
         at = self._up(shaped.at) if some else None

@@ -107,6 +107,13 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
             return Grammar(self._compiled[key].deep_copy(), self._eos)
 
+    def warm(self, form: StructuredOutputsParams) -> None:
+        """Compile a form ahead of time.
+
+        :raises GrammarError: see `compile`.
+        """
+        self.compile(form)
+
     def masks(self, grammars: Sequence[Grammar]) -> NDArray[numpy.int32]:
         """What may come next in each: int32 [len(grammars), words], token t being bit t % 32 of word t / 32.
 
@@ -145,7 +152,7 @@ def _grammar_text(form: StructuredOutputsParams) -> str:
     schema: Any = {"type": "object"} if form.json is None else form.json
     if form.disable_additional_properties:
         schema = _closed(schema)
-    spaces: dict[str, Any] = {"whitespace_flexible": not form.disable_any_whitespace}
+    spaces: Any = {"whitespace_flexible": not form.disable_any_whitespace}
     if form.whitespace_pattern is not None:
         spaces = {"whitespace_pattern": form.whitespace_pattern}
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=spaces)

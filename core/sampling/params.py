@@ -141,7 +141,9 @@ class SamplingParams:
         fits = _whole(self.min_tokens) and 0 <= self.min_tokens <= (self.min_tokens if most is None else most)
         self._need("min_tokens", fits, f"a whole number, {room}")
         best = self.best_of
-        self._need("best_of", best is None or (_whole(best) and best >= self.n), f"a whole number of at least n={self.n}, or None")
+        self._need(
+            "best_of", best is None or (_whole(best) and best >= self.n), f"a whole number of at least n={self.n}, or None"
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             fits = value is None or (_whole(value) and value >= -1)

@@ -38,8 +38,6 @@ def choose(
     return sampler.sample(logits, rows, numpy.array(positions, dtype=numpy.int32))
 
 
-def take(
-    logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
-) -> torch.Tensor:
+def take(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """The tokens."""
     return choose(logits, params, seeds, positions).tokens
