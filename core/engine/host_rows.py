@@ -150,8 +150,8 @@ class HostRows:
         assert self._grammars is not None
         masks = self._grammars.masks(grammars)
         for number, grammar in zip(which, grammars, strict=True):
-            if grammar.matcher.is_error():
-                self._rows[rows[number]].error = f"structured_outputs: {grammar.matcher.get_error().splitlines()[0]}"
+            if grammar.fault:
+                self._rows[rows[number]].error = f"structured_outputs: nothing can follow ({grammar.fault})"
         return which, masks
 
     def process(

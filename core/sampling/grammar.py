@@ -34,6 +34,11 @@ class Grammar:
         self.ended = False
         """Whether an end-of-text token has come after a complete text; then any token may come, for the form holds."""
 
+    @property
+    def fault(self) -> str:
+        """Why the grammar cannot go on, in one line; empty where it can."""
+        return _brief(self.matcher.get_error()) if self.matcher.is_error() else ""
+
     def accept(self, token: int) -> None:
         """Take the token that came.
 
@@ -44,7 +49,7 @@ class Grammar:
         if token in self._eos and self.matcher.is_accepting():
             self.ended = True
         elif not self.matcher.consume_token(token):
-            raise GrammarError(f"structured_outputs: {_brief(self.matcher.get_error())}")
+            raise GrammarError(f"structured_outputs: {self.fault}")
 
     def ahead(self, tokens: Sequence[int]) -> Grammar | None:
         """The state after these tokens, were they to come; None where they may not."""

@@ -1,4 +1,4 @@
-"""What parameters do to logits, beside transformers' processors and the formulas that define them; no row knows its neighbours."""
+"""What parameters do to logits, beside transformers' processors and the formulas that define them; rows stay strangers."""
 
 from __future__ import annotations
 
