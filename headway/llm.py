@@ -63,7 +63,7 @@ class LLM:
         if not deterministic:  # which pins one backend, whatever is fastest
             table = TableRequest(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
             costs = costs_for(specs, self.registry, config.attn_backend, table, ahead)
-        # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
+        # torch's operations are those with which deterministic mode was shown to keep a request's bits.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
         eos = self.model.eos_token_ids
         self.tokenizer = self.model.tokenizer

@@ -66,16 +66,14 @@ def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best
     logits: [rows, vocab_size]; best: what `greedy` made of them, where that is known. A row's token depends on its own logits,
     scale and key only: neither batching, nor preemption, nor a token that is sampled in advance and dropped changes another.
     """
+    if not draws.scales.any():
+        return ops.greedy(logits) if best is None else best
     if ops.choose is not None:
-        if best is not None and not draws.scales.any():
-            return best
         packed = numpy.stack([draws.keys, draws.scales.astype(numpy.float64).view(numpy.int64)])
         keys, bits = upload(torch.from_numpy(packed), logits.device)
         return ops.choose(logits, bits.view(torch.float64).float(), keys)
     best = ops.greedy(logits) if best is None else best
     rows = numpy.flatnonzero(draws.scales)
-    if not len(rows):
-        return best
     # One copy for all that the device needs of the host: a copy costs more than what it carries.
     packed = numpy.stack([rows, draws.keys[rows], draws.scales[rows].astype(numpy.float64).view(numpy.int64)])
     at, keys, bits = upload(torch.from_numpy(packed), logits.device)
