@@ -2,16 +2,17 @@
 
     python -m headway.bench.pages docs/benchmarks/*.md
 
-A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, `<!-- throughput FILE [PEERS] -->` or `<!-- crossover FILE -->`; its table ends
-at `<!-- end -->`; the files are relative to the working folder.
+A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, `<!-- shares FILE -->`, `<!-- throughput FILE [PEERS] -->` or
+`<!-- crossover FILE -->`; its table ends at `<!-- end -->`; the files are relative to the working folder.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Protocol
 
 from headway.bench.crossover.report import to_section
@@ -23,6 +24,7 @@ from headway.testing.origin import Origin
 from headway.tuning.files import read_table
 
 _BLOCK = re.compile(r"(<!-- kernel (\S+) (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_SHARES = re.compile(r"(<!-- shares (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _CROSSOVER = re.compile(r"(<!-- crossover (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OFFLINE = re.compile(r"(<!-- throughput (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -33,7 +35,7 @@ def render(text: str, read: Callable[[Path], KernelReport] = read_report) -> str
     :raises ConfigError: a file that is missing or not a result file.
     """
 
-    files: list[_Result] = [read(Path(match[2])) for match in _BLOCK.finditer(text)]
+    files: list[_Result] = [read(Path(match[2])) for marker in (_BLOCK, _SHARES) for match in marker.finditer(text)]
     files += [read_offline(Path(match[2])) for match in _OFFLINE.finditer(text)]
     files += [read_table(Path(match[2])) for match in _CROSSOVER.finditer(text)]
     newest = max(files, key=lambda file: file.date, default=None)
@@ -44,6 +46,11 @@ def render(text: str, read: Callable[[Path], KernelReport] = read_report) -> str
         about = f"{_device(report)} {made_by(report, newest)}"
         return f"{match[1]}\n    {report.command}\n\n{about}\n\n{_table(cells)}\n{match[5]}"
 
+    def shares(match: re.Match[str]) -> str:
+        report = read(Path(match[2]))
+        about = f"{_device(report)} {made_by(report, newest)}"
+        return f"{match[1]}\n    {report.command}\n\n{about}\n\n{shares_of_fastest(report.cells)}\n{match[3]}"
+
     def offline(match: re.Match[str]) -> str:
         peers = read_peers(Path(match[3])) if match[3] else None
         report = read_offline(Path(match[2]))
@@ -53,7 +60,7 @@ def render(text: str, read: Callable[[Path], KernelReport] = read_report) -> str
         report = read_table(Path(match[2]))
         return f"{match[1]}\n{made_by(report, newest)}\n\n{to_section(view(report))}\n{match[3]}"
 
-    return _CROSSOVER.sub(crossover, _OFFLINE.sub(offline, _BLOCK.sub(table, text)))
+    return _CROSSOVER.sub(crossover, _OFFLINE.sub(offline, _SHARES.sub(shares, _BLOCK.sub(table, text))))
 
 
 class _Result(Protocol):
@@ -95,6 +102,32 @@ def _table(cells: list[KernelCell]) -> str:
         best = min((cell.median_us for cell in row.values() if cell.median_us is not None), default=None)
         lines.append(f"| {case} | " + " | ".join(_show(row.get(label), best) for label in labels) + " |")
     return "\n".join(lines)
+
+
+def shares_of_fastest(cells: Sequence[KernelCell]) -> str:
+    """Each contender's speed as a share of the fastest library's in the same cell: geometric means, by geometry and over all.
+
+    A cell is one case of one geometry; a contender without a time there (an error, say) is left out of it, and the column
+    `cells` tells in how many it was timed. Above 1 is faster than every library.
+    """
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    libraries = {cell.label for cell in cells if cell.owner == "peer"}
+    for cell in cells:
+        if cell.median_us is not None:
+            times.setdefault((cell.geometry, cell.case), {})[cell.label] = cell.median_us
+    best = {at: min(row[name] for name in row.keys() & libraries) for at, row in times.items() if row.keys() & libraries}
+    geometries = list(dict.fromkeys(geometry for geometry, _ in best))
+    lines = [f"| kernel | {' | '.join(geometries)} | all | lowest | cells |", "|---" * (len(geometries) + 4) + "|"]
+    for label in dict.fromkeys(cell.label for cell in cells):
+        share = {at: best[at] / times[at][label] for at in best if label in times[at]}
+        means = [_mean([value for at, value in share.items() if at[0] == geometry]) for geometry in geometries]
+        every = list(share.values())
+        lines.append(f"| {label} | {' | '.join(means)} | {_mean(every)} | {min(every, default=0.0):.2f} | {len(every)} |")
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{geometric_mean(values):.3f}" if values else ""
 
 
 def _show(cell: KernelCell | None, best: float | None) -> str:

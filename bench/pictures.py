@@ -8,6 +8,7 @@ reads bench/results/ of the working folder and writes one PNG for each picture.
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,8 @@ def bars(
     axis.set(title=title, ylabel=ylabel, xlabel=xlabel, ylim=(0, 1.14 * highest))
     axis.set_xticks(range(len(groups)), groups)
     axis.spines[["top", "right"]].set_visible(False)
+    if highest >= 100:
+        axis.yaxis.set_major_formatter("{x:,.0f}")
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
@@ -69,20 +72,32 @@ def _figure(axis: Any, place: float, value: float | None, highest: float) -> Non
         axis.text(place, 0.01 * highest, "not measured", ha="center", va="bottom", rotation=90, fontsize=7, color="#777777")
     else:
         text = f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
-        axis.text(place, value + 0.01 * highest, text, ha="center", va="bottom", fontsize=7)
+        readable = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # where a line crosses it
+        axis.text(place, value + 0.015 * highest, text, ha="center", va="bottom", fontsize=7, bbox=readable)
 
 
 def generation(folder: Path = H200) -> bytes:
-    """Output tokens a second of whole generations, with no more than 256 sequences and with more."""
+    """Output tokens per second of whole generations; Headway's of more than 256 sequences are of a later run."""
     labels = ["nano", "1 x 512/512", "16 x 512/512", "64 x 512/512", "320 x 256/256", "512 x 256/256"]
     rates = {peer.name: peer.tokens_per_second for peer in read_peers(folder / "peers-same-gpu.json").peers}
     nano = next(peer for peer in read_peers(folder / "peers-offline.json").peers if peer.name == "nano-vllm")
     rates["nano-vllm"] = {**nano.tokens_per_second, **rates["nano-vllm"]}
-    names = {"Headway": "Headway, triton", "vLLM": "vLLM 0.24, FlashAttention-3", "nano-vllm": "nano-vllm, flash-attn 2"}
+    rates["Headway"] = {**rates["Headway"], **_wide(folder)}
+    names = {
+        "Headway": "Headway, triton (320 and 512: hopper and triton, a day later, another GPU)",
+        "vLLM": "vLLM 0.24, FlashAttention-3",
+        "nano-vllm": "nano-vllm, flash-attn 2",
+    }
     series = {shown: [rates[name].get(label) for label in labels] for name, shown in names.items()}
     groups = ["nano-vllm's\nown bench", *(label.replace(" x ", " sent at once\n") for label in labels[1:])]
-    title = "Whole generations, Qwen3-0.6B shapes, bfloat16, NVIDIA H200: vLLM leads above 256 sequences"
+    title = "Whole generations, Qwen3-0.6B shapes, bfloat16, NVIDIA H200, 2026-11-21 and 22"
     return bars(title, groups, series, "output tokens per second", "requests, and tokens in / out of each")
+
+
+def _wide(folder: Path) -> dict[str, float]:
+    """Label -> output tokens per second of the run with more than 256 sequences."""
+    medians: dict[str, float] = json.loads((folder / "engine-wide.json").read_text())["median"]
+    return {label: rate for label, rate in medians.items() if label != "nano"}
 
 
 def shares(folder: Path = H200) -> bytes:
@@ -91,7 +106,7 @@ def shares(folder: Path = H200) -> bytes:
     phases = list(report.cells)
     kept = [each for each in report.contenders if each.name != "Headway triton, block 16"]
     series = {each.name: [each.decode.mean, each.prefill.mean, each.extend.mean] for each in kept}
-    title = f"Attention kernels on {report.device} at shapes outside every grid: FlashAttention-3 leads prefill and extend"
+    title = f"Attention kernels on {report.device} at shapes outside every grid, {report.date}: before hopper"
     groups = [f"{phase}\n({report.cells[phase]} cells)" for phase in phases]
     limit = (1.0, "the fastest library of each cell")
     return bars(title, groups, series, "speed relative to the fastest library\n(geometric mean)", "phase of attention", limit)

@@ -3,7 +3,7 @@
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
 # FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance; about 10, 6,
-# 40, 4, 10 and 6 minutes on an H200 (of crossover, sdpa and sdpa.math take most); parts may run side by side, each on a GPU of its own
+# 20, 25, 10 and 6 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
 # A part that fails is reported and does not stop the others.
@@ -24,7 +24,7 @@ run() {  # a name, then arguments of headway
 engine() {  # a static backend and, if its table is there, auto
     table="$out/crossover-16-8-128.json"
     small="--model qwen3-0.6b --load-format dummy --dtype bfloat16 --max-model-len 4096"
-    large="--model llama-3-8b --load-format dummy --dtype bfloat16 --attn-backend triton"
+    large="--model llama-3-8b --load-format dummy --dtype bfloat16 --attn-backend"
     bench="bench throughput"
     for who in triton auto; do
         choice="--attn-backend triton --block-size 256"
@@ -35,25 +35,26 @@ engine() {  # a static backend and, if its table is there, auto
         run 512 $bench $small $choice --batch-size 1,16,64 --input-len 512 --output-len 512 --repeat 2 --output "$at-512.json"
         run 1024 $bench $small $choice --batch-size 64,256 --input-len 1024 --output-len 1024 --repeat 1 --output "$at-1024.json"
     done
-    run 8b-1 $bench $large --batch-size 1 --input-len 512 --output-len 256 --repeat 2 --output "$out/throughput-8b-1.json"
-    run 8b-64 $bench $large --batch-size 64 --input-len 1024 --output-len 512 --repeat 1 --output "$out/throughput-8b-64.json"
-    run 8b-first $bench $large --batch-size 1 --input-len 8190 --output-len 2 --repeat 5 --output "$out/throughput-8b-first.json"
+    run 8b-1 $bench $large triton --batch-size 1 --input-len 512 --output-len 256 --repeat 2 --output "$out/throughput-8b-1.json"
+    run 8b-64 $bench $large triton --batch-size 64 --input-len 1024 --output-len 512 --repeat 1 --output "$out/throughput-8b-64.json"
+    run 8b-first $bench $large prefill=hopper,decode=triton --batch-size 1 --input-len 8190 --output-len 2 --repeat 5 \
+        --output "$out/throughput-8b-first.json"
 }
 
 crossover() {
     for geometry in 16/8/128 32/8/128; do
         file="$out/crossover-$(echo $geometry | tr / -)"
-        run nhd bench crossover --geometry $geometry --layouts nhd --output "$file-nhd.json"
-        run vllm_5d bench crossover --geometry $geometry --layouts vllm_5d --block-sizes 16 --output "$file-vllm.json"
-        run merge table merge "$file-nhd.json" "$file-vllm.json" -o "$file.json" && rm -f "$file-nhd.json" "$file-vllm.json"
-        run regret table regret "$file.json" --points 96 --seed 1,2 --anywhere --output "$out/regret-$(echo $geometry | tr / -).json"
+        run table bench crossover --geometry $geometry --layouts nhd --backends triton,hopper,flash_attn_3 --budget 170s \
+            --output "$file.json"
+        run regret table regret "$file.json" --points 96 --seed 1,2 --output "$out/regret-$(echo $geometry | tr / -).json"
     done
-    whole="bench crossover --level engine --model qwen3-0.6b --load-format dummy --dtype bfloat16 --cell-limit 60s"
+    whole="bench crossover --level engine --model qwen3-0.6b --load-format dummy --dtype bfloat16"
     table="--crossover-table $out/crossover-16-8-128.json"
-    run grid $whole $table --workload 32x1024+1024 --output "$out/crossover-engine.json"
+    run grid $whole --cell-limit 40s $table --workload 32x1024+1024 --backends auto,triton,flash_attn_3 --repeat 1 \
+        --output "$out/crossover-engine.json"
     # 64 short prompts (128 in, 64 out) beside 4 documents (32,768 in, 64 out)
-    run mixed $whole $table --workload long --repeat 3 --mixed 64q128s192_4q32ks32832 \
-        --backends auto,triton,flash_attn,flash_attn_3,flash_attn_4,xformers --output "$out/crossover-engine-mixed.json"
+    run mixed $whole --cell-limit 60s $table --workload long --repeat 3 --mixed 64q128s192_4q32ks32832 --backends auto,triton \
+        --output "$out/crossover-engine-mixed.json"
 }
 
 kernels() {
@@ -61,6 +62,13 @@ kernels() {
     bench="bench kernel"
     run decode $bench --phase decode --backends triton --only-peers flash_attn,flashinfer.fa2,flashinfer.cuda_cores $both \
         --layouts nhd --block-sizes 16,256 --output "$out/decode.json"
+    # shapes outside every grid
+    unseen="--geometry 16/2/128 --geometry 24/8/128 --geometry 28/4/128 --geometry 32/32/128 --geometry 40/8/128 --geometry 64/8/128"
+    cases=1q1s700,1q1s3000,1q1s11000,3q1s20000,5q1s1700,12q1s600,24q1s5200,35q1s9606,70q1s1100,150q1s400,200q1s2600
+    run decode-heldout $bench --phase decode --backends triton \
+        --only-peers flash_attn,flash_attn_3.bare,flashinfer.fa2,flashinfer.cuda_cores,xformers.splitk $unseen --geometry 64/8/64 \
+        --geometry 8/1/256 --layouts nhd --block-sizes 16,256 --cases "$cases,60q1s500_2q1s30000,20q1s300_20q1s6000" \
+        --warmup-ms 5 --rep-ms 20 --output "$out/decode-heldout.json"
     run paged $bench --phase decode --backends triton,vllm_paged --no-peers --layouts vllm_5d --block-sizes 16 $both \
         --output "$out/vllm-paged-decode.json"
     run prefill $bench --phase prefill --backends hopper,triton,flash_attn_3 --only-peers flash_attn,flash_attn_3.bare $both --layouts nhd \

@@ -28,8 +28,15 @@ class EngineArgs(EngineConfig):
     dtype: Annotated[str, "Element type: auto, float32 (float), bfloat16 or float16 (half)."] = "auto"
     device: Annotated[str, "auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
-        str, "auto, or dummy: random weights in the model's shapes (also of qwen3-0.6b and llama-3-8b, which ship with Headway)."
+        str,
+        "auto, or dummy: random weights in a model's shapes (qwen3-0.6b, qwen3-30b-a3b and llama-3-8b ship with Headway).",
     ] = "auto"
+    model_impl: Annotated[
+        str, "What computes the model: headway (its own decoder), transformers (its code), or auto: the first that can."
+    ] = "auto"
+    torch_compile: Annotated[
+        bool | None, "Compile the layers of a model that transformers computes. Default: on a GPU without enforce_eager."
+    ] = None
     skip_tokenizer_init: Annotated[bool, "Load no tokenizer: token ids in and out, no text."] = False
     num_threads: Annotated[int | None, "CPU threads. Default: one per free core."] = None
     crossover_table: Annotated[str | None, "File of measured times that auto obeys. Default: this machine's own."] = None
@@ -64,6 +71,11 @@ class EngineArgs(EngineConfig):
         if len(model) > 1:
             raise ConfigError("LLM", "one argument without a name, the model", f"{len(model)} of them")
         return cls(*model, **options)  # type: ignore[arg-type]
+
+    def compiles_on(self, device_type: str) -> bool | None:
+        """`torch_compile`, where it is not said: False, or None, which is to try. device_type: as in torch.device.type."""
+        tried = device_type == "cuda" and not self.enforce_eager
+        return self.torch_compile if self.torch_compile is not None or tried else False
 
     def engine_config(self) -> EngineConfig:
         """The part of the options that the engine reads."""

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from headway.asked import default_params, params_of, resolve
 from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.contract.latent import expanded_specs, latent_layers
 from headway.core.engine.engine import Engine
 from headway.core.engine.host_rows import HostRows
 from headway.core.engine.specs import cache_specs
@@ -33,6 +34,7 @@ from headway.registry import create_registry
 from headway.threads import set_threads
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.device import resolve_device
+from headway.tuning.experts import choose_experts
 from headway.tuning.named import check_named
 from headway.turns import Turns
 from headway.vllm_names import check_keywords, missing_attribute
@@ -57,20 +59,32 @@ class LLM:
         self.device = resolve_device(args.device)
         ahead = compile_ahead(self.device)
         self.num_threads = set_threads(args.num_threads) if self.device.type == "cpu" else None
-        self.model = load_model(args.model, args.dtype, self.device, args.load_format, args.skip_tokenizer_init, deterministic)
-        specs, costs = cache_specs(self.model.decoder.attention_specs, config.kv_cache_dtype), None
+        self.model = load_model(
+            args.model,
+            args.dtype,
+            self.device,
+            args.load_format,
+            args.skip_tokenizer_init,
+            deterministic,
+            args.model_impl,
+            args.compiles_on(self.device.type),
+        )
+        decoder, costs = self.model.decoder, None
+        specs = cache_specs(decoder.attention_specs, config.kv_cache_dtype, decoder.kv_scales)
         check_named(self.registry, parse_backend_request(config.attn_backend).values(), specs)
         if not deterministic:  # which pins one backend, whatever is fastest
             table = TableRequest(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
-            costs = costs_for(specs, self.registry, config.attn_backend, table, ahead)
+            expanded = expanded_specs(specs, latent_layers(decoder))
+            costs = costs_for(specs, self.registry, config.attn_backend, table, ahead, expanded)
+            choose_experts(decoder.expert_kinds, table.seconds(self.device), ahead)
         # torch's operations are those with which deterministic mode was shown to keep a request's bits.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
         eos = self.model.eos_token_ids
         self.tokenizer = self.model.tokenizer
-        decoder = self.model.decoder
         grammars = None if self.tokenizer is None else GrammarCompiler(self.tokenizer, decoder.vocab_size, eos)
         hosts = HostRows(grammars, self.registry.logits_processors)
-        self.engine = Engine(decoder, self.registry, config, eos, sampling, costs, compile_ahead=ahead, hosts=hosts)
+        made_for, scales = (config, eos, sampling, costs), decoder.kv_scales
+        self.engine = Engine(decoder, self.registry, *made_for, compile_ahead=ahead, hosts=hosts, kv_scales=scales)
         self._processor = OutputProcessor(self.tokenizer)
         self._request_ids = count()
         self._turns = Turns()

@@ -30,8 +30,7 @@ _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
 def check_folder(folder: Path) -> Mapping[str, Any]:
     """Read config.json, which is returned, and its neighbours.
 
-    :raises ModelError: not a whole model, a quantised one, one that is no causal language model of a known architecture, or
-        one with impossible sizes.
+    :raises ModelError: not a whole model, a quantised one, one that is no causal language model, or one with impossible sizes.
     """
     if (folder / "adapter_config.json").is_file():
         base = _read(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
@@ -48,15 +47,36 @@ def check_folder(folder: Path) -> Mapping[str, Any]:
     return config
 
 
+def architectures_of(config: Mapping[str, Any]) -> list[str]:
+    """The classes that config.json names."""
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def needed() -> str:
+    """What an architecture must be, for messages."""
+    return f"needs one of {known_architectures()}, or another decoder that transformers has"
+
+
+def unknown(config: Mapping[str, Any]) -> str:
+    """What to say of an architecture that neither Headway nor transformers has."""
+    named = ", ".join(architectures_of(config)) or config["model_type"]
+    own = " (auto_map in its config.json names code of its own, which Headway never runs)" if config.get("auto_map") else ""
+    return f"model architecture: {needed()}, got {named}{own}"
+
+
 def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
-    kind, named = config.get("model_type"), config.get("architectures")
+    kind, listed = config.get("model_type"), architectures_of(config)
     if kind is None:
         raise ModelError(f"model {folder}: config.json cannot be used: it names no model_type")
-    listed = [str(name) for name in named] if isinstance(named, list) else []
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None or (listed and family.architecture not in listed):
-        known = f"one of {known_architectures()}" if family is None else f"{family.architecture} for model_type {kind}"
-        raise ModelError(f"model architecture: needs {known}, got {', '.join(listed) or kind}{_purpose(listed, config)}")
+    purpose = _purpose(listed)
+    if family is not None and listed and family.architecture not in listed:
+        raise ModelError(
+            f"model architecture: needs {family.architecture} for model_type {kind}, got {', '.join(listed)}{purpose}"
+        )
+    if purpose:
+        raise ModelError(f"model architecture: {needed()}, got {', '.join(listed)}{purpose}")
     embedding = next((name for name in _EMBEDDING_FILES if (folder / name).is_file()), None)
     if embedding is not None:
         raise ModelError(
@@ -71,16 +91,14 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _purpose(architectures: list[str], config: Mapping[str, Any]) -> str:
-    """Why an architecture is unknown, as far as its name and the file tell: many generate no text."""
-    if config.get("auto_map"):
-        return " (auto_map in its config.json names code of its own, which Headway never runs)"
+def _purpose(architectures: list[str]) -> str:
+    """Why an architecture generates no text, as far as its name tells."""
     name = architectures[0] if len(architectures) == 1 else ""
     if "Bidirectional" in name or "Encoder" in name:
         return " (its attention is bidirectional: it embeds or classifies texts and generates none)"
     if "Reward" in name or "Classification" in name:
         return " (it scores texts and generates none)"
-    if name.endswith("Model"):
+    if name.endswith("Model") and not name.endswith("LMHeadModel"):
         return " (a model without a language-model head, as embedding models are: it generates no text)"
     return ""
 
@@ -91,11 +109,32 @@ def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     if not found:
         place = next((name for name in _QUANTIZATION_FILES if (folder / name).is_file()), "")
         found = _read(folder / place) if place else None
-    if found is not None:
+    if found is not None and not _cache_alone(folder, found):
         raise ModelError(
             f"model {folder}: needs float32, bfloat16 or float16 weights, got weights quantised with {_method(found)} ({place}); "
             "use the unquantised checkpoint that this one was made from, or a .gguf file"
         )
+
+
+def _cache_alone(folder: Path, found: object) -> bool:
+    """Whether nothing but the cache is to be quantised, by scales that the checkpoint brings.
+
+    :raises ModelError: the cache, in another way than with a scale for each layer.
+    """
+    if not isinstance(found, Mapping):
+        return False
+    inner = found.get("quantization") or found  # ModelOpt's
+    if not inner.get("quant_algo") and inner.get("kv_cache_quant_algo"):
+        way, known = inner["kv_cache_quant_algo"], inner["kv_cache_quant_algo"] == "FP8"
+    elif inner.get("quant_method") == "compressed-tensors" and not inner.get("config_groups") and inner.get("kv_cache_scheme"):
+        way = inner["kv_cache_scheme"]
+        usual = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+        known = all(way.get(key, value) == value for key, value in usual.items())
+    else:
+        return False
+    if not known:
+        raise ModelError(f"model {folder}: needs an fp8 cache with a scale for each layer, got {way} for its cache")
+    return True
 
 
 def _method(found: object) -> str:
@@ -120,7 +159,7 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
         if name not in config or (config[name] is None and name in _MAY_BE_NULL):
             continue
         value = config[name]
-        if name == "sliding_window" and value == 0 and config.get("use_sliding_window") is False:
+        if name == "sliding_window" and value == 0 and not config.get("use_sliding_window"):
             continue  # as Qwen2-MoE writes that it has none
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(

@@ -51,6 +51,16 @@ class LatentConfig:
     interleaved: bool = True
     """Whether the checkpoint rotates neighbouring elements with each other instead of the two halves."""
 
+    @property
+    def q_dim(self) -> int:
+        """Elements of a head of query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Elements of a latent and of the key's rotated part behind it: what is cached of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
 
 @dataclass(frozen=True)
 class DecoderConfig:

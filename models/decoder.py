@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from headway.core.contract.latent import LatentLayer
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
 from headway.models.config import DecoderConfig
 from headway.models.device_operations import operations_for
 from headway.models.invariant import invariant_operations
 from headway.models.layers.experts import ExpertsMLP
+from headway.models.layers.kv_scales import read_kv_scales
+from headway.models.layers.latent_attention import LatentAttention
 from headway.models.layers.mlp import MLP
 from headway.models.layers.self_attention import SelfAttention
 from headway.models.layers.tensors import LayerTensors
@@ -21,6 +24,9 @@ from headway.models.operations import Embedding, Norm, Operations, Rope
 from headway.models.rope import rope_tables
 from headway.models.weights import WeightSource
 
+if TYPE_CHECKING:
+    from headway.models.experts.fused import FusedExperts
+
 
 class AttentionPart(Protocol):
     """How a layer attends: norms, projections and residual included."""
@@ -28,6 +34,10 @@ class AttentionPart(Protocol):
     @property
     def spec(self) -> AttentionSpec:
         """What it asks of a backend."""
+
+    @property
+    def layer(self) -> LatentLayer | None:
+        """What the engine is handed for latent attention; None where it is none."""
 
     @property
     def linears(self) -> list[Linear]:
@@ -78,11 +88,21 @@ class Decoder:
         for layer in self.layers:
             layer.absorb_norms(self.operations)
         self.attention_specs = [layer.attention.spec for layer in self.layers]
+        latents = ((index, layer.attention.layer) for index, layer in enumerate(self.layers))
+        self.latent_layers = {index: latent for index, latent in latents if latent is not None}
+        self.kv_scales = [layer.kv_scales for layer in self.layers]
+        """k_scale and v_scale of each layer's cache where it is fp8, from the checkpoint or 1."""
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self.config.vocab_size
+
+    @property
+    def expert_kinds(self) -> list[FusedExperts]:
+        """Kinds of layers of experts that choose among ways of computing them."""
+        kinds = [layer.mlp.kind for layer in self.layers if isinstance(layer.mlp, ExpertsMLP)]
+        return list(dict.fromkeys(kind for kind in kinds if kind is not None))
 
     @property
     def max_position_embeddings(self) -> int:
@@ -108,7 +128,10 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, index: int, weights: WeightSource, batch_invariant: bool) -> None:
         tensors = LayerTensors(config, weights, config.names.layer.format(index))
         self._rope = config.layers[index].rope
-        self.attention: AttentionPart = SelfAttention(config, index, tensors, batch_invariant)
+        kind = SelfAttention if config.latent is None else LatentAttention
+        self.attention: AttentionPart = kind(config, index, tensors, batch_invariant)
+        k_scale, v_scale = read_kv_scales(tensors)
+        self.kv_scales = k_scale, v_scale if config.latent is None else k_scale  # a value inside the key has the key's
         self.mlp: MLPPart = ExpertsMLP(config, tensors) if config.layers[index].experts else MLP(config, tensors)
 
     def absorb_norms(self, ops: Operations) -> None:

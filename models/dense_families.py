@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.core.contract.errors import ModelError
+from headway.models.errors import BeyondDecoderError
 from headway.models.names import TensorNames
 
 
@@ -87,7 +87,7 @@ def opt(config: Any) -> dict[str, Any]:
     """OPT, but for its 350M, whose norms come after."""
     _refuse(config, do_layer_norm_before=False, _remove_final_layer_norm=True, layer_norm_elementwise_affine=False)
     if config.word_embed_proj_dim != config.hidden_size:
-        raise ModelError(f"word_embed_proj_dim: needs hidden_size={config.hidden_size}, got {config.word_embed_proj_dim}")
+        raise BeyondDecoderError(f"word_embed_proj_dim: needs hidden_size={config.hidden_size}, got {config.word_embed_proj_dim}")
     return {
         **layer_norm(config.enable_bias, 1e-5),
         "num_kv_heads": config.num_attention_heads,
@@ -102,7 +102,7 @@ def _refuse(config: Any, **values: object) -> None:
     """Refuse what a family's rare switches ask for and the decoder does not compute."""
     for key, value in values.items():
         if getattr(config, key) == value:
-            raise ModelError(f"{key}: needs {str(not value).lower()}, got {str(value).lower()}")
+            raise BeyondDecoderError(f"{key}: needs {str(not value).lower()}, got {str(value).lower()}")
 
 
 GEMMA2_NAMES = TensorNames(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from headway.core.contract.errors import ModelError
 from headway.models.dense_families import qwen3
+from headway.models.errors import BeyondDecoderError
 from headway.models.experts.config import ExpertsConfig
 from headway.models.names import ExpertNames, TensorNames
 
@@ -72,22 +73,25 @@ def deepseek(config: Any) -> dict[str, Any]:
     """DeepSeek-V2 and V3 (Moonlight): dense layers first, then experts with shared ones beside them."""
     third = config.model_type == "deepseek_v3"
     method = getattr(config, "topk_method", "greedy")
-    scoring: Any = getattr(config, "scoring_func", None) or ("sigmoid" if third else "softmax")
+    expected: Literal["softmax", "sigmoid"] = "sigmoid" if third else "softmax"
+    scoring = getattr(config, "scoring_func", None) or expected
     if not third and method not in ("greedy", "group_limited_greedy"):
-        raise ModelError(f"topk_method: needs greedy or group_limited_greedy, got {method!r}")
-    if scoring != ("sigmoid" if third else "softmax"):
-        raise ModelError(f"scoring_func: needs {'sigmoid' if third else 'softmax'} for {config.model_type}, got {scoring!r}")
+        raise BeyondDecoderError(f"topk_method: needs greedy or group_limited_greedy, got {method!r}")
+    if scoring != expected:
+        raise BeyondDecoderError(f"scoring_func: needs {expected} for {config.model_type}, got {scoring!r}")
     if not third and getattr(config, "norm_topk_prob", False):
-        raise ModelError("norm_topk_prob: needs false for deepseek_v2, whose weights are not divided by their sum, got true")
+        raise BeyondDecoderError(
+            "norm_topk_prob: needs false for deepseek_v2, whose weights are not divided by their sum, got true"
+        )
     if getattr(config, "moe_layer_freq", 1) != 1:
-        raise ModelError(f"moe_layer_freq: needs 1, got {config.moe_layer_freq!r}")
+        raise BeyondDecoderError(f"moe_layer_freq: needs 1, got {config.moe_layer_freq!r}")
     grouped = third or method == "group_limited_greedy"
     experts = ExpertsConfig(
         num_experts=_count(config),
         top_k=config.num_experts_per_tok,
         intermediate_size=config.moe_intermediate_size,
         shared_intermediate_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
-        scoring=scoring,
+        scoring=expected,
         renormalize=third and bool(config.norm_topk_prob),
         scale=float(config.routed_scaling_factor),
         num_groups=config.n_group if grouped else 1,

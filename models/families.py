@@ -10,7 +10,9 @@ from typing import Any
 from headway.core.contract.errors import ModelError
 from headway.models import dense_families as dense
 from headway.models import expert_families as experts
+from headway.models import latent_families as latent
 from headway.models.config import Activation, DecoderConfig, LayerConfig, RopeConfig
+from headway.models.errors import BeyondDecoderError
 from headway.models.names import LLAMA_NAMES, TensorNames
 from headway.models.rope import read_rope
 
@@ -31,6 +33,8 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", latent.deepseek, windowed=False),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", latent.deepseek, windowed=False),
     "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
     "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),
     "gemma3_text": Family("Gemma3ForCausalLM", dense.gemma3, dense.GEMMA2_NAMES),
@@ -71,12 +75,13 @@ def known_architectures() -> str:
 def read_decoder_config(config: Any) -> DecoderConfig:
     """Read a transformers PretrainedConfig, or what `plain_config` makes of a file.
 
-    :raises ModelError: an architecture, activation or RoPE type that the decoder does not compute, or an impossible number.
+    :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute.
+    :raises ModelError: an impossible number.
     """
     kind = config.model_type
     if kind not in FAMILIES:
         named = ", ".join(config.architectures or [kind])
-        raise ModelError(f"model architecture: needs one of {known_architectures()}, got {named}")
+        raise BeyondDecoderError(f"model architecture: needs one of {known_architectures()}, got {named}")
     family = FAMILIES[kind]
     options = family.options(config)
     heads, hidden = config.num_attention_heads, config.hidden_size
@@ -87,7 +92,9 @@ def read_decoder_config(config: Any) -> DecoderConfig:
     window = (getattr(config, "sliding_window", None) or None) if family.windowed else None
     layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None))
     if any(rope.rotary_dim != head_dim for rope in ropes) and not family.partial_rotary:
-        raise ModelError(f"partial_rotary_factor: needs 1 in {family.architecture}, got another")
+        raise BeyondDecoderError(
+            f"partial_rotary_factor: needs 1 in {family.architecture}, got {ropes[0].rotary_dim / head_dim:g}"
+        )
     read: dict[str, Any] = {
         "intermediate_size": getattr(config, "intermediate_size", None),
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
@@ -100,7 +107,7 @@ def read_decoder_config(config: Any) -> DecoderConfig:
     layers = tuple(replace(layer, experts=index not in without_experts) for index, layer in enumerate(layers))
     activation, eps = read["activation"], read["norm_eps"]
     if activation not in _ACTIVATIONS:
-        raise ModelError(f"hidden_act: needs one of {', '.join(_ACTIVATIONS)}, got {activation}")
+        raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(_ACTIVATIONS)}, got {activation}")
     if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
         raise ModelError(f"rms_norm_eps: needs a number above 0, got {eps!r}")
     read["activation"] = _ACTIVATIONS[activation]
@@ -129,7 +136,7 @@ def _layers(
         raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
     unknown = sorted(set(kinds) - {_SLIDING, "full_attention"})
     if unknown:
-        raise ModelError(f"layer_types: needs {_SLIDING} or full_attention, got {', '.join(map(str, unknown))}")
+        raise BeyondDecoderError(f"layer_types: needs {_SLIDING} or full_attention, got {', '.join(map(str, unknown))}")
     rotated = [True] * count if rotated is None else rotated
     turning = dict.fromkeys(kind for kind, turns in zip(kinds, rotated, strict=True) if turns)
     by_kind = set(kinds) <= set(config.rope_parameters or ()) if turning else False

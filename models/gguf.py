@@ -15,6 +15,7 @@ from rich.console import Console
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.folders import cache_folder
+from headway.models.families import read_decoder_config
 
 
 def convert(path: Path) -> Path:
@@ -49,15 +50,19 @@ def _convert(path: Path, target: Path) -> None:
         import gguf  # noqa: F401
     except ImportError as error:
         raise ModelError(f"model {path}: needs {error.name} to read .gguf files; pip install 'headway[gguf]'") from error
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            read_decoder_config(AutoConfig.from_pretrained(path.parent, gguf_file=path.name))  # before what takes long
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
             model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    except ModelError:
+        raise
     except Exception as error:
-        raise ModelError(f"model {path}: transformers cannot read it ({type(error).__name__}: {error})") from error
+        text = " ".join(str(error).split())
+        raise ModelError(f"model {path}: transformers cannot read it ({type(error).__name__}: {text})") from error
     # The weights are plain float32 by now, but transformers still calls the model quantised and would refuse to save it.
     for name, value in (("hf_quantizer", None), ("is_quantized", False)):
         setattr(model, name, value)

@@ -38,6 +38,7 @@ class InTiles:
         self._inner = inner
         self._rows = rows
         self._activate = activate
+        self.rotate_latent, self.latent_layer = inner.rotate_latent, inner.latent_layer
         self.embed, self.norm, self.add_norm, self.softcap = inner.embed, inner.norm, inner.add_norm, cap
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
@@ -49,9 +50,10 @@ class InTiles:
         whole = torch.cat([linear(tile) for tile in self._tiles(x)])[: x.shape[0]]
         return whole if out is None else out.copy_(whole)  # whose last tile may be longer than what is left of `out`
 
-    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """See Operations."""
-        return self._activate[activation](self.product(self._normed(x, norm), linear))
+        y = self.product(self._normed(x, norm), linear)
+        return y if activation is None else self._activate[activation](y)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
         """See Operations."""
@@ -128,12 +130,13 @@ def softcap_by_exp(logits: Tensor, cap: float) -> Tensor:
     return logits.copy_(cap - 2 * cap / (1 + torch.exp(logits.float() * (2 / cap))))
 
 
-_ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu_by_exp,
     "gelu": gelu_in_double,
     "gelu_tanh": gelu_by_exp,
     "relu": relu,
 }
+"""Activations whose bits are the same wherever an element lies."""
 
 
 def invariant_operations(inv_freq: Tensor, factors: Tensor, linears: Iterable[Linear]) -> Operations:
@@ -144,7 +147,7 @@ def invariant_operations(inv_freq: Tensor, factors: Tensor, linears: Iterable[Li
     :raises ModelError: see `InTiles.check`.
     """
     device = inv_freq.device.type
-    activate, cap = (_ON_CPU, softcap_by_exp) if device == "cpu" else (ACTIVATE, softcap)
+    activate, cap = (ON_CPU, softcap_by_exp) if device == "cpu" else (ACTIVATE, softcap)
     tiles = InTiles(operations_for(inv_freq, factors), TILE_ROWS[device], activate, cap)
     tiles.check(linears)
     return tiles

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.spec import DTYPES
-from headway.models.checkpoint import check_folder
+from headway.models.checkpoint import check_folder, unknown
+from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
+from headway.models.errors import BeyondDecoderError
 from headway.models.families import read_decoder_config
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
 from headway.models.weights import Weights, WeightSource
 
+if TYPE_CHECKING:
+    from headway.models.transformers_adapter.model import TransformersModel
+
 LOAD_FORMATS = ("auto", "dummy")
 """auto: the safetensors files of the folder; dummy: random weights in the shapes of its config.json."""
+MODEL_IMPLS = ("auto", "headway", "transformers")
+"""headway: our own decoder; transformers: its code with our attention and cache; auto: the first that computes the model."""
+
+log = logging.getLogger("headway")
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,9 @@ class LoadedModel:
 
     name: str
     folder: Path
-    decoder: Decoder
+    decoder: Decoder | TransformersModel
+    implementation: str
+    """What computes it, in words: Headway's decoder or transformers' code."""
     tokenizer: Any
     """transformers' tokenizer; None where there is none or it was not wanted: token ids in, token ids out."""
     eos_token_ids: frozenset[int]
@@ -43,43 +55,77 @@ def load_model(
     load_format: str = "auto",
     skip_tokenizer_init: bool = False,
     batch_invariant: bool = False,
+    model_impl: str = "auto",
+    torch_compile: bool | None = False,
 ) -> LoadedModel:
     """Find and load a model.
 
     dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (which computes bfloat16 slower), else the checkpoint's.
     load_format: auto or dummy. A dummy needs a config.json alone; its tokenizer is read if the folder has one.
     batch_invariant: what deterministic mode needs; see Decoder.
+    model_impl: what computes the model, see MODEL_IMPLS; the log names it, and why auto took transformers.
+    torch_compile: compile the layers of a model that transformers computes; None: if it works.
 
     :raises ModelError: unknown, unreadable or unsupported model.
-    :raises ConfigError: unknown dtype or load_format.
+    :raises ConfigError: unknown dtype, load_format or model_impl.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(dtype))
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", " or ".join(LOAD_FORMATS), repr(load_format))
+    if model_impl not in MODEL_IMPLS:
+        raise ConfigError("model_impl", ", ".join(MODEL_IMPLS), repr(model_impl))
     dummy = load_format == "dummy"
     folder, device = locate(name, weights=not dummy), torch.device(device)
-    config = read_config(folder)
-    decoder_config = read_decoder_config(config)
+    config = read_config(folder, plain=model_impl != "transformers")
     chosen = _dtype(dtype, config, device)
-    weights: WeightSource = DummyWeights(chosen, device) if dummy else Weights(folder, chosen, device)
-    with torch.inference_mode():
-        decoder = Decoder(decoder_config, weights, batch_invariant)
+    decoder: Decoder | TransformersModel
+    native = None if model_impl == "transformers" else _decoder_config(config, required=model_impl == "headway")
+    if native is not None:
+        unit = [] if native.experts is None else [f"{native.names.embed}.weight"]
+        weights: WeightSource = DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device)
+        with torch.inference_mode():
+            decoder, implementation = Decoder(native, weights, batch_invariant), "Headway's decoder"
+    elif batch_invariant:
+        hint = "transformers' code is not batch-invariant"
+        raise ConfigError("deterministic", "a model that Headway's decoder computes", name, hint)
+    else:
+        from headway.models.transformers_adapter.load import load_adapted
+
+        adapted = load_adapted(folder, read_config(folder, plain=False), chosen, device, dummy, torch_compile)
+        decoder, implementation = adapted, adapted.implementation
+    log.info("model: %s, computed by %s", name, implementation)
     without_tokenizer = skip_tokenizer_init or (dummy and not (folder / "tokenizer_config.json").is_file())
     tokenizer = None if without_tokenizer else _read_tokenizer(folder)
-    return LoadedModel(name, folder, decoder, tokenizer, _eos(folder, config))
+    return LoadedModel(name, folder, decoder, implementation, tokenizer, _eos(folder, config))
 
 
-def read_config(folder: Path) -> Any:
-    """The configuration of a model folder, as transformers reads it; an ordinary one is read without transformers.
+def _decoder_config(config: Any, required: bool) -> DecoderConfig | None:
+    """What Headway's decoder needs of a model; None where it does not compute the model and need not."""
+    try:
+        return read_decoder_config(config)
+    except BeyondDecoderError as error:
+        if required:
+            raise
+        log.info("model: transformers computes it, because Headway's decoder does not (%s)", error)
+        return None
+
+
+def read_config(folder: Path, plain: bool = True) -> Any:
+    """The configuration of a model folder, as transformers reads it.
+
+    plain: an ordinary one may be read without transformers, and has then what the decoder needs alone.
 
     :raises ModelError: none there, one that cannot be read, or a checkpoint of a kind that Headway does not compute.
     """
-    plain = plain_config(check_folder(folder))
-    if plain is not None:
-        return plain
-    from transformers import AutoConfig
+    stated = check_folder(folder)
+    short = plain_config(stated) if plain else None
+    if short is not None:
+        return short
+    from transformers import CONFIG_MAPPING, AutoConfig
 
+    if stated["model_type"] not in CONFIG_MAPPING:
+        raise ModelError(unknown(stated))
     try:  # without the model's own code: where auto_map names some, transformers would ask on the terminal and wait
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:

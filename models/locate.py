@@ -19,6 +19,8 @@ SHAPES = Path(__file__).parent / "shapes"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _HUB_WEIGHTS = ["*.safetensors"]
+_HUB_DOUBLES = ["consolidated*", "original/*"]
+"""The same weights in other formats."""
 
 
 def locate(model: str, weights: bool = True) -> Path:
@@ -86,7 +88,7 @@ def _download(model: str, weights: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES + _HUB_WEIGHTS * weights))
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES + _HUB_WEIGHTS * weights, ignore_patterns=_HUB_DOUBLES))
     except LocalEntryNotFoundError as error:
         raise ModelError(f"model {model}: no such folder here, and the Hugging Face hub cannot be reached to fetch it") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:

@@ -24,6 +24,20 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class LatentNames:
+    """Below a layer: the products and norms of latent attention."""
+
+    q: str = "self_attn.q_proj"
+    """Where queries are a plain product."""
+    q_a: str = "self_attn.q_a_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_a_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Modules without `.weight` and `.bias`. A part that is None is not there: so the placement of norms is told."""
 
@@ -51,6 +65,7 @@ class TensorNames:
     down: str = "mlp.down_proj"
     mlp_post_norm: str | None = None
     experts: ExpertNames = field(default_factory=ExpertNames)
+    latent: LatentNames = field(default_factory=LatentNames)
     transposed: bool = False
     """Whether weights lie as [in_features, out_features] (GPT-2)."""
     ignored: tuple[str, ...] = ()

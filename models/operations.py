@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, silu
 
 from headway.core.contract.errors import ModelError
-from headway.models.config import Activation
+from headway.core.contract.latent import LatentLayer
+from headway.core.contract.spec import AttentionSpec
+from headway.models.config import Activation, LatentConfig
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
+from headway.models.latent import PlainLatentLayer
 from headway.models.linear import Linear
 
 ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -96,8 +99,9 @@ class Operations(Protocol):
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """The product of x [rows, in_features]: [rows, out_features]; `out`, contiguous, where it is given."""
 
-    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """Norm, if any, the product, the activation: [rows, in_features] to [rows, out_features]."""
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """Norm, product and activation, the first and the last if any: x [rows, in_features], rows perhaps strided, to
+        [rows, out_features]."""
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
         """Norm, if any, the product, activation of its first half times the second: to [rows, out_features / 2]."""
@@ -109,6 +113,19 @@ class Operations(Protocol):
 
         x: [num_tokens, hidden_size]; linear: to (num_heads + 2 num_kv_heads) head_dim; rope: of `embed`; None: no rotation.
         Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], rows perhaps strided.
+        """
+
+    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Rotation of each query head's last elements; norm of the latents, and rotation of the key's elements behind them.
+
+        q: [num_tokens, num_heads q_dim]; latent: [num_tokens, kv_dim]; rows perhaps strided, used up. norm: of kv_lora_rank
+        elements. Returns q [num_tokens, num_heads, q_dim] and latents [num_tokens, 1, kv_dim].
+        """
+
+    def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
+        """What computes the products around latent attention, made once before any step.
+
+        kv_b: [num_heads (qk_nope_head_dim + v_head_dim), kv_lora_rank], from a latent to each head's key and value.
         """
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
@@ -174,9 +191,10 @@ class Plain:
         """See Operations."""
         return linear(x, out)
 
-    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """See Operations."""
-        return ACTIVATE[activation](linear(x if norm is None else self.norm(x, norm)))
+        y = linear(x if norm is None else self.norm(x, norm))
+        return y if activation is None else ACTIVATE[activation](y)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
         """See Operations."""
@@ -198,9 +216,21 @@ class Plain:
                 q, k = self.norm(q, heads.q_norm), self.norm(k, heads.k_norm)
             qk = torch.cat([q, k], dim=1)
         if rope is not None:
-            cos, sin = rope
-            qk = torch.addcmul(qk * cos, torch.roll(qk, heads.head_dim // 2, dims=-1), sin)
+            qk = _rotated(qk, rope)
         return qk[:, :num_heads], qk[:, num_heads:], v
+
+    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+        """See Operations."""
+        still, turned = q.view(q.shape[0], q.shape[1] // config.q_dim, config.q_dim).tensor_split(
+            [config.qk_nope_head_dim], dim=-1
+        )
+        rows, key = latent[:, None].tensor_split([config.kv_lora_rank], dim=-1)
+        rows = self.norm(rows, norm)
+        return torch.cat([still, _rotated(turned, rope)], dim=-1), torch.cat([rows, _rotated(key, rope)], dim=-1)
+
+    def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
+        """See Operations."""
+        return PlainLatentLayer(expanded, config, kv_b)
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
@@ -230,3 +260,9 @@ class PlainLayer:
     def __call__(self, x: Tensor) -> Tensor:
         """See Experts."""
         return x + self._experts(self._ops.norm(x, self._norm), self._ops.product, self._gate)
+
+
+def _rotated(x: Tensor, rope: Rope) -> Tensor:
+    """Halves of x [num_tokens, heads, dim] turned with each other, by cos and sin as `Plain.embed` makes them."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)

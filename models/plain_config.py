@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.core.contract.spec import DTYPES
 
-_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Those whose files are as plain as this."""
 _SIZES = (
     "vocab_size",
@@ -19,12 +19,19 @@ _SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+_EXPERTS: dict[str, type] = {
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"), int),
+    "norm_topk_prob": bool,
+    "mlp_only_layers": list,
+}
+"""What a mixture of experts has beside them."""
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """What Llama 3.1's RoPE has beside its base."""
 _SWITCHES = {"attention_bias": False, "mlp_bias": False}
 """With the default that they have in every architecture."""
 _KNOWN = {
     *_SIZES,
+    *_EXPERTS,
     *_SWITCHES,
     *("architectures", "model_type", "hidden_act", "head_dim", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype"),
     *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
@@ -32,7 +39,7 @@ _KNOWN = {
     # What says nothing about inference.
     *("_name_or_path", "_model_name_or_path", "attention_dropout", "bos_token_id", "initializer_range", "is_llama_config"),
     *("pad_token_id", "pretraining_tp", "rope_interleaved", "transformers.js_config", "transformers_version", "unk_token_id"),
-    "use_cache",
+    *("output_router_logits", "router_aux_loss_coef", "use_cache"),
 }
 
 
@@ -44,7 +51,11 @@ def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
     read, kind = dict(config), config.get("model_type")
     if kind not in _KINDS or not set(read) <= _KNOWN or "eos_token_id" not in read:
         return None
-    sizes = [read.get(name) for name in (*_SIZES, *(["head_dim"] if "head_dim" in read or kind == "qwen3" else []))]
+    experts = _EXPERTS if kind == "qwen3_moe" else {}
+    if set(read) & set(_EXPERTS) != set(experts) or not all(type(read[name]) is kept for name, kept in experts.items()):
+        return None
+    sizes = [read.get(name) for name in (*_SIZES, *(["head_dim"] if "head_dim" in read or kind.startswith("qwen3") else []))]
+    sizes += [read[name] for name, kept in experts.items() if kept is int]
     if not all(type(size) is int and size > 0 for size in sizes) or read["hidden_size"] % read["num_attention_heads"]:
         return None
     switches = {name: read.get(name, default) for name, default in _SWITCHES.items()}
@@ -57,7 +68,7 @@ def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
     if rope is None or type(epsilon) is not float or not _attends_to_all(kind, read):
         return None
     return SimpleNamespace(
-        **{name: read[name] for name in (*_SIZES, "model_type", "hidden_act", "tie_word_embeddings", "eos_token_id")},
+        **{name: read[name] for name in (*_SIZES, *experts, "model_type", "hidden_act", "tie_word_embeddings", "eos_token_id")},
         **switches,
         architectures=read.get("architectures"),
         head_dim=read.get("head_dim") or read["hidden_size"] // read["num_attention_heads"],

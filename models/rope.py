@@ -10,6 +10,7 @@ import torch
 
 from headway.core.contract.errors import ModelError
 from headway.models.config import RopeConfig
+from headway.models.errors import BeyondDecoderError
 
 
 def read_rope(config: Any, head_dim: int, layer_type: str | None = None) -> RopeConfig:
@@ -17,7 +18,8 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None) -> Rope
 
     layer_type: of the layers that it is for, where `rope_parameters` has an entry for each type.
 
-    :raises ModelError: an impossible base, or a type that changes with the length of the sequence.
+    :raises ModelError: an impossible base.
+    :raises BeyondDecoderError: a type that changes with the length of the sequence.
     """
     parameters = config.rope_parameters or {}
     parameters = parameters if layer_type is None else parameters[layer_type]
@@ -44,7 +46,7 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None) -> Rope
         nested = {} if layer_type is None else {"layer_type": layer_type}
         inv_freq, factor = compute(config, torch.device("cpu"), **nested)
     else:  # the others change with the length of the sequence
-        raise ModelError(f"rope_type: needs default, linear, llama3 or yarn, got {kind}")
+        raise BeyondDecoderError(f"rope_type: needs default, linear, llama3 or yarn, got {kind}")
     still = (head_dim - rotary_dim) // 2
     return RopeConfig((*inv_freq.tolist(), *[0.0] * still), (*[factor] * (rotary_dim // 2), *[1.0] * still), rotary_dim)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 
-IGNORED = ("rotary_emb.inv_freq",)
-"""Suffixes of tensors that some checkpoints carry and that are computed instead."""
+IGNORED = ("rotary_emb.inv_freq", ".q_scale", ".prob_scale")
+"""Suffixes of tensors that some checkpoints carry and nobody needs: what is computed instead, scales of what is not quantised."""
 
 STORED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Elements that are the weights themselves; integers and float8 are quantised ones, which mean nothing without their scales."""
@@ -38,6 +39,9 @@ class WeightSource(Protocol):
     def take_into(self, target: Tensor, name: str) -> None:
         """One tensor of the target's shape, converted to its dtype, into memory that is there already."""
 
+    def take_number(self, name: str) -> float:
+        """A tensor of one element, whatever its shape."""
+
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Nothing more is taken; ignored: suffixes of what may be left."""
 
@@ -51,19 +55,19 @@ class Weights:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         """:raises ModelError: no safetensors file in the folder, or one that is missing or truncated."""
         self.folder, self.dtype, self.device = folder, dtype, device
-        self._file_of: dict[str, object] = {}
+        self._file_of: dict[str, Any] = {}
         for path in _files(folder):
-            try:
-                file = safe_open(path, framework="pt", device=str(device))
-                self._file_of.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
-            except (SafetensorError, OSError) as error:
-                raise ModelError(
-                    f"weights: {path} cannot be read ({error}); it is truncated or not a safetensors file, fetch it again"
-                ) from error
+            file = _open(path, device)
+            self._file_of.update(dict.fromkeys(file.keys(), file))
         self._left = set(self._file_of)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return self._stored(name) in self._file_of
+
+    def _stored(self, name: str) -> str:
+        """The checkpoint's own name: one of the model without its output head leaves out what names that (`transformer.`)."""
+        below = name.partition(".")[2]
+        return below if name not in self._file_of and below in self._file_of else name
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read one tensor.
@@ -94,18 +98,29 @@ class Weights:
         target.copy_(self._read(name, tuple(target.shape)))
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._file_of:
-            raise ModelError(f"weights: {self.folder} has no tensor {name!r}, which its config.json implies")
-        tensor: Tensor = self._file_of[name].get_tensor(name)  # type: ignore[attr-defined]
-        if tensor.dtype not in STORED_DTYPES:
-            raise ModelError(
-                f"weights: {name} needs float32, bfloat16 or float16 elements, got {str(tensor.dtype).removeprefix('torch.')}: "
-                "the checkpoint is quantised; use the one that it was made from"
-            )
+        tensor = self._tensor(name)
+        _check_elements(name, tensor.dtype)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"weights: {name} needs shape {list(shape)} by config.json, got {list(tensor.shape)}")
-        self._left.discard(name)
         return tensor
+
+    def _tensor(self, name: str) -> Tensor:
+        stored = self._stored(name)
+        if stored not in self._file_of:
+            raise ModelError(f"weights: {self.folder} has no tensor {name!r}, which its config.json implies")
+        self._left.discard(stored)
+        tensor: Tensor = self._file_of[stored].get_tensor(stored)
+        return tensor
+
+    def take_number(self, name: str) -> float:
+        """Read a tensor of one element, whatever its shape.
+
+        :raises ModelError: it is missing, or has more elements.
+        """
+        tensor = self._tensor(name)
+        if tensor.numel() != 1:
+            raise ModelError(f"weights: {name} needs one element, got shape {list(tensor.shape)}")
+        return float(tensor)
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Check that nothing was left over: a tensor nobody took means a model that computes something else.
@@ -120,6 +135,34 @@ class Weights:
         self._file_of.clear()
 
 
+def check_files(folder: Path) -> None:
+    """Look at a checkpoint that something else will load: its files, and the element types of its tensors.
+
+    :raises ModelError: a file is missing or truncated, or holds quantised weights.
+    """
+    for path in _files(folder):
+        file = _open(path, torch.device("cpu"))
+        for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+            _check_elements(name, file.get_slice(name)[:0].dtype)
+
+
+def _open(path: Path, device: torch.device) -> Any:
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"weights: {path} cannot be read ({error}); it is truncated or not a safetensors file, fetch it again"
+        ) from error
+
+
+def _check_elements(name: str, dtype: torch.dtype) -> None:
+    if dtype not in STORED_DTYPES:
+        raise ModelError(
+            f"weights: {name} needs float32, bfloat16 or float16 elements, got {str(dtype).removeprefix('torch.')}: the "
+            "checkpoint is quantised; use the one that it was made from"
+        )
+
+
 def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -131,9 +174,28 @@ def _files(folder: Path) -> list[Path]:
         if missing:
             raise ModelError(f"weights: {folder} lacks {', '.join(missing)}, which {index.name} names; fetch the model again")
         return names
-    files = sorted(folder.glob("*.safetensors"))
+    single = folder / "model.safetensors"
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    _check_shards(folder, files)
     if not files:
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
         why = f"; {pickles[0]} is a pickle, which may run code: Headway never opens one, convert it" if pickles else ""
         raise ModelError(f"weights: {folder} holds no .safetensors file{why}")
     return files
+
+
+def _check_shards(folder: Path, files: list[Path]) -> None:
+    """Refuse shards without an index that are fewer than their names tell."""
+    found = [match for path in files if (match := _SHARD.search(path.name))]
+    for match in found:
+        count = int(match["count"])
+        names = [
+            match.string.replace(match[0], f"-{number:0{len(match['number'])}}-of-{match['count']}")
+            for number in range(1, count + 1)
+        ]
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing:
+            raise ModelError(f"weights: {folder} lacks {missing[0]}, which {match.string} says there is; fetch the model again")
+
+
+_SHARD = re.compile(r"-(?P<number>\d+)-of-(?P<count>\d+)(?=\.safetensors$)")

@@ -101,6 +101,7 @@ def make_spec(
         "sinks": tuple((0.3, -1.0, 2.0, 0.0, 1.0)[head % 5] for head in range(heads)),
     }
     shorter = v_head_dim or max(8, head_dim // 9 * 8)
+    inside = v_head_dim or 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: what follows is the key's alone
     changes: dict[str, dict[str, object]] = {
         "none": {},
         "window": {"sliding_window": WINDOW},
@@ -111,7 +112,7 @@ def make_spec(
         "together": {name: features[name] for name in sorted(claims & features.keys())},
         "fp8": {"kv_dtype": torch.float8_e4m3fn, "k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]},
         "v_head_dim": {"v_head_dim": shorter},
-        "latent": {"v_head_dim": shorter, "value_in_key": True},
+        "latent": {"v_head_dim": inside, "value_in_key": True},
     }
     return AttentionSpec(
         num_heads=heads,

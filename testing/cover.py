@@ -22,6 +22,8 @@ from headway.testing.subject import Subject
 Value = str | int
 BLOCK_SIZES = (16, 8, 64, 128, 256)
 HEAD_DIMS = (64, 80, 96, 128, 256)
+LATENT_DIM = 576
+"""DeepSeek's, tried where values may lie in keys, and there alone."""
 MOST_OWN_DIMS = 4
 """Of head sizes that a backend lists beside HEAD_DIMS; of more, the smallest and the largest are tried."""
 GROUPS = (4, 1, 7, 8)
@@ -45,6 +47,7 @@ class Claimed:
         blocks = sorted({*BLOCK_SIZES, *([claims.block_multiple] if claims.block_multiple > 1 else [])})
         own = sorted({*(claims.head_dims or ()), *(pair[0] for pair in claims.v_head_dims or ())} - {*HEAD_DIMS})
         dims = {*HEAD_DIMS, *(own if len(own) <= MOST_OWN_DIMS else (own[0], own[-1]))}
+        dims |= {LATENT_DIM} if claims.value_in_key else set()
         features = [each for each in FEATURES if each != "together" or len(claims.features) > 1]
         return {
             "layout": tuple(self.subject.layouts),
@@ -77,6 +80,8 @@ class Claimed:
         axes = [self.values[axis] if axis != "memory" else ("own",) for axis in AXES]
         for picked in product(*axes):
             cell = Cell("answer", **dict(zip(AXES, picked, strict=True)))  # type: ignore[arg-type]
+            if cell.head_dim == LATENT_DIM and cell.feature != "latent":
+                continue
             served = {phase: bool(self.subject.supports(self.spec(cell), cell.layout, cell.block_size, phase)) for phase in Phase}
             phases = frozenset(name for name, needed in PHASES.items() if all(served[each] for each in needed))
             if phases:

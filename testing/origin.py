@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict
 COMMIT_VARIABLE = "HEADWAY_COMMIT"
 """Environment variable that names the commit of a copy of the sources without git's folder, such as one in a container."""
 _SHORT = 12
+_UNKNOWN = "unknown"
+"""The version of sources that are not installed."""
 _SECONDS = 10
 
 
@@ -33,7 +35,7 @@ class Origin(BaseModel):
         try:
             version = metadata.version("headway")
         except metadata.PackageNotFoundError:
-            version = "unknown"
+            version = _UNKNOWN
         root = Path(__file__).resolve().parents[1]
         commit = _git(root, "rev-parse", f"--short={_SHORT}", "HEAD") if (root / ".git").exists() else None
         if commit:
@@ -42,7 +44,7 @@ class Origin(BaseModel):
 
     def __str__(self) -> str:
         commit = f", commit {self.commit}{' with changes' if self.modified else ''}" if self.commit else ""
-        return f"headway {self.version}{commit}"
+        return f"headway{'' if self.version == _UNKNOWN else f' {self.version}'}{commit}"
 
 
 def _git(root: Path, *words: str) -> str | None:

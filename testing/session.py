@@ -19,12 +19,16 @@ from headway.testing.pool import Layers
 from headway.testing.steps import Before, Inputs, Step, Tokens, Turn, Work
 from headway.testing.verdict import judge
 
+_GIVEN_BACK = 1
+"""The block that stands in a table for those behind the window."""
+
 
 class Session:
     """One instance of a backend for each of the two parts of a step, and the caches of a few layers that share every plan.
 
     q, k, v and out lie at the same addresses in every step, as those of an engine do. Blocks are handed out in no order, block 0
-    to nobody: a table is padded with zeros, and a kernel that reads past a sequence's end meets the poison.
+    to nobody: a table is padded with zeros, and a kernel that reads past a sequence's end meets the poison. Blocks behind a
+    sliding window have been given back, and a block of zeros stands in their place.
     """
 
     def __init__(
@@ -48,10 +52,12 @@ class Session:
         self.spec, self.block_size, self.layouts = spec, block_size, layouts
         self.prefill, self.decode = prefill, decode
         spare = 4
-        self.num_blocks = num_blocks + 1 + spare
+        self.num_blocks = num_blocks + _GIVEN_BACK + 1 + spare
         self.layers = Layers(spec, layout, self.num_blocks, block_size, writer, memory=memory, layers=layers, poison=poison)
         self.generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(num_blocks, generator=self.generator) + 1
+        for foreign in (*self.layers.given, *self.layers.right):
+            foreign.fill_block(_GIVEN_BACK, 0.0)
+        order = torch.randperm(num_blocks, generator=self.generator) + _GIVEN_BACK + 1
         self._free: list[int] = order.tolist()
         self.attention = PagedAttention([spec] * layers, [foreign.cache for foreign in self.layers.given], writer)
         self.buffers = [Inputs.allocate(spec, max_tokens, merged=layer % 2 == 1) for layer in range(layers)]
@@ -147,11 +153,17 @@ class Session:
         return AttentionMetadata.build(
             [turn.query_len for turn in work] + [1] * padding_rows,
             [turn.seq.length for turn in work] + [-1] * padding_rows,
-            [turn.seq.blocks for turn in work] + [[]] * padding_rows,
+            [self._seen(turn.seq) for turn in work] + [[]] * padding_rows,
             self.block_size,
             self.spec.device,
             num_draft_tokens=[turn.num_draft_tokens for turn in work] + [0] * padding_rows,
         )
+
+    def _seen(self, seq: Tokens) -> list[int]:
+        """The blocks of a sequence's table, once those that no later query sees are given back."""
+        window = self.spec.sliding_window
+        behind = 0 if window is None else max(seq.length - window + 1, 0) // self.block_size
+        return [_GIVEN_BACK] * behind + seq.blocks[behind:]
 
     def _rows(self, count: int) -> tuple[Tensor, Tensor]:
         k = torch.randn(count, self.spec.num_kv_heads, self.spec.head_dim, generator=self.generator)

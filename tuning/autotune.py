@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import torch
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.latent import Expanded, phases_of
+from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import CostTable
 from headway.core.select.request import parse_backend_request
@@ -23,7 +25,7 @@ from headway.tuning.compare import differences, remarks
 from headway.tuning.convert import to_costs
 from headway.tuning.device import DeviceIdentity, identify_device
 from headway.tuning.files import TableError, read_table
-from headway.tuning.points import grid
+from headway.tuning.points import CORE_PHASE, Point, grid
 from headway.tuning.run import CrossoverOptions, run_kernel_level
 from headway.tuning.schema import CrossoverTable, SpecRecord, points
 from headway.tuning.selftest import owners
@@ -67,10 +69,12 @@ def costs_for(
     attn_backend: str,
     request: TableRequest,
     compile_ahead: CompileAhead | None = None,
+    expanded: Expanded | None = None,
 ) -> dict[AttentionSpec, CostTable] | None:
     """Measured times of each distinct layer; None where `auto` has to take the rank order, and the log says why.
 
-    compile_ahead: what the kernels of a first measuring are compiled in; None: one by one.
+    compile_ahead: what the kernels of a first measuring are compiled in; None: one by one. expanded: of the latent layers among
+    them, whose two specs are measured in the phases that ask for them.
 
     A faulty or stale table never ends a start: it is logged with the line or the difference, and left alone or measured again.
 
@@ -82,14 +86,15 @@ def costs_for(
         )
     if "auto" not in parse_backend_request(attn_backend).values():
         return None
-    kinds = list(dict.fromkeys(specs))
+    expanded = expanded or {}
+    kinds = list(dict.fromkeys([*specs, *expanded.values()]))
     available = [name for name in registry.backends if registry.availability(name)]
     if request.path is None and len(available) < 2:
         return None  # nothing to choose from
     device = identify_device(kinds[0].device)
     found: dict[AttentionSpec, CostTable] = {}
     for spec in kinds:
-        costs = _costs(spec, registry, available, device, request, compile_ahead)
+        costs = _costs(spec, phases_of(spec, expanded), registry, available, device, request, compile_ahead)
         if costs is None:
             return None
         found[spec] = costs
@@ -98,6 +103,7 @@ def costs_for(
 
 def _costs(
     spec: AttentionSpec,
+    phases: Collection[Phase],
     registry: Registry,
     available: Sequence[str],
     device: DeviceIdentity,
@@ -107,16 +113,17 @@ def _costs(
     record = SpecRecord.of(spec)
     path = request.path or store.table_path(device, record)
     table = _fitting(path, device, record, registry, available, explicit=request.path is not None)
-    if request.path is None and (table is None or not _suffices(table)):
+    wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
+    if request.path is None and (table is None or not _suffices(table, wanted)):
         budget = request.seconds(spec.device)
-        table = _measure(spec, registry, available, path, budget, table, compile_ahead) if budget > 0 else table
-    return None if table is None else to_costs(table)
+        table = _measure(spec, wanted, registry, available, path, budget, table, compile_ahead) if budget > 0 else table
+    return None if table is None else to_costs(table, phases=phases)
 
 
-def _suffices(table: CrossoverTable) -> bool:
+def _suffices(table: CrossoverTable, wanted: Sequence[Point]) -> bool:
     """Whether a table holds the points that the choice cannot do without: the corners and middles of the grid."""
     measured = {cell.point for cell in table.cells}
-    needed = [point for point in grid(table.device.type) if point.level <= _NEEDED_LEVEL]
+    needed = [point for point in wanted if point.level <= _NEEDED_LEVEL]
     return table.complete or all((point.phase, point.case) in measured for point in needed)
 
 
@@ -148,6 +155,7 @@ def _fitting(
 
 def _measure(
     spec: AttentionSpec,
+    wanted: Sequence[Point],
     registry: Registry,
     available: Sequence[str],
     path: Path,
@@ -169,7 +177,8 @@ def _measure(
     options = CrossoverOptions(
         spec=spec,
         backends=available,
-        layouts=_preferred(registry, available),
+        layouts=_preferred(spec, registry, available),
+        grid=wanted,
         turns=_TURNS,
         budget=budget,
         output=path,
@@ -187,16 +196,20 @@ def _measure(
         if not record.usable:
             log.warning("auto leaves out %s: %s", record.name, record.reason)
     log.info("auto: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
-    if not _suffices(table):
+    if not _suffices(table, wanted):
         log.info("auto: the time did not suffice for every point that the choice needs; the next start goes on with the others")
     return table
 
 
-def _preferred(registry: Registry, available: Sequence[str]) -> list[str]:
-    """The registry's first layout, a built-in, and the first that each backend names: a plugin's own has it to compare with."""
-    first = [registry.backend(name).capabilities.layouts for name in available]
-    names = [layouts[0].name for layouts in first if layouts]
-    return list(dict.fromkeys([next(iter(registry.layouts)), *names]))
+def _preferred(spec: AttentionSpec, registry: Registry, available: Sequence[str]) -> list[str]:
+    """The registry's first layout, a built-in, and the first that each backend names: a plugin's own has it to compare with.
+
+    Those, that is, in which the layer's keys and values can lie.
+    """
+    claimed = [registry.backend(name).capabilities.layouts or () for name in available]
+    every = [[info.layout for info in registry.layouts.values()], *claimed]
+    fitting = [[layout for layout in layouts if layout.has_value is not spec.value_in_key] for layouts in every]
+    return list(dict.fromkeys(layouts[0].name for layouts in fitting if layouts))
 
 
 def describe(costs: Mapping[AttentionSpec, CostTable] | None) -> str:

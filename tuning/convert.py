@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from headway.core.contract.metadata import Phase
 from headway.core.select.costs import CostTable, Sample, Shape
 from headway.tuning.points import CORE_PHASE
 from headway.tuning.schema import Cell, CrossoverTable, PointKey
 
 
-def to_costs(table: CrossoverTable, source: str = "") -> CostTable:
-    """Times of a kernel-level table; a backend that failed its self-test is excluded with the reason.
+def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] = tuple(Phase)) -> CostTable:
+    """Times of a kernel-level table; a backend that failed its self-test is excluded with the reason. phases: see `CostTable`.
 
     A cell without a time (out of memory, a wrong answer, a backend given up for a whole phase) was not measured: `auto`
     avoids it. A loser's rough time counts, also for the layouts over which it was not tried: others are faster here either way,
@@ -40,4 +43,4 @@ def to_costs(table: CrossoverTable, source: str = "") -> CostTable:
         if cell.phase in CORE_PHASE
     ]
     excluded = {record.name: record.reason for record in table.backends if record.available and record.reason}
-    return CostTable(samples, table.noise, source or f"crossover table of {table.date[:10]}", excluded)
+    return CostTable(samples, table.noise, source or f"crossover table of {table.date[:10]}", excluded, phases)

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +17,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.folders import cache_folder
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.models.device_operations import compile_ahead
 from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.routing import Routing
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SCHEMA = "headway.experts/1"
 _TURNS = Turns(rounds=2, round_ms=2.0)
 _FEW = 16
-"""Tokens by which a method is tried before it is timed."""
+"""Tokens at most by which a method is tried before it is timed."""
 _TOLERANCE = 5e-2
 """Of the answer's norm: what rounding makes in bfloat16, several times over."""
 log = logging.getLogger("headway")
@@ -59,17 +59,18 @@ class ExpertsFile(BaseModel):
     """Method -> microseconds for each of `tokens`; None: it does not take so many, or failed."""
 
 
-def choose_experts(kinds: Iterable[FusedExperts], budget: float) -> None:
+def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileAhead | None = None) -> None:
     """Have each kind of layer choose by measured times: those that are kept for this device, or new ones.
 
     budget: seconds that may be measured; 0: nothing is, and where nothing is kept a rule chooses, which the log says.
+    ahead: what kernels are compiled in, many at a time; None: each at its first launch.
     """
     for kind in kinds:
         device = identify_device(kind.device)
         path = _path(device, kind)
         kept = _kept(path, device, kind)
         if kept is None and budget > 0:
-            kept = _measured(kind, device, path, budget)
+            kept = _measured(kind, device, path, budget, ahead)
         if kept is not None:
             kind.obey(ExpertTimes(kept.us, f"measured {kept.device.date}, {path.name}"))
         log.info("experts: %s", kind.describe())
@@ -111,17 +112,18 @@ def _kept(path: Path, device: DeviceIdentity, kind: FusedExperts) -> ExpertsFile
     return None if other else found
 
 
-def _measured(kind: FusedExperts, device: DeviceIdentity, path: Path, budget: float) -> ExpertsFile:
+def _measured(kind: FusedExperts, device: DeviceIdentity, path: Path, budget: float, ahead: CompileAhead | None) -> ExpertsFile:
     """Time every method on random tokens and a random router, over the weights of a layer, and keep the times."""
     began = time.perf_counter()
     log.warning("experts: measuring %d ways of computing them, some seconds, once", len(kind.methods))
     us: dict[str, list[float | None]] = {name: [None] * len(TOKEN_COUNTS) for name in kind.methods}
     sample = Sample(kind)
-    ahead = compile_ahead(kind.device)
-    with ahead() if ahead is not None else nullcontext():
-        for count in TOKEN_COUNTS:
-            for method in sample.methods(count):
-                sample.run(method, count)
+    if ahead is not None:
+        with ahead():
+            for count in TOKEN_COUNTS:
+                for method in sample.methods(count):
+                    with suppress(Exception):  # the trial will meet it again, and name it
+                        sample.run(method, count)
     right = [name for name, method in kind.methods.items() if sample.is_right(method)]
     for cell, count in enumerate(TOKEN_COUNTS):
         methods = [method for method in sample.methods(count) if method.name in right]
@@ -183,7 +185,8 @@ class Sample:
     def is_right(self, method: Method) -> bool:
         """Whether its answer for a few tokens agrees with that of torch's operations; one that raises is wrong, too."""
         try:
-            routed = method.route(self.tokens(_FEW), self.norm, self.weights)
+            count = max(count for count in TOKEN_COUNTS if count <= _FEW and method.takes(count, self._kind.dtype))
+            routed = method.route(self.tokens(count), self.norm, self.weights)
             found = torch.zeros_like(routed.x)
             method.add(found, routed, self.weights)
             plain = PlainExperts(self._kind.config, self.weights)

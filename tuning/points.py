@@ -78,7 +78,7 @@ class Point:
 
     def work(self, spec: AttentionSpec) -> Work:
         """The step it stands for."""
-        geometry = Geometry(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        geometry = Geometry.of(spec)
         return make_work("decode" if self.phase in ("decode", "verify") else "prefill", self.case, geometry, spec)
 
 

@@ -47,6 +47,7 @@ class SpecRecord(BaseModel):
     v_head_dim: int = Field(default=0, ge=0)
     """0: as head_dim, also in files of before 2026-11-22."""
     value_in_key: bool = False
+    dense: bool = False
 
     @model_validator(mode="after")
     def _is_a_layer(self) -> Self:
@@ -74,6 +75,7 @@ class SpecRecord(BaseModel):
             sinks=None if spec.sinks is None else list(spec.sinks),
             v_head_dim=0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim,
             value_in_key=spec.value_in_key,
+            dense=spec.dense,
         )
 
     def to_spec(self, device: torch.device) -> AttentionSpec:
@@ -95,6 +97,7 @@ class SpecRecord(BaseModel):
             self.v_scale,
             v_head_dim=self.v_head_dim,
             value_in_key=self.value_in_key,
+            dense=self.dense,
         )
 
     @property
@@ -104,6 +107,8 @@ class SpecRecord(BaseModel):
         heads: tuple[object, ...] = (self.num_heads, self.num_kv_heads, self.head_dim)
         if self.v_head_dim or self.value_in_key:
             heads += (self.v_head_dim, self.value_in_key)
+        if self.dense:
+            heads += ("dense",)
         return (*heads, self.dtype, self.kv_dtype, self.sliding_window, *features)
 
     def __str__(self) -> str:

@@ -53,22 +53,34 @@ class Geometry:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int = 0
+    """Where it is not head_dim. Of a single kv head, a shorter value lies in the key, as in absorbed latent attention."""
+    dense: bool = False
+    """Whether there is no cache, as of expanded latent attention."""
 
     @classmethod
     def parse(cls, text: str) -> Geometry:
-        """Read num_heads/num_kv_heads/head_dim.
+        """Read num_heads/num_kv_heads/head_dim, perhaps with /v_head_dim, perhaps with /dense.
 
-        :raises ConfigError: not three positive numbers, or query heads that kv heads do not divide.
+        :raises ConfigError: not three or four positive numbers, or query heads that kv heads do not divide.
         """
-        need = "num_heads/num_kv_heads/head_dim, such as 32/8/128, num_heads a multiple of num_kv_heads"
-        match = re.fullmatch(r"(\d+)/(\d+)/(\d+)", text.strip())
-        heads, kv_heads, head_dim = map(int, match.groups()) if match else (0, 0, 0)
-        if not (heads and kv_heads and head_dim) or heads % kv_heads:
+        need = "num_heads/num_kv_heads/head_dim[/v_head_dim][/dense], such as 32/8/128, num_heads a multiple of num_kv_heads"
+        match = re.fullmatch(r"(\d+)/(\d+)/(\d+)(?:/(\d+))?(/dense)?", text.strip())
+        heads, kv_heads, head_dim = map(int, match.groups()[:3]) if match else (0, 0, 0)
+        v_head_dim = int(match[4]) if match and match[4] else head_dim
+        if not (heads and kv_heads and head_dim and v_head_dim) or heads % kv_heads:
             raise ConfigError("--geometry", need, repr(text))
-        return cls(heads, kv_heads, head_dim)
+        return cls(heads, kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, bool(match and match[5]))
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> Geometry:
+        """Of a layer."""
+        value = 0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, value, spec.dense)
 
     def __str__(self) -> str:
-        return f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}"
+        value = f"/{self.v_head_dim}" if self.v_head_dim else ""
+        return f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}{value}{'/dense' if self.dense else ''}"
 
 
 @dataclass(frozen=True)
@@ -139,8 +151,21 @@ def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | No
     An fp8 cache gets scales other than 1, so that a kernel that forgets them is caught.
     """
     narrow: dict[str, Any] = {} if kv_dtype in (None, dtype) else {"kv_dtype": kv_dtype, "k_scale": 0.5, "v_scale": 0.25}
-    heads = (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim)
-    return AttentionSpec(*heads, scale=geometry.head_dim**-0.5, dtype=dtype, device=device, **narrow)
+    inside = geometry.num_kv_heads == 1 and 0 < geometry.v_head_dim < geometry.head_dim and not geometry.dense
+    if inside and narrow:
+        narrow["v_scale"] = narrow["k_scale"]
+    return AttentionSpec(
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        v_head_dim=geometry.v_head_dim,
+        value_in_key=inside,
+        dense=geometry.dense,
+        scale=geometry.head_dim**-0.5,
+        dtype=dtype,
+        device=device,
+        **narrow,
+    )
 
 
 def build_case(work: Work, layout: CacheLayout, block_size: int, seed: int) -> Case:

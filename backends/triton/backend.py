@@ -12,8 +12,9 @@ from torch import Tensor
 
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
+from headway.backends.triton.latent import LatentDecode
 from headway.backends.triton.layer import INTERPRETED, Layer
-from headway.backends.triton.prefill import Prefill, PrefillPlan
+from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
 from headway.backends.triton.workspace import Workspace
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
@@ -47,6 +48,7 @@ class TritonAttention(AttentionBackend):
         value_in_key=True,
         lse=True,
         features=FEATURES,
+        dense_prefill=True,
         batch_invariant=True,
     )
     graph_level = GraphLevel.UNIFORM
@@ -69,7 +71,8 @@ class TritonAttention(AttentionBackend):
         self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
         layer = Layer.of(spec)
         workspace = Workspace(spec.device)
-        self._decode = Decode(spec, layer, layout, block_size, arch, multiprocessors, _count(options, "num_splits"), workspace)
+        decode = LatentDecode if layer.value_first else Decode
+        self._decode = decode(spec, layer, layout, block_size, arch, multiprocessors, _count(options, "num_splits"), workspace)
         self._prefill = Prefill(spec, layer, block_size, arch, multiprocessors, _count(options, "extend_splits"), workspace)
 
     @classmethod
@@ -83,6 +86,8 @@ class TritonAttention(AttentionBackend):
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """The claim, and what hangs on the GPU and on the scale."""
         support = super().supports(spec, layout, block_size, phase)
+        if rereads(spec):
+            support &= replace(cls.capabilities, dense_prefill=False).check(spec, layout, block_size, phase)
         if spec.head_dim > LONGEST_KEY or spec.v_head_dim > LONGEST_VALUE:
             got = f"{spec.head_dim}/{spec.v_head_dim}"
             support &= Support.no("head_dim/v_head_dim", f"at most {LONGEST_KEY}/{LONGEST_VALUE}", got)

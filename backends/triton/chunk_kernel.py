@@ -8,6 +8,8 @@ import triton.language as tl
 CHUNK_FIELDS = 8
 """int32 numbers a chunk: its sequence (-1: no chunk) and that one's kv_len, first query token and query_len; its first tile and
 the end of its keys; the sequence's first chunk and number of chunks."""
+SEQ_FIELDS = 4
+"""int32 numbers a sequence: its first query token and query_len, its first chunk and number of chunks."""
 
 
 @triton.jit(
@@ -18,6 +20,7 @@ def cut_sequences(
     seq_lens_ptr,  # int32 [num_seqs]; 0: a padding row, which gets no chunk
     query_start_ptr,  # int32 [num_seqs + 1]
     chunks_ptr,  # int32 [max_chunks, 8], see CHUNK_FIELDS
+    seqs_ptr,  # int32 [num_seqs, 4], see SEQ_FIELDS
     num_seqs,
     max_chunks,  # at least num_seqs * splits + num_seqs // 2; num_seqs * splits where EVEN
     splits,  # of a sequence as long as the mean; where EVEN of every sequence
@@ -54,6 +57,13 @@ def cut_sequences(
     each = tl.maximum(each, 1)
     counts = tl.cdiv(tiles, each)
     ends = tl.cumsum(counts, 0)
+    if tl.program_id(0) == 0:
+        first_tokens = tl.load(query_start_ptr + i, mask=i < num_seqs, other=0)
+        end_tokens = tl.load(query_start_ptr + i + 1, mask=i < num_seqs, other=0)
+        tl.store(seqs_ptr + i * 4, first_tokens, mask=i < num_seqs)
+        tl.store(seqs_ptr + i * 4 + 1, end_tokens - first_tokens, mask=i < num_seqs)
+        tl.store(seqs_ptr + i * 4 + 2, ends - counts, mask=i < num_seqs)
+        tl.store(seqs_ptr + i * 4 + 3, counts, mask=i < num_seqs)
 
     chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     before = ends[None, :] <= chunk[:, None]

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.backends.triton.chunk_kernel import CHUNK_FIELDS
+from headway.backends.triton.chunk_kernel import CHUNK_FIELDS, SEQ_FIELDS
 from headway.backends.triton.launch import Launcher
 
 _WORK = 8192
@@ -33,11 +33,15 @@ class Chunks:
     """Every sequence is cut into `splits`, whatever the others are."""
     table: Tensor = field(init=False)
     """int32 [most, CHUNK_FIELDS]; see there."""
+    seqs: Tensor = field(init=False)
+    """int32 [num_seqs, SEQ_FIELDS]; see there."""
 
     def __post_init__(self) -> None:
         most = most_chunks(len(self.seq_lens), self.splits, self.even)
-        table = torch.empty(most, CHUNK_FIELDS, dtype=torch.int32, device=self.seq_lens.device)
-        object.__setattr__(self, "table", table)
+        end = most * CHUNK_FIELDS
+        both = torch.empty(end + len(self.seq_lens) * SEQ_FIELDS, dtype=torch.int32, device=self.seq_lens.device)
+        object.__setattr__(self, "table", both[:end].view(most, CHUNK_FIELDS))
+        object.__setattr__(self, "seqs", both[end:].view(-1, SEQ_FIELDS))
 
     @property
     def split(self) -> bool:
@@ -60,7 +64,7 @@ class Chunks:
             "HAS_WINDOW": self.window is not None,
             "EVEN": self.even,
         }
-        arguments = (self.seq_lens, self.query_start_loc, self.table, num_seqs, most, splits, self.window or 0)
+        arguments = (self.seq_lens, self.query_start_loc, self.table, self.seqs, num_seqs, most, splits, self.window or 0)
         launch(tuple(constants.values()), (triton.cdiv(most, width), 1, 1), arguments, constants, num_warps=4)
 
 

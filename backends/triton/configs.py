@@ -21,6 +21,8 @@ class DecodeConfig:
     """Keys a tile."""
     num_warps: int
     num_stages: int
+    block_m: int = 64
+    """Query rows a tile, at most."""
     residents: int = 8
     """Programs that a multiprocessor runs at once, as registers and shared memory allow."""
     tile_us: float = 1.0
@@ -33,6 +35,8 @@ class DecodeConfig:
     """What merging one more partial result costs the last to arrive, ..."""
     merge_row_us: float = 0.015
     """... and for each row of the query tile."""
+    merge_launch_us: float = 0.0
+    """What merging costs beside that where a launch of its own does it; 0: the last program to arrive merges."""
     bytes_per_us: float = 2.0e6
     """Memory bandwidth."""
 
@@ -67,7 +71,8 @@ class Architecture:
     name: str
     decode: Mapping[str, DecodeConfig]
     """"few" for any number of programs, "fp8" for an fp8 cache; "many" instead of "few" for many programs of one token each,
-    where a tile lies in one block and a row in one piece (not in vllm_5d)."""
+    where a tile lies in one block and a row in one piece (not in vllm_5d). "latent" where the value lies in the key, and
+    "latent wide" instead for 64 query rows or more."""
     prefill: PrefillConfig
     prefill_short: PrefillConfig
     """Prompts of up to SHORT_PROMPT tokens, where the masked tiles weigh more."""
@@ -90,6 +95,23 @@ SM_90 = Architecture(
             128, num_warps=4, num_stages=2, residents=3, tile_us=1.5, busy_us=2.02, wave_us=1.7, bytes_per_us=4.1e6
         ),
         "fp8": DecodeConfig(block_n=16, num_warps=1, num_stages=7, tile_us=0.59, wave_us=7.6, bytes_per_us=4.1e6),
+        "latent": DecodeConfig(
+            32,
+            4,
+            3,
+            32,
+            2,
+            tile_us=0.92,
+            busy_us=1.13,
+            wave_us=6.6,
+            merge_us=0.137,
+            merge_row_us=0,
+            merge_launch_us=1.8,
+            bytes_per_us=4.1e6,
+        ),
+        "latent wide": DecodeConfig(
+            64, 8, 2, 64, 1, tile_us=3.8, wave_us=6.4, merge_us=0.08, merge_row_us=0, merge_launch_us=2.8, bytes_per_us=4.1e6
+        ),
     },
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
@@ -98,7 +120,10 @@ SM_90 = Architecture(
 )
 SM_80 = Architecture(
     "sm_80",
-    {"few": DecodeConfig(block_n=64, num_warps=4, num_stages=5, residents=1, bytes_per_us=1.5e6)},
+    {
+        "few": DecodeConfig(block_n=64, num_warps=4, num_stages=5, residents=1, bytes_per_us=1.5e6),
+        "latent": DecodeConfig(block_n=32, num_warps=4, num_stages=3, block_m=16, residents=1, bytes_per_us=1.5e6),
+    },
     _PLAIN,
     _PLAIN,
     _PLAIN,
@@ -133,6 +158,16 @@ def decode_configs(
     if many is None or itemsize == 1 or split_rows or block_size % many.block_n:
         return (few,)
     return few, _shrunk(many, row_bytes)
+
+
+def latent_config(arch: Architecture, rows: int, itemsize: int) -> DecodeConfig:
+    """What serves a cache whose values lie in its keys. rows: query rows of a kv head; itemsize: bytes of what is multiplied."""
+    table = arch.decode
+    name = "latent wide" if rows >= 64 and itemsize == 2 and "latent wide" in table else "latent"
+    config = table.get(name) or replace(table["few"], block_m=16)
+    if itemsize == 4:  # twice the memory for a tile of which half the numbers are computed at a time
+        config = replace(config, block_m=16, num_stages=min(config.num_stages, 2))
+    return config
 
 
 def _shrunk(config: DecodeConfig, row_bytes: int) -> DecodeConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from headway.backends.triton.chunk_kernel import cut_sequences
 from headway.backends.triton.chunks import Chunks, most_chunks
 from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
-from headway.backends.triton.launch import Bound, Launcher, aligned, launches_early
+from headway.backends.triton.launch import Launcher, aligned, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
 from headway.backends.triton.splits import FAN, MAX_ROUNDS, choose_cut
 from headway.backends.triton.workspace import Workspace
@@ -44,7 +44,7 @@ class DecodePlan:
     lse: Tensor
     arrivals: Tensor
     """int32, zero between launches."""
-    launches: dict[Hashable, Bound] = field(default_factory=dict)
+    launches: dict[Hashable, Callable[..., None]] = field(default_factory=dict)
     """What a layer launches, by all that its layers may differ in."""
     checked: AttentionMetadata | None = None
     """In debug mode: what the cache must be compared with before a launch."""
@@ -83,6 +83,10 @@ class Decode:
         self._launch = Launcher(split_kv_decode)
         self._launch_cut = Launcher(cut_sequences)
 
+    def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
+        """Those that serve so many query tokens."""
+        return self.configs if max_query_len == 1 else self.configs[:1]
+
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
         """(BLOCK_M, rows in use rounded up, query tiles a kv head) for so many query tokens."""
         rows = self._spec.group_size * max_query_len
@@ -96,11 +100,12 @@ class Decode:
 
         configs: between which it is chosen; None: all that serve so many query tokens.
         """
+        configs = configs or self._configs(max_query_len)
         if self._num_splits is not None:
-            return self.configs[0], self._num_splits
+            return configs[0], self._num_splits
         _, rows, tiles_m = self.tile(max_query_len)
         window = self._spec.sliding_window
-        most = max(kv_lens, default=0) if window is None else window + self.configs[0].block_n
+        most = max(kv_lens, default=0) if window is None else window + configs[0].block_n
         live = [min(kv_len, most) for kv_len in kv_lens if kv_len > 0]
         mean = sum(live) // max(len(live), 1)
         step = max(16, mean // 32)
@@ -108,7 +113,6 @@ class Decode:
         elements = self._spec.head_dim + (0 if self._spec.value_in_key else self._spec.v_head_dim)
         key_bytes = elements * self._spec.cache_dtype.itemsize
         items = len(live) * self._spec.num_kv_heads * tiles_m
-        configs = configs or (self.configs if max_query_len == 1 else self.configs[:1])
         return choose_cut(items, keys, key_bytes, rows, self._multiprocessors, tuple(configs))
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
@@ -230,8 +234,9 @@ class Decode:
         equal = self._spec.head_dim == self._spec.v_head_dim
         # Pairs are multiplied in float16, which would cost a float32 layer its digits.
         pairs = cache.key.element_size() == 1 and addressing.pairs and equal and self._spec.dtype != torch.float32
+        constants = {name: value for name, value in self._layer.constants.items() if name != "VALUE_IN_KEY"}
         return {
-            **self._layer.constants,
+            **constants,
             "ONE_TOKEN": plan.max_query_len == 1,
             "NEW": new,
             "BLOCK_SIZE": self._block_size,

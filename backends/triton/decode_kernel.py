@@ -69,7 +69,6 @@ def split_kv_decode(
     TAIL: tl.constexpr,  # the rest of a long row, rounded up to a power of two; 0: there is none
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,  # V_HEAD_DIM rounded up to a power of two
-    VALUE_IN_KEY: tl.constexpr,  # the value is the key's first tile
     BLOCK_SIZE: tl.constexpr,
     K_X: tl.constexpr,
     V_X: tl.constexpr,
@@ -176,7 +175,7 @@ def split_kv_decode(
             q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
             cap_log2, window,
             k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
-            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
+            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
             BLOCK_M, BLOCK_N, PAIRS, not V_SLOTS_INNER,
             HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
         )  # fmt: skip
@@ -186,7 +185,7 @@ def split_kv_decode(
                 q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
                 cap_log2, window,
                 k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
-                HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
+                HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
                 BLOCK_M, BLOCK_N, PAIRS, True,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
             )  # fmt: skip

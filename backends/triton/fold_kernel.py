@@ -13,7 +13,7 @@ def fold_cached(
     q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale, cap_log2, window,
     k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-    VALUE_IN_KEY: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr, K_PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
     ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -41,23 +41,20 @@ def fold_cached(
     else:
         k = key_rows(
             key, blocks, first, end, k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, K_X, K_PIECES, BLOCK_SIZE,
-            HEAD_DIM, BLOCK_D, BLOCK_N, True, VALUE_IN_KEY, DOT,
+            HEAD_DIM, BLOCK_D, BLOCK_N, True, DOT,
         )  # fmt: skip
         scores = tl.dot(q[0], tl.trans(k), scores, input_precision=PRECISION)
         if TAIL > 0:
             k_tail = key_rows(
                 key + BLOCK_D // K_X * k_stride_dim, blocks, first, end, k_stride_block, k_stride_slot, k_stride_dim, k_stride_x,
-                K_X, K_PIECES, BLOCK_SIZE, HEAD_DIM - BLOCK_D, TAIL, BLOCK_N, True, False, DOT,
+                K_X, K_PIECES, BLOCK_SIZE, HEAD_DIM - BLOCK_D, TAIL, BLOCK_N, True, DOT,
             )  # fmt: skip
             scores = tl.dot(q[1], tl.trans(k_tail), scores, input_precision=PRECISION)
-        if VALUE_IN_KEY:
-            v = k
-        else:
-            v = cached_rows(
-                value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_DV), first, end,
-                v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, V_HEAD_DIM, BLOCK_DV, BLOCK_N,
-                True, ZEROED, V_SLOTS_INNER, DOT,
-            )  # fmt: skip
+        v = cached_rows(
+            value, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_DV), first, end,
+            v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, V_HEAD_DIM, BLOCK_DV, BLOCK_N,
+            True, ZEROED, V_SLOTS_INNER, DOT,
+        )  # fmt: skip
     m, l, weights, shrink = softmax_step(
         scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, score_scale, cap_log2,
         window, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,

@@ -38,7 +38,7 @@ class Layer:
     @classmethod
     def of(cls, spec: AttentionSpec) -> Layer:
         """Prepare one spec; allocates the small tensors on its device."""
-        block_d, tail = _row(spec.head_dim)
+        block_d, tail = _row(spec)
         block_dv = max(triton.next_power_of_2(spec.v_head_dim), 16)
         scale = spec.scale * spec.k_scale
         cap = spec.softcap
@@ -65,7 +65,7 @@ class Layer:
                 "TAIL": tail,
                 "V_HEAD_DIM": spec.v_head_dim,
                 "BLOCK_DV": block_dv,
-                "VALUE_IN_KEY": spec.value_in_key and block_dv == block_d,
+                "VALUE_IN_KEY": spec.value_in_key and block_dv == block_d == spec.v_head_dim,
                 "HAS_WINDOW": spec.sliding_window is not None,
                 "HAS_SOFTCAP": cap is not None,
                 "HAS_ALIBI": spec.alibi_slopes is not None,
@@ -75,12 +75,21 @@ class Layer:
             },
         )
 
+    @property
+    def value_first(self) -> bool:
+        """Whether the value lies in the key and is all of its first tile."""
+        return bool(self.constants["VALUE_IN_KEY"])
 
-def _row(head_dim: int) -> tuple[int, int]:
+
+def _row(spec: AttentionSpec) -> tuple[int, int]:
     """How a key row is read: (elements of the first tile, elements of the tile for the rest; 0: there is none).
 
-    Long rows that are no power of two (DeepSeek's 192 and 576) take two tiles, since one would be half empty.
+    A value inside the key is a tile of its own, if tiles can be of its length. Else long rows that are no power of two
+    (DeepSeek's 192) take two tiles, since one would be half empty.
     """
+    head_dim, value = spec.head_dim, spec.v_head_dim
+    if spec.value_in_key and value < head_dim and value == max(triton.next_power_of_2(value), 16):
+        return value, max(triton.next_power_of_2(head_dim - value), 16)
     whole = max(triton.next_power_of_2(head_dim), 16)
     rest = head_dim - whole // 2
     if head_dim <= 128 or whole == head_dim or triton.next_power_of_2(rest) == whole // 2:

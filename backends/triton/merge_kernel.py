@@ -133,3 +133,48 @@ def merge_tiles(
             first_row, query_len, v_scale, out_stride_token, out_stride_head, sums_stride_head,
             GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED, HAS_SINKS, HAS_LSE,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["sums_stride_head"], do_not_specialize_on_alignment=["sums_ptr", "lse_ptr"])
+def merge_chunks(
+    out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
+    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
+    seqs_ptr,  # int32 [num_seqs, 4], see chunk_kernel.SEQ_FIELDS
+    sinks_ptr,  # float32 [num_heads], log2(e) * sink
+    partial_ptr,  # float32 [chunks, items, TILE_ROWS, BLOCK_DV]; items: grid axis 0
+    lse_ptr,  # float32 [chunks, items, TILE_ROWS]
+    v_scale,
+    out_stride_token,
+    out_stride_head,
+    sums_stride_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows of a query tile
+    TILE_ROWS: tl.constexpr,  # of which partial results have so many
+    ROWS: tl.constexpr,
+    MERGED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (kv heads * query tiles, TILE_ROWS / ROWS, num_seqs): each program merges the chunks of ROWS rows of a decode."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    row = tl.program_id(1) * ROWS
+    first_row = tl.program_id(0) // NUM_KV_HEADS * BLOCK_M + row
+    seq = seqs_ptr + tl.program_id(2) * 4
+    token = tl.load(seq)
+    query_len = tl.load(seq + 1)
+    first_chunk = tl.load(seq + 2)
+    num_chunks = tl.load(seq + 3)
+    if (num_chunks > 1) & (first_row < query_len * GROUP):
+        slot = (first_chunk.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * TILE_ROWS + row
+        merge_rows(
+            partial_ptr, lse_ptr, out_ptr, sums_ptr, sinks_ptr, slot, tl.num_programs(0) * TILE_ROWS, num_chunks, token, kv_head,
+            first_row, query_len, v_scale, out_stride_token, out_stride_head, sums_stride_head,
+            GROUP, V_HEAD_DIM, BLOCK_DV, ROWS, MERGED, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip

@@ -81,11 +81,8 @@ class Prefill:
 
     def plan(self, metadata: AttentionMetadata) -> PrefillPlan:
         """List what the programs do."""
-        # An fp8 cache is read back even so, or the answer would depend on how a prompt was cut into chunks.
-        # A batch invariant answer is read back too: whether the step is PREFILL or EXTEND depends on all of its sequences.
         spec = self._spec
-        rereads = spec.cache_dtype != spec.dtype or spec.batch_invariant
-        dense = metadata.phase is Phase.PREFILL and not rereads
+        dense = metadata.phase is Phase.PREFILL and not rereads(spec)
         paged = 0 if dense else self._block_size
         row = (max(self._layer.block_d + self._layer.constants["TAIL"], self._layer.block_dv), spec.dtype.itemsize)
         longest = ANY_PROMPT if spec.batch_invariant else metadata.max_query_len
@@ -245,6 +242,15 @@ class Prefill:
             "PDL": self._pdl,
         }
         return _Variant(tma, strides, constants)
+
+
+def rereads(spec: AttentionSpec) -> bool:
+    """Whether a prompt without context is read back from the cache.
+
+    That of an fp8 cache is, or the answer would depend on how a prompt was cut into chunks; and a batch invariant one, since it
+    depends on all sequences of a step whether the step is PREFILL or EXTEND.
+    """
+    return not spec.dense and (spec.cache_dtype != spec.dtype or spec.batch_invariant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,9 @@ def expected_us(
         time += each * tile_us + config.wave_us
     merge_us = config.merge_us + config.merge_row_us * rows
     parts = -(-tiles // each)
-    if parts > FAN:
+    if parts > FAN and not config.merge_launch_us:
         parts = FAN + -(-parts // FAN) + FAN_ROUND
-    return time + (merge_us * parts if splits > 1 else 0.0)
+    return time + (config.merge_launch_us + merge_us * parts if splits > 1 else 0.0)
 
 
 PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)

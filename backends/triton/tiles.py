@@ -148,18 +148,15 @@ def key_rows(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
-    ZEROED: tl.constexpr,  # the rows serve as values too
     DOT: tl.constexpr,
 ):
     """Elements 0 .. min(HEAD_DIM, BLOCK_D) of paged keys, [BLOCK_N, BLOCK_D], in the way that their layout reads fastest."""
     if PIECES:
         tile = split_rows(base_ptr, blocks, first, stride_block, stride_dim, X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, DOT)
-        if ZEROED:
-            tile = tl.where((first + tl.arange(0, BLOCK_N) < limit)[:, None], tile, 0.0).to(DOT)
     else:
         tile = cached_rows(
             base_ptr, blocks, head_offsets(stride_dim, stride_x, X, BLOCK_D), first, limit, stride_block, stride_slot,
-            X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, ZEROED, False, DOT,
+            X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, False, False, DOT,
         )  # fmt: skip
     return tile
 

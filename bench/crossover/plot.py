@@ -21,9 +21,9 @@ _TITLES: dict[PhaseName, str] = {
 }
 _LENGTHS: dict[PhaseName, str] = {
     "decode": "cached tokens of each sequence",
-    "verify": "new tokens of all tokens of each sequence",
+    "verify": "new tokens of all tokens in each sequence",
     "prefill": "tokens of each prompt",
-    "extend": "new tokens of all tokens of each sequence",
+    "extend": "new tokens of all tokens in each sequence",
     "generate": "input + output tokens of each request",
 }
 
@@ -56,7 +56,7 @@ def to_png(view: View) -> bytes:
     won = [name for name in view.backends if any(row.winners == [name] for row in view.rows)]
     handles = [_patch(chosen[name], name) for name in won]
     handles += [_patch(TIE, "tie: cannot be told apart"), _not_measured("not measured")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False, fontsize=9)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
     return out.getvalue()

@@ -43,20 +43,39 @@ class Roofline:
     def __init__(self, config: DecoderConfig, specs: Sequence[AttentionSpec]) -> None:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size * (3 if config.gated else 2)
-        products = config.hidden_size * (2 * q_size + 2 * kv_size + inner)
+        attention, num_sparse = 2 * q_size + 2 * kv_size, sum(layer.experts for layer in config.layers)
+        rows = config.num_layers * attention + (config.num_layers - num_sparse) * inner
         self._config = config
-        self._layer_params = config.num_layers * products
+        self._expert_params = 0
+        """One routed expert's in every layer that has experts."""
+        if config.experts is not None:
+            experts = config.experts
+            rows += num_sparse * (experts.num_logits + 3 * experts.shared_intermediate_size)
+            self._expert_params = 3 * num_sparse * experts.intermediate_size * config.hidden_size
+        self._layer_params = config.hidden_size * rows
+        self._itemsize = specs[0].dtype.itemsize
         self._head_params = config.vocab_size * config.hidden_size
-        self.weight_bytes = (self._layer_params + self._head_params) * specs[0].dtype.itemsize
-        """Read by every step: all products and the output head; of the embedding a step reads single rows, which are left out."""
+        self.weight_bytes = (self._layer_params + self._head_params) * self._itemsize
+        """Read by every step: all products but routed experts' and the output head; of the embedding a step reads single rows,
+        which are left out."""
         self.kv_bytes = sum(_kv_bytes(spec) for spec in specs)
         """K and V of one token, all layers."""
+
+    def expert_bytes(self, num_tokens: float) -> float:
+        """Weights of the routed experts that a step of so many tokens touches, if all experts are chosen equally often."""
+        experts = self._config.experts
+        if experts is None:
+            return 0.0
+        missed: float = (1 - experts.top_k / experts.num_experts) ** num_tokens
+        touched = experts.num_experts * (1 - missed)
+        return touched * self._expert_params * self._itemsize
 
     def prefill_flops(self, prompt_lens: Sequence[int]) -> int:
         """Operations to compute prompts once: products of every token, attention by causality and window, logits of the last."""
         config = self._config
         keys = sum(keys_seen(length, window) for length in prompt_lens for window in config.sliding_windows)
-        products = self._layer_params * sum(prompt_lens) + self._head_params * len(prompt_lens)
+        of_token = self._layer_params + (0 if config.experts is None else config.experts.top_k * self._expert_params)
+        products = of_token * sum(prompt_lens) + self._head_params * len(prompt_lens)
         return 2 * products + 4 * config.num_heads * config.head_dim * keys
 
     def floor(self, stats: EngineStats, prompt_lens: Sequence[int], step_tokens: int, rates: Rates) -> Floor:
@@ -65,10 +84,11 @@ class Roofline:
         Contexts count in full, also where a sliding window reads less.
         """
         read = 1e9 * rates.read_gbps
-        decode = (stats.num_steps * self.weight_bytes + stats.kv_tokens_read * self.kv_bytes) / read
+        step_bytes = self.weight_bytes + self.expert_bytes(stats.num_decode_tokens / max(stats.num_steps, 1))
+        decode = (stats.num_steps * step_bytes + stats.kv_tokens_read * self.kv_bytes) / read
         prefill_steps = -(-sum(prompt_lens) // step_tokens)
         compute = self.prefill_flops(prompt_lens) / (1e12 * rates.matrix_tflops)
-        return Floor(decode, max(compute - prefill_steps * self.weight_bytes / read, 0.0))
+        return Floor(decode, max(compute - prefill_steps * step_bytes / read, 0.0))
 
 
 def keys_seen(length: int, window: int | None) -> int:

@@ -13,11 +13,12 @@ from headway.bench.generate.profile import Window
 from headway.bench.generate.report import OfflineCell, OfflineReport
 from headway.bench.generate.roofline import Rates, Roofline, measure_read_gbps
 from headway.bench.generate.workloads import Requests, RequestSet
-from headway.core.contract.errors import HeadwayError
+from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.engine.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
+from headway.models.decoder import Decoder
 from headway.testing.origin import Origin
 from headway.tuning.device import crowding, describe_device
 from headway.tuning.timing import Timer
@@ -63,6 +64,10 @@ def run_offline(
 
     :raises HeadwayError: a request that cannot be sent, or that did not write what it was to write.
     """
+    if not isinstance(llm.model.decoder, Decoder):
+        raise ConfigError(
+            "model_impl", "a model that Headway's decoder computes: the roofline counts its products", llm.model.implementation
+        )
     spec = llm.model.decoder.attention_specs[0]
     device = describe_device(llm.device, spec.dtype, Timer())
     rates = Rates(measure_read_gbps(llm.device, Timer()), device.matrix_tflops)
@@ -98,10 +103,11 @@ def settings(llm: LLM) -> dict[str, str]:
     """What the engine runs with, by name."""
     chosen, config = llm.engine.selection, llm.engine.config
     return {
+        "model_impl": llm.model.implementation,
         **{phase.value: name for phase, name in chosen.names.items()},
         "kv_layout": chosen.layout.name,
         "block_size": str(chosen.block_size),
-        "pool_tokens": str(llm.engine.capacity.pool.num_tokens),
+        "pool_tokens": str(llm.engine.capacity.pool.num_tokens(llm.engine.capacity.max_model_len)),
         "max_model_len": str(llm.engine.capacity.max_model_len),
         "max_num_seqs": str(config.max_num_seqs),
         "max_num_batched_tokens": str(config.step_tokens),
@@ -109,6 +115,7 @@ def settings(llm: LLM) -> dict[str, str]:
         "async_scheduling": str(config.async_scheduling).lower(),
         "tokenizer": "no" if llm.tokenizer is None else "yes",
         "prefix_cache": "emptied before each pass" if config.enable_prefix_caching else "off",
+        **{f"experts {number}": kind.describe() for number, kind in enumerate(llm.model.decoder.expert_kinds)},
     }
 
 
@@ -153,6 +160,7 @@ def _summary(
     ordered = sorted(passes, key=lambda each: each.seconds)
     chosen = ordered[len(ordered) // 2]
     stats, count = chosen.stats, requests.num_output_tokens
+    assert isinstance(llm.model.decoder, Decoder)  # looked at in `run`
     roofline = Roofline(llm.model.decoder.config, llm.model.decoder.attention_specs)
     lens = [len(prompt) for prompt in requests.prompts]
     floor = roofline.floor(stats, lens, llm.engine.config.step_tokens, rates)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from headway.bench.generate.roofline import Roofline
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Attention
 from headway.core.engine import pool
@@ -68,7 +69,7 @@ def paged_attention(model: Decoder, backend: str, batch_size: int, context: int)
     registry, specs = create_registry(), model.attention_specs
     selector = Selector(registry, specs, backend, "nhd", BLOCK_SIZE)
     blocks = -(-(context + 1) // BLOCK_SIZE)
-    caches = pool.allocate(specs, [registry.layout("nhd").layout] * len(specs), pool.PoolSize(batch_size * blocks, BLOCK_SIZE, 0))
+    caches = pool.allocate_layers(specs, [registry.layout("nhd").layout] * len(specs), batch_size * blocks, BLOCK_SIZE)
     for layer in caches:
         layer.key.normal_()
         layer.value.normal_()
@@ -80,11 +81,13 @@ def paged_attention(model: Decoder, backend: str, batch_size: int, context: int)
 
 
 def step_bytes(model: Decoder, batch_size: int, context: int) -> int:
-    """Bytes a step cannot avoid reading: every weight once (an embedding table that is not the lm_head apart), K and V once."""
-    linears = [model.lm_head, *(linear for layer in model.layers for linear in layer.linears)]
-    weights = sum(linear.weight.nbytes for linear in linears)
-    kv = sum(2 * spec.num_kv_heads * spec.head_dim * spec.cache_dtype.itemsize for spec in model.attention_specs)
-    return weights + batch_size * (context + 1) * kv
+    """Bytes a step cannot avoid reading: every weight once (an embedding table that is not the lm_head apart), K and V once.
+
+    Of experts, those that tokens touch which choose each as often as the others.
+    """
+    roofline = Roofline(model.config, model.attention_specs)
+    weights = roofline.weight_bytes + int(roofline.expert_bytes(batch_size))
+    return weights + batch_size * (context + 1) * roofline.kv_bytes
 
 
 def main(
@@ -122,7 +125,7 @@ def _measure(decoder: Decoder, backend: str, batch_size: int, context: int, read
     if backend == "none":
         spec = decoder.attention_specs[0]
         out = torch.randn(batch_size, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
-        num_bytes, step = step_bytes(decoder, 0, 0), CapturedStep(decoder, batch_size, lambda *_: out, context)
+        num_bytes, step = step_bytes(decoder, batch_size, -1), CapturedStep(decoder, batch_size, lambda *_: out, context)
     else:
         attention = paged_attention(decoder, backend, batch_size, context)
         num_bytes, step = step_bytes(decoder, batch_size, context), CapturedStep(decoder, batch_size, attention, context)

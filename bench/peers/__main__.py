@@ -23,7 +23,7 @@ def measure(
     batch_size: Annotated[str, typer.Option(help="Random prompts sent at once: N, or a list 1,16,64.")] = "1,16,64",
     input_len: Annotated[str, typer.Option(help="Their tokens: N, or a list.")] = "512",
     output_len: Annotated[str | None, typer.Option(help="Tokens written for each. [as the input]")] = None,
-    model: Annotated[str, typer.Option(help="A folder, or as dummy qwen3-0.6b or llama-3-8b.")] = "qwen3-0.6b",
+    model: Annotated[str, typer.Option(help="A folder, or as dummy qwen3-0.6b, qwen3-30b-a3b or llama-3-8b.")] = "qwen3-0.6b",
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "dummy",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",

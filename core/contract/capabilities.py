@@ -41,7 +41,8 @@ class Capabilities:
     features: frozenset[str] = frozenset()
     """Out of FEATURES."""
     dense_prefill: bool = False
-    """PREFILL reads this step's k and v and not the cache, so `layouts` and `block_multiple` do not bind it."""
+    """PREFILL reads this step's k and v and not the cache, so `layouts` and `block_multiple` do not bind it, and a layer without
+    a cache can be served (`AttentionSpec.dense`)."""
     reads_whole_blocks: bool = False
     """It may load every slot of a sequence's last block and mask the scores of those past the end. Those slots must be finite:
     0 * NaN is NaN. The pool keeps that promise (zeroed when allocated, and a freed block keeps the finite rows it held), so a
@@ -100,6 +101,8 @@ class Capabilities:
             pairs = " or ".join(f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in self.v_head_dims)
             need(dims in self.v_head_dims, "head_dim/v_head_dim", pairs or "equal ones", f"{dims[0]}/{dims[1]}")
         need(self.value_in_key or not spec.value_in_key, "value_in_key", "a backend that reads the value out of the key", "True")
+        dense = not spec.dense or (self.dense_prefill and phase is Phase.PREFILL)
+        need(dense, "dense", "a prompt, and a backend that reads no cache for it", phase.value)
         multiple = self.block_multiple
         need(
             not paged or block_size % multiple == 0,

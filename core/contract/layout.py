@@ -124,7 +124,7 @@ class CacheLayout:
 
     def allocate(self, geometry: CacheGeometry, k_scale: float = 1.0, v_scale: float = 1.0) -> LayerCache:
         """Allocate one layer's cache, zeroed: kernels that read whole blocks must meet finite numbers."""
-        tensors = {name: _zeros(self.shape(name, geometry), geometry) for name in self.tensors}
+        tensors = {name: zeros(self.shape(name, geometry), geometry.dtype, geometry.device) for name in self.tensors}
         return LayerCache(tensors, self, geometry, k_scale, v_scale)
 
 
@@ -240,12 +240,13 @@ class LayoutInfo:
     load_writer: Callable[[torch.device], CacheWriter]
 
 
-def _zeros(shape: tuple[int, ...], geometry: CacheGeometry) -> Tensor:
-    if geometry.device.type != "cpu":
-        return torch.zeros(shape, dtype=geometry.dtype, device=geometry.device)
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeroed memory of a cache."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     # calloc, not memset: the system hands out zero pages when they are first written, so a big pool costs no start-up time.
-    flat = torch.from_numpy(numpy.zeros(math.prod(shape) * geometry.dtype.itemsize, dtype=numpy.uint8))
-    return flat.view(geometry.dtype).view(shape)
+    flat = torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, dtype=numpy.uint8))
+    return flat.view(dtype).view(shape)
 
 
 def _logical(tensor: Tensor, axes: tuple[str, ...]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
@@ -13,7 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.transfer import upload
+from headway.core.contract.packed import Packed
+
+BlockTables = Sequence[Sequence[int] | NDArray[numpy.int32]] | NDArray[numpy.int32]
+"""For each sequence its physical blocks; or int32 [num_seqs, max_blocks], with 0 past those of a sequence."""
 
 
 class Phase(Enum):
@@ -54,7 +57,9 @@ class AttentionMetadata:
     context_lens: Tensor
     """int32 [num_seqs]: cached tokens, before this step's."""
     block_table: Tensor
-    """int32 [num_seqs, max_blocks]: physical block of each logical block; entries past a sequence's end are 0 and never read."""
+    """int32 [num_seqs, max_blocks]: physical block of each logical block; entries past a sequence's end are 0 and never read. For
+    a layer with a sliding window those behind the window may have been given back: they name a block of zeros, which may be read
+    and must not count."""
     slot_mapping: Tensor
     """int64 [num_tokens]: where each new token's k and v go, block * block_size + offset; -1 is skipped by every writer."""
     block_size: int
@@ -170,7 +175,7 @@ class AttentionMetadata:
         cls,
         query_lens: Sequence[int] | NDArray[numpy.int32],
         context_lens: Sequence[int] | NDArray[numpy.int32],
-        block_tables: Sequence[Sequence[int] | NDArray[numpy.int32]] | NDArray[numpy.int32],
+        block_tables: BlockTables,
         block_size: int,
         device: torch.device | str = "cpu",
         decode_query_len: int = 1,
@@ -188,40 +193,61 @@ class AttentionMetadata:
         num_blocks, upper_bound_lens: see the fields.
         Sequences that decode must come last; a padding row has query_len 1, context_len -1 (so a length of 0) and no blocks.
         """
+        most = decode_query_len if num_draft_tokens is None else numpy.asarray(num_draft_tokens) + 1
+        lens = query_lens, context_lens
+        return cls.build_groups(*lens, [block_tables], block_size, device, most, [num_blocks], upper_bound_lens)[0]
+
+    @classmethod
+    def build_groups(
+        cls,
+        query_lens: Sequence[int] | NDArray[numpy.int32],
+        context_lens: Sequence[int] | NDArray[numpy.int32],
+        block_tables: Sequence[BlockTables],
+        block_size: int,
+        device: torch.device | str,
+        decode_query_lens: int | NDArray[numpy.int32],
+        num_blocks: Sequence[int],
+        upper_bound_lens: bool = False,
+    ) -> list[AttentionMetadata]:
+        """As `build`, for layers of several cache groups: they differ in block table, slots and `num_blocks` alone.
+
+        decode_query_lens: most new tokens that still count as DECODE, of all sequences or of each.
+        """
         num_seqs = len(query_lens)
         query, context = (numpy.asarray(each, dtype=numpy.int32) for each in (query_lens, context_lens))
-        most = decode_query_len if num_draft_tokens is None else numpy.asarray(num_draft_tokens) + 1
-        decodes = (context != 0) & (query <= most)  # Phase.of
+        decodes = (context != 0) & (query <= decode_query_lens)  # Phase.of
         num_prefills = num_seqs - int(decodes.sum())
         assert not decodes[:num_prefills].any(), "sequences that prefill or extend must come before those that decode"
 
-        num_tokens = int(query.sum())
-        whole = block_tables if isinstance(block_tables, numpy.ndarray) else None
-        widest = max((len(row) for row in block_tables), default=0) if whole is None else whole.shape[1]
+        num_tokens, widest = int(query.sum()), max(1, *map(_widest, block_tables))
         # All that the device needs lies in one piece of memory: a copy costs more than what it carries.
-        packed = _Packed(
-            slots=2 * num_tokens, starts=num_seqs + 1, seq_lens=num_seqs, contexts=num_seqs, table=num_seqs * max(widest, 1)
-        )
+        tables = {f"table {group}": num_seqs * widest for group in range(len(block_tables))}
+        slots = {f"slots {group}": 2 * num_tokens for group in range(len(block_tables))}
+        packed = Packed(starts=num_seqs + 1, seq_lens=num_seqs, contexts=num_seqs, **slots, **tables)
         starts, seq_lens = packed.host("starts"), packed.host("seq_lens")
         numpy.cumsum(query, out=starts[1:])
         numpy.add(query, context, out=seq_lens)
         numpy.maximum(context, 0, out=packed.host("contexts"))
-        table = packed.host("table").reshape(num_seqs, max(widest, 1))
-        if whole is None:
-            for row, blocks in enumerate(block_tables):
-                table[row, : len(blocks)] = blocks
-        else:
-            table[:, :widest] = whole
-        num_prefill_tokens = int(starts[num_prefills])
-
         rows = numpy.repeat(numpy.arange(num_seqs), query)  # [num_tokens]: the sequence of each token
         positions = numpy.arange(num_tokens) - (starts[:-1] - context)[rows]
-        numpy.multiply(table[rows, numpy.maximum(positions, 0) // block_size], block_size, out=packed.slots, dtype=numpy.int64)
-        packed.slots += positions % block_size
-        packed.slots[positions < 0] = -1
+        columns, places = numpy.maximum(positions, 0) // block_size, positions % block_size
+        host_tables = []
+        for group, blocks in enumerate(block_tables):
+            table = packed.host(f"table {group}").reshape(num_seqs, widest)
+            if isinstance(blocks, numpy.ndarray):
+                table[:, : blocks.shape[1]] = blocks
+            else:
+                for row, listed in enumerate(blocks):
+                    table[row, : len(listed)] = listed
+            host_tables.append(table)
+            slot_mapping = packed.host(f"slots {group}").view(numpy.int64)
+            numpy.multiply(table[rows, columns], block_size, out=slot_mapping, dtype=numpy.int64)
+            slot_mapping += places
+            slot_mapping[positions < 0] = -1
 
         packed.upload(torch.device(device))
-        return cls(
+        num_prefill_tokens = int(starts[num_prefills])
+        first = cls(
             num_prefills=num_prefills,
             num_decodes=num_seqs - num_prefills,
             num_prefill_tokens=num_prefill_tokens,
@@ -229,46 +255,29 @@ class AttentionMetadata:
             query_start_loc=packed.device("starts"),
             seq_lens=packed.device("seq_lens"),
             context_lens=packed.device("contexts"),
-            block_table=packed.device("table").view(table.shape),
-            slot_mapping=packed.device("slots").view(torch.int64),
+            block_table=packed.device("table 0").view(num_seqs, widest),
+            slot_mapping=packed.device("slots 0").view(torch.int64),
             block_size=block_size,
             max_query_len=int(query.max()) if num_seqs else 0,
             max_seq_len=int(seq_lens.max()) if num_seqs else 0,
             query_start_loc_cpu=torch.from_numpy(starts),
             seq_lens_cpu=torch.from_numpy(seq_lens),
-            block_table_cpu=torch.from_numpy(table),
-            num_blocks=num_blocks,
+            block_table_cpu=torch.from_numpy(host_tables[0]),
+            num_blocks=num_blocks[0],
             upper_bound_lens=upper_bound_lens,
         )
+        others = [
+            replace(
+                first,
+                block_table=packed.device(f"table {group}").view(num_seqs, widest),
+                slot_mapping=packed.device(f"slots {group}").view(torch.int64),
+                block_table_cpu=torch.from_numpy(host_tables[group]),
+                num_blocks=num_blocks[group],
+            )
+            for group in range(1, len(block_tables))
+        ]
+        return [first, *others]
 
 
-_ALIGN = 4
-"""Fields begin at multiples of 16 bytes, which kernels may rely on."""
-
-
-class _Packed:
-    """Several int32 fields in one piece of host memory, and then in one of the device's."""
-
-    def __init__(self, **lengths: int) -> None:
-        """Fields by name, with their numbers of int32 elements; all are zero. `slots`, the first, holds int64 numbers."""
-        self._at: dict[str, slice] = {}
-        end = 0
-        for name, length in lengths.items():
-            start = -(-end // _ALIGN) * _ALIGN
-            end = start + length
-            self._at[name] = slice(start, end)
-        self._host = numpy.zeros(end, dtype=numpy.int32)
-        self._device = torch.empty(0)
-        self.slots = self.host("slots").view(numpy.int64)
-
-    def host(self, name: str) -> NDArray[numpy.int32]:
-        """A field in host memory."""
-        return self._host[self._at[name]]
-
-    def upload(self, device: torch.device) -> None:
-        """Copy all fields; host memory must not change any more."""
-        self._device = upload(torch.from_numpy(self._host), device)
-
-    def device(self, name: str) -> Tensor:
-        """A field on the device."""
-        return self._device[self._at[name]]
+def _widest(blocks: BlockTables) -> int:
+    return blocks.shape[1] if isinstance(blocks, numpy.ndarray) else max((len(row) for row in blocks), default=0)

@@ -50,6 +50,9 @@ class AttentionSpec:
     """Elements of one head of value and output; 0, the default, becomes `head_dim`."""
     value_in_key: bool = False
     """The value is the first `v_head_dim` elements of the key, stored once (DeepSeek-V2's absorbed latent attention)."""
+    dense: bool = False
+    """There is no cache: the layer is asked for in PREFILL alone, and this step's k and v are all that may be read (the expanded
+    form of latent attention)."""
 
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:
@@ -58,6 +61,7 @@ class AttentionSpec:
         assert min(getattr(self, size) for size in sizes) > 0, "numbers of heads and their elements must be positive"
         assert self.v_head_dim <= self.head_dim or not self.value_in_key, "a value inside the key cannot be longer than the key"
         assert self.k_scale == self.v_scale or not self.value_in_key, "a value inside the key has the key's scale"
+        assert self.kv_dtype is None or not self.dense, "without a cache it has no element type"
         assert self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads"
         assert self.alibi_slopes is None or len(self.alibi_slopes) == self.num_heads, "one ALiBi slope a query head"
         assert self.kv_dtype is not None or self.k_scale == self.v_scale == 1.0, "only a cache with its own kv_dtype is scaled"
@@ -86,4 +90,5 @@ class AttentionSpec:
             extra = f", {KV_DTYPE_NAMES.get(self.cache_dtype, self.cache_dtype)} cache{extra}"
         dim = str(self.head_dim) if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
         extra = f" value_in_key{extra}" if self.value_in_key else extra
+        extra = f" dense{extra}" if self.dense else extra
         return f"{self.num_heads}/{self.num_kv_heads} heads x {dim} {dtype} on {self.device.type}{extra}"

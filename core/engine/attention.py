@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -13,11 +13,16 @@ from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Backends, Plan
 from headway.core.contract.errors import BackendError, HeadwayError
+from headway.core.contract.latent import LatentLayer, expanded_specs, spec_in, value_head_dims
 from headway.core.contract.layout import CacheWriter, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.engine import latent
+from headway.core.engine.groups import CacheGroup
 
 Plans = dict[AttentionSpec, Plan]
+GroupMetadata = AttentionMetadata | Sequence[AttentionMetadata]
+"""A step, as all layers see it or, in the order of the cache groups, as the layers of each do."""
 
 
 class _Part(NamedTuple):
@@ -36,17 +41,36 @@ class PagedAttention:
     """
 
     def __init__(
-        self, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache], writer: CacheWriter | Sequence[CacheWriter]
+        self,
+        specs: Sequence[AttentionSpec],
+        caches: Sequence[LayerCache],
+        writer: CacheWriter | Sequence[CacheWriter],
+        groups: Sequence[CacheGroup] = (),
+        latents: Mapping[int, LatentLayer] | None = None,
+        gathering: Backends | None = None,
     ) -> None:
-        """writer: of every layer's cache, or one for each, where their layouts differ."""
+        """writer: of every layer's cache, or one for each, where their layouts differ.
+
+        groups: the cache groups of the layers, in the order in which a step's metadata come; none: one of all.
+        latents: the latent layers by their numbers; gathering: see `Selector.gathering`.
+        """
         assert len(specs) == len(caches)
         self.specs = list(specs)
+        self.value_head_dims = value_head_dims(specs, latents or {})
+        """Elements of one head of what each layer's attention returns."""
+        self.expanded = expanded_specs(specs, latents or {})
+        self._latents = [(latents or {}).get(layer) for layer in range(len(specs))]
+        self._gathering = gathering or {}
         self._kinds = list(dict.fromkeys(specs))
         self._kind_of = [self._kinds.index(spec) for spec in specs]
         """Of each layer. A spec is no key of what every layer looks up: its hash takes longer than the rest of the call."""
         self.caches = list(caches)
         self._writers = list(writer) if isinstance(writer, Sequence) else [writer] * len(specs)
-        self._metadata: AttentionMetadata | None = None
+        group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+        self.groups = [group_of.get(self.specs.index(spec), 0) for spec in self._kinds]
+        """Cache group of each distinct spec: what groups differ in, specs differ in."""
+        self._slots: list[Tensor] = []
+        """For each kind, where k and v of the step set up last go."""
         self._parts: list[_Part] = []
         self._decode_writes: list[bool] = []
         """For each kind, whether its backend writes k and v itself in the step set up last."""
@@ -56,44 +80,68 @@ class PagedAttention:
         self._handle = next(_HANDLES)
         _LIVE[self._handle] = self
 
-    def begin(self, metadata: AttentionMetadata, prefill: Backends, decode: Backends) -> None:
+    def begin(self, metadata: GroupMetadata, prefill: Backends, decode: Backends) -> None:
         """Plan one step: `prefill` serves its first part (prefill and extend), `decode` the rest."""
-        self._metadata = metadata
-        self._decode_writes = self._writing(metadata, decode)
+        step = self._set_up(metadata, decode)
         self.first_nan = None
         self._parts = []
         start = 0
-        for view, backends in ((metadata.prefill, prefill), (metadata.decode, decode)):
+        for views, backends in (([each.prefill for each in step], prefill), ([each.decode for each in step], decode)):
+            view = views[0]
             if view is None:
                 continue
             try:
-                plans = {spec: backends[spec].plan(view) for spec in self._kinds}
+                plans = {
+                    spec: self._plan(spec, each, backends)
+                    for spec, each in zip(self._kinds, views, strict=True)
+                    if each is not None
+                }
             except Exception as error:
                 name = next(iter(backends.values())).name
                 raise _blame(error, name, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens") from error
             self._parts.append(self._part(view.phase, slice(start, start + view.num_tokens), backends, plans))
             start += view.num_tokens
 
-    def begin_graph(self, metadata: AttentionMetadata, decode: Backends) -> Plans:
+    def _plan(self, spec: AttentionSpec, view: AttentionMetadata, backends: Backends) -> Plan:
+        """Of the layers whose cache has a spec."""
+        gathering = self._gathering.get(spec) if view.phase is Phase.EXTEND else None
+        if gathering is not None and latent.gathers(view, spec, self.expanded[spec]):
+            return latent.plan_gathered(view, gathering)
+        return backends[spec_in(view.phase, spec, self.expanded)].plan(view)
+
+    def begin_graph(self, metadata: GroupMetadata, decode: Backends) -> Plans:
         """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
-        plans = {spec: decode[spec].plan_for_capture(metadata) for spec in self._kinds}
+        plans = {spec: decode[spec].plan_for_capture(each) for spec, each in self._by_kind(metadata)}
         self.resume_graph(metadata, decode, plans)
         return plans
 
-    def begin_prompt(self, metadata: AttentionMetadata, prefill: Backends) -> Plans:
+    def begin_prompt(self, metadata: GroupMetadata, prefill: Backends) -> Plans:
         """Plan a step of prompts that is captured and replayed at the same lengths; see GraphLevel.UNIFORM."""
-        plans = {spec: prefill[spec].plan(metadata) for spec in self._kinds}
+        plans = {spec: self._plan(spec, each, prefill) for spec, each in self._by_kind(metadata)}
         self.resume_graph(metadata, prefill, plans)
         return plans
 
-    def resume_graph(self, metadata: AttentionMetadata, backends: Backends, plans: Plans) -> None:
+    def resume_graph(self, metadata: GroupMetadata, backends: Backends, plans: Plans) -> None:
         """Set up the step of `begin_graph` or `begin_prompt` once more, after others."""
-        self._metadata = metadata
-        self._decode_writes = self._writing(metadata, backends)
-        self._parts = [self._part(metadata.phase, slice(0, metadata.num_tokens), backends, plans)]
+        first = self._set_up(metadata, backends)[0]
+        self._parts = [self._part(first.phase, slice(0, first.num_tokens), backends, plans)]
+
+    def _by_kind(self, metadata: GroupMetadata) -> list[tuple[AttentionSpec, AttentionMetadata]]:
+        """The kinds of layers, each with the metadata of its group."""
+        if isinstance(metadata, AttentionMetadata):
+            return [(spec, metadata) for spec in self._kinds]
+        return [(spec, metadata[group]) for spec, group in zip(self._kinds, self.groups, strict=True)]
+
+    def _set_up(self, metadata: GroupMetadata, decode: Backends) -> list[AttentionMetadata]:
+        """Note where a step's k and v go, and who writes them. Returns the metadata of each kind."""
+        step = [each for _, each in self._by_kind(metadata)]
+        self._slots = [each.slot_mapping for each in step]
+        self._decode_writes = self._writing(step[0], decode)
+        return step
 
     def _part(self, phase: Phase, tokens: slice, backends: Backends, plans: Plans) -> _Part:
-        return _Part(phase, tokens, [backends[spec] for spec in self._kinds], [plans[spec] for spec in self._kinds])
+        asked = [spec_in(phase, spec, self.expanded) for spec in self._kinds]
+        return _Part(phase, tokens, [backends[spec] for spec in asked], [plans[spec] for spec in self._kinds])
 
     def _writing(self, metadata: AttentionMetadata, decode: Backends) -> list[bool]:
         """For each kind, whether its backend writes k and v itself: none in a step that is more than decode of one token each."""
@@ -103,29 +151,36 @@ class PagedAttention:
     @property
     def serving(self) -> tuple[str, ...]:
         """Names of the backends that serve the step set up last."""
-        return tuple(dict.fromkeys(part.backends[0].name for part in self._parts))
+        firsts = [(part.backends[0], part.plans[0]) for part in self._parts]
+        return tuple(
+            dict.fromkeys((plan.backend if isinstance(plan, latent.Gathered) else backend).name for backend, plan in firsts)
+        )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
-        out = q.new_empty((*q.shape[:2], self.specs[layer].v_head_dim))
+        out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
         torch.ops.headway.attention(q, k, v, out, self._handle, layer)
         return out
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Body of the op `headway::attention`."""
-        assert self._metadata is not None, "begin() a step first"
+        assert self._slots, "begin() a step first"
         cache, kind = self.caches[layer], self._kind_of[layer]
         if self.debug:
             self._look_for_nan(layer, "the model's operations before", q, k, v)
         decode_writes = self._decode_writes[kind]
         if not decode_writes:
-            self._writers[layer](k, v, cache, self._metadata.slot_mapping)
+            self._writers[layer](k, v, cache, self._slots[kind])
         mixed = len(self._parts) > 1
         for phase, tokens, backends, plans in self._parts:
             backend, plan = backends[kind], plans[kind]
             queries, result = (q[tokens], out[tokens]) if mixed else (q, out)
+            heads = self._latents[layer]
             try:
-                if decode_writes:
+                if heads is not None:
+                    slots = self._slots[kind][tokens]
+                    latent.attend(heads, phase, backend, plan, (queries, k[tokens], result), cache, slots, decode_writes)
+                elif decode_writes:
                     backend.write_and_decode(queries, k, v, cache, plan, result)
                 elif phase is Phase.DECODE:
                     backend.decode(queries, cache, plan, result)

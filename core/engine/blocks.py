@@ -1,163 +1,287 @@
-"""Who owns which block: reference counts, reuse of equal prefixes, and a free list in least-recently-used order."""
+"""Who owns which page: reference counts, reuse of equal prefixes, and a free list in least-recently-used order."""
 
 from __future__ import annotations
 
-import hashlib
+import sys
+from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import NamedTuple
 
-from headway.core.engine.prefixes import PrefixIndex, packed
-from headway.core.engine.sequence import Sequence
+from headway.core.engine.groups import NULL_PAGE, CacheGroup
+from headway.core.engine.hits import GroupPrefixes
+from headway.core.engine.sequence import PageTable, PrefixCopy, Sequence
 
 SHORTEST_FIRST_HIT = 8
-"""Tokens that a hit must spare where no whole block is shared. With a hit a prompt extends a context instead of being a plain
+"""Tokens that a hit must spare where no whole page is shared. With a hit a prompt extends a context instead of being a plain
 prefill, and that costs more than the few tokens which any two prompts share by chance or through their template."""
+SMALLEST_CHUNK = 128
+"""Tokens to which a prompt's chunk is cut where the windowed groups have no room for all of it."""
+
+_NEVER = sys.maxsize
+"""Tokens that no sequence has."""
+
+
+class PagesUsed(NamedTuple):
+    """Pages of one group."""
+
+    used: int
+    """Those that sequences hold."""
+    cached: int
+    """Those that nobody holds, whose content can be found."""
+    given_back: int
+    """How often a sequence gave one back behind the window, since the start."""
 
 
 class BlockManager:
-    """Hands blocks of the pool to sequences. A full block is named by the hash of its tokens and of all before it.
+    """Hands pages of the pool to sequences, in one table for each cache group. With one group a page is a block.
 
-    A freed block keeps its content and name until it is handed out again, so an equal prefix finds it; the block that was freed
-    longest ago goes first (after vLLM's automatic prefix caching). Shared blocks are full, hence never written again. Of a block
-    that agrees only in part, the part is copied into a block of the sequence's own (copy on write; SGLang's radix cache splits
-    its nodes instead), so hits are counted by the token, whatever the block size.
+    A full page is named by the hash of its tokens and of all before it. A freed page keeps its content and name until it is
+    handed out again, to whichever group, so an equal prefix finds it; the page that was freed longest ago goes first (after
+    vLLM's automatic prefix caching). Shared pages are full, hence never written again. Of a page that agrees only in part, the
+    part is copied into a page of the sequence's own (copy on write; SGLang's radix cache splits its nodes instead), so hits are
+    counted by the token, whatever the page size.
+
+    A windowed group gives a page back as soon as no later query sees any of it, and the null page stands in its place.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+    def __init__(
+        self,
+        num_pages: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        groups: Items[CacheGroup] | None = None,
+        smallest_chunk: int = SMALLEST_CHUNK,
+    ) -> None:
+        """num_pages: the null page included, where a group is windowed. smallest_chunk: see SMALLEST_CHUNK."""
+        self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
-        self._ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._index = PrefixIndex()
+        self._smallest_chunk = smallest_chunk
+        self._windowed = [number for number, group in enumerate(self.groups) if group.window is not None]
+        self._unwindowed = [number for number, group in enumerate(self.groups) if group.window is None]
+        first = NULL_PAGE + 1 if self._windowed else 0
+        self.num_pages = num_pages - first
+        """Those that sequences may hold."""
+        self._ref_counts = [0] * num_pages
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, num_pages))
+        self._prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
+        self._given_back = [0] * len(self.groups)
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, those with a reusable content included."""
+        """Pages nobody holds, those with a reusable content included."""
         return len(self._free)
 
-    def num_holders(self, block: int) -> int:
-        """Sequences that hold a block."""
-        return self._ref_counts[block]
+    def num_holders(self, page: int) -> int:
+        """Sequences that hold a page."""
+        return self._ref_counts[page]
 
-    def attach_prefix(self, seq: Sequence) -> int:
-        """Give a sequence without blocks those that already hold the start of it. Returns the tokens spared.
+    def usage(self, holders: Iterable[Sequence]) -> list[PagesUsed]:
+        """What each group uses. holders: all sequences with pages."""
+        tables = [seq.tables for seq in holders]
+        used = [len({page for each in tables for page in each[number].held}) for number in range(len(self.groups))]
+        cached = [sum(page in self._free for page in prefixes.index) for prefixes in self._prefixes]
+        return [PagesUsed(*counts) for counts in zip(used, cached, self._given_back, strict=True)]
 
-        The part of a further block that agrees is noted in `seq.prefix_copy`, and is spared as well: it must be copied before
-        the step that computes the rest. At least the last token is left to compute, since its logits are wanted.
+    def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:
+        """Give a sequence without pages those that already hold the start of it. Returns the tokens spared.
+
+        A prefix must be held in every group. partly: the part of a further page that agrees counts as well. It is noted in
+        `seq.prefix_copies` and must be copied before the step that computes the rest; until then the sequence holds the source.
+        At least the last token is left to compute, since its logits are wanted.
         """
-        assert not seq.blocks, "a sequence is given its prefix before anything else"
-        if not self.enable_prefix_caching or seq.computes_whole_prompt:
+        assert not seq.tables, "a sequence is given its prefix before anything else"
+        seq.tables = [PageTable(group.page_size) for group in self.groups]
+        hits = self.enable_prefix_caching and not seq.computes_whole_prompt
+        length = seq.num_computed = self._longest_hit(seq, partly) if hits else 0
+        if length == 0:
             return 0
-        most, size, parent = seq.num_tokens - 1, self.block_size, b""
-        for index in range(most // size):
-            digest = self._hash(seq, index)
-            block = self._index.find(digest)
-            if block is None:
+        for number, (prefixes, table) in enumerate(zip(self._prefixes, seq.tables, strict=True)):
+            first, pages, source, count = prefixes.hit(seq, length)
+            table.pages = [NULL_PAGE] * first + pages
+            table.num_given_back, table.num_published = first, len(table.pages)
+            if table.pages:
+                seq.table_changes.append((number, 0, list(table.pages)))
+            for page in pages:
+                self._take(page)
+            if count:
+                self._take(source)
+                seq.prefix_copies.append(PrefixCopy(number, source, count))
+        return length
+
+    def _longest_hit(self, seq: Sequence, partly: bool) -> int:
+        """Tokens of the longest start of a sequence that every group holds: what one refuses, the others are asked for less."""
+        length = before = seq.num_tokens - 1
+        while True:
+            for prefixes in self._prefixes:
+                length = prefixes.longest(seq, length, partly)
+            if length == before or len(self._prefixes) == 1:
                 break
-            self._take(block)
-            seq.blocks.append(block)
-            parent = digest
-        seq.num_computed = first = len(seq.blocks) * size
-        source, count = self._index.longest(parent, packed(seq.token_ids[first : min(first + size, most)]))
-        if count >= (1 if first else SHORTEST_FIRST_HIT):
-            seq.prefix_copy = source, count
-            seq.num_computed += count
-            if source in self._free:  # used again, so others are given up before it
-                self._free.move_to_end(source)
-        return seq.num_computed
+            before = length
+        return length if length >= min(SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)) else 0
+
+    def fitting(self, seq: Sequence, count: int) -> int:
+        """Tokens, up to `count`, of a sequence's next chunk.
+
+        Fewer where the groups that keep every token have room for all of it, but the windowed ones have not: those need room for
+        the chunk only until it is computed.
+        """
+        if not self._windowed or count <= self._smallest_chunk:
+            return count
+        free = self.num_free - sum(self._missing(seq, count, number) for number in self._unwindowed)
+        if free < 0:
+            return count
+
+        def missing(tokens: int) -> int:
+            return sum(self._missing(seq, tokens, number) for number in self._windowed)
+
+        return max(bisect_right(range(count + 1), free, key=missing) - 1, self._smallest_chunk)
+
+    def has_room(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """Whether there are pages for so many more tokens of a sequence, if they are computed in the smallest chunks."""
+        missing = 0
+        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+            most = group.most_pages(seq.num_computed + num_new_tokens, self._smallest_chunk) - len(table.held)
+            missing += min(self._missing(seq, num_new_tokens, number), max(most, 0))
+        return missing <= self.num_free
+
+    def _missing(self, seq: Sequence, num_new_tokens: int, number: int) -> int:
+        """Pages of a group that a sequence lacks for its next tokens."""
+        pages = -(-(seq.num_computed + num_new_tokens) // self.groups[number].page_size)
+        return max(pages - len(seq.tables[number].pages), 0)
 
     def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Make room for the next tokens of a sequence; False, and nothing changed, if there are too few free blocks."""
-        missing = self.blocks_for(seq.num_computed + num_new_tokens) - len(seq.blocks)
+        """Make room for the next tokens of a sequence; False, and nothing changed, if there are too few free pages."""
+        end, missing, capacity = seq.num_computed + num_new_tokens, 0, _NEVER
+        for table in seq.tables:
+            count = -(-end // table.page_size) - len(table.pages)
+            if count > 0:
+                missing += count
         if missing > len(self._free):
             return False
-        for _ in range(missing):
-            block = next(iter(self._free))
-            self._index.discard(block)
-            self._take(block)
-            seq.blocks.append(block)
+        for number, table in enumerate(seq.tables):
+            pages, held = table.pages, len(table.pages)
+            count = -(-end // table.page_size) - held
+            if count > 0:
+                new = [self._hand_out() for _ in range(count)]
+                seq.table_changes.append((number, held, new))
+                pages += new
+                held += count
+            if held * table.page_size < capacity:
+                capacity = held * table.page_size
+        seq.capacity = capacity
         return True
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that this many tokens fill or begin."""
-        return -(-num_tokens // self.block_size)
+    def advance(self, seq: Sequence, partly: bool = False) -> None:
+        """Name the pages that the computed tokens have filled, so that others may share them, and give back what lies behind a
+        window. Call it after every step that reaches `seq.next_boundary`.
 
-    def publish(self, seq: Sequence, partly: bool = False) -> None:
-        """Name the blocks that the computed tokens have filled, so that others may share them. Call it after every step.
-
-        partly: name the last block as well, as far as it is filled; call it so after a part of a prompt.
+        partly: name the last pages as well, as far as they are filled; call it so after a part of a prompt.
         """
-        if not self.enable_prefix_caching:
-            return
-        known = min(seq.num_computed, len(seq.token_ids))  # a token still being sampled has no name yet
-        full = known // self.block_size
-        while seq.num_published < full:
-            self._name(seq, seq.num_published, self.block_size)
-            seq.num_published += 1
-        if partly and known % self.block_size:
-            self._name(seq, full, known % self.block_size)
+        boundary = self._publish(seq, partly)
+        if self._windowed:
+            boundary = min(boundary, self._give_back(seq))
+        seq.next_boundary = boundary
+
+    def _give_back(self, seq: Sequence) -> int:
+        """Give back the pages behind the windows; returns how many tokens must be known for more of it."""
+        known, boundary = seq.num_known, _NEVER
+        for number in self._windowed:
+            group, table = self.groups[number], seq.tables[number]
+            first, behind = table.num_given_back, group.num_behind(known)
+            if first < behind:
+                for page in table.pages[first:behind]:
+                    self._give(page)
+                table.pages[first:behind] = [NULL_PAGE] * (behind - first)
+                seq.table_changes.append((number, first, table.pages[first:behind]))
+                self._given_back[number] += behind - first
+                table.num_given_back = behind
+            boundary = min(boundary, group.first_behind(behind + 1))
+        return boundary
+
+    def copies_launched(self, seq: Sequence) -> None:
+        """Let go of what a sequence's prefix was copied from."""
+        for copy in seq.prefix_copies:
+            self._give(copy.source)
+        seq.prefix_copies = []
 
     def release(self, seq: Sequence) -> None:
-        """Take all blocks back, the end of the sequence first: a start is shared more often, so it should be kept longer."""
-        self.drop_prefix_copy(seq)
-        if seq.error is None:
-            self.publish(seq, partly=True)
-        for block in reversed(seq.blocks):
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                self._free[block] = None
-                if block not in self._index:  # nothing to reuse: hand it out first
-                    self._free.move_to_end(block, last=False)
-        seq.blocks = []
-        seq.prefix_copy = None
-        seq.num_computed = seq.num_published = seq.num_blocks_sent = seq.num_unverified = 0
+        """Take all pages back, the end of the sequence first: a start is shared more often, so it should be kept longer."""
+        if seq.error is None and not seq.prefix_copies:  # else its last pages may not hold what they should
+            self._publish(seq, partly=True)
+        self.copies_launched(seq)
+        for table in seq.tables:
+            for page in reversed(table.held):
+                self._give(page)
+        seq.tables = []
+        seq.table_changes = []
+        seq.started = False
+        seq.capacity = seq.num_computed = seq.num_unverified = 0
+        seq.next_boundary = 0
         seq.newest_at = -1
 
-    def drop_prefix_copy(self, seq: Sequence) -> None:
-        """Let a sequence compute what was to be copied for it, because the copy may not have been made."""
-        if seq.prefix_copy is not None:
-            seq.num_computed -= seq.prefix_copy[1]
-            seq.num_cached_tokens = min(seq.num_cached_tokens, seq.num_computed)
-            seq.prefix_copy = None
-
     def forget_prefixes(self) -> None:
-        """Make every cached content unfindable; blocks that sequences hold stay theirs."""
-        for block in self._index:
-            if block in self._free:  # nothing to reuse any more: hand it out first
-                self._free.move_to_end(block, last=False)
-        self._index.clear()
+        """Make every cached content unfindable; pages that sequences hold stay theirs."""
+        for prefixes in self._prefixes:
+            for page in prefixes.index:
+                if page in self._free:  # nothing to reuse any more: hand it out first
+                    self._free.move_to_end(page, last=False)
+            prefixes.index.clear()
 
-    def _take(self, block: int) -> None:
-        if self._ref_counts[block] == 0:
-            del self._free[block]
-        self._ref_counts[block] += 1
+    def _publish(self, seq: Sequence, partly: bool) -> int:
+        """Name what is filled; returns how many tokens must be known for more of it."""
+        if not self.enable_prefix_caching:
+            return _NEVER
+        known, boundary = min(seq.num_computed, len(seq.token_ids)), _NEVER
+        for table, prefixes in zip(seq.tables, self._prefixes, strict=False):  # no tables, where it holds nothing
+            size = table.page_size
+            full = known // size
+            for number in range(table.num_published, full):
+                prefixes.name(seq, number, table.pages[number], size)
+            table.num_published = full
+            if partly and known % size:
+                prefixes.name(seq, full, table.pages[full], known % size)
+            if (full + 1) * size < boundary:
+                boundary = (full + 1) * size
+        return boundary
 
-    def _name(self, seq: Sequence, index: int, count: int) -> None:
-        """Make the first `count` tokens of a sequence's block findable, unless an equal block is already."""
-        first, block = index * self.block_size, seq.blocks[index]
-        digest = self._hash(seq, index) if count == self.block_size else None
-        parent = self._hash(seq, index - 1) if index else b""
-        if digest is None or self._index.find(digest) is None:
-            self._index.add(block, parent, packed(seq.token_ids[first : first + count]), digest)
+    def _take(self, page: int) -> None:
+        if self._ref_counts[page] == 0:
+            del self._free[page]
+        self._ref_counts[page] += 1
 
-    def _hash(self, seq: Sequence, index: int) -> bytes:
-        """Chained hash of a full block, computed once: tokens of a sequence never change. 128 bits: no chance collisions."""
-        while len(seq.block_hashes) <= index:
-            first = len(seq.block_hashes) * self.block_size
-            parent = seq.block_hashes[-1] if seq.block_hashes else b""
-            tokens = packed(seq.token_ids[first : first + self.block_size])
-            seq.block_hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
-        return seq.block_hashes[index]
+    def _give(self, page: int) -> None:
+        self._ref_counts[page] -= 1
+        if self._ref_counts[page] == 0:
+            self._free[page] = None
+            if not any(page in prefixes.index for prefixes in self._prefixes):  # nothing to reuse: hand it out first
+                self._free.move_to_end(page, last=False)
+
+    def _hand_out(self) -> int:
+        """A free page that is nobody's any more, whatever it held."""
+        page, _ = self._free.popitem(last=False)
+        self._ref_counts[page] = 1
+        for prefixes in self._prefixes:
+            prefixes.index.discard(page)
+        return page
 
     def check_integrity(self, holders: list[Sequence]) -> None:
-        """Assert that every block is free or held exactly as often as `holders` (all sequences with blocks) hold it."""
-        counts = [0] * self.num_blocks
+        """Assert that every page is free or held exactly as often as `holders` (all sequences with pages) hold it."""
+        counts = [0] * len(self._ref_counts)
+        group_of: dict[int, int] = {}
         for seq in holders:
-            assert len(set(seq.blocks)) == len(seq.blocks), f"{seq.request_id} holds a block twice"
-            for block in seq.blocks:
-                counts[block] += 1
+            held = [(number, page) for number, table in enumerate(seq.tables) for page in table.held]
+            assert len({page for _, page in held}) == len(held), f"{seq.request_id} holds a page twice"
+            for number, page in [*held, *((copy.group, copy.source) for copy in seq.prefix_copies)]:
+                assert group_of.setdefault(page, number) == number, f"page {page} belongs to two groups"
+                counts[page] += 1
         assert counts == self._ref_counts, "reference counts differ from what sequences hold"
-        assert set(self._free) == {block for block, count in enumerate(counts) if count == 0}, (
-            "a block leaked or is owned and free"
+        nobodys = {NULL_PAGE} if self._windowed else set()
+        assert set(self._free) == {page for page, count in enumerate(counts) if count == 0} - nobodys, (
+            "a page leaked or is owned and free"
         )
-        self._index.check_integrity()
+        for prefixes in self._prefixes:
+            prefixes.index.check_integrity()
+        named = [page for prefixes in self._prefixes for page in prefixes.index]
+        assert len(set(named)) == len(named), "a page is named in two groups"

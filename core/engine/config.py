@@ -40,6 +40,7 @@ class EngineConfig:
     max_num_seqs: Annotated[int, "Most sequences of one step."] = 256
     enable_prefix_caching: Annotated[bool, "Reuse the cache of prompts that begin alike."] = True
     enable_chunked_prefill: Annotated[bool, "Serve a long prompt in several steps."] = True
+    free_window_blocks: Annotated[bool, "Give back the blocks that lie behind a layer's sliding window."] = True
     kv_cache_memory: Annotated[
         int | str | None, "Size of the cache: bytes, or a text such as 2GiB. Default: what the memory has room for."
     ] = None

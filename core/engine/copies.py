@@ -1,4 +1,4 @@
-"""Copies between blocks of the pool: the part of a cached block that a new sequence shares."""
+"""Copies between pages of the pool: the part of a cached page that a new sequence shares."""
 
 from __future__ import annotations
 
@@ -10,23 +10,33 @@ from torch import Tensor
 
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.transfer import upload
-from headway.core.engine.step import BlockCopy
+from headway.core.engine.groups import CacheGroup
+from headway.core.engine.step import PageCopy
 
 
-def copy_slots(caches: Sequence[LayerCache], copies: Sequence[BlockCopy]) -> None:
-    """Copy the first slots of blocks, in every layer's cache; all are read before any is written.
+def copy_slots(caches: Sequence[LayerCache], groups: Sequence[CacheGroup], copies: Sequence[PageCopy]) -> None:
+    """Copy the first slots of pages, in the caches of their groups' layers. No page is a source and a target.
 
     Works on any layout and element type through the logical view, with the same few launches for one copy as for many.
     """
-    sources, targets, counts = numpy.array(copies, dtype=numpy.int64).T
-    slots = numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
-    places = numpy.stack([numpy.repeat(sources, counts), numpy.repeat(targets, counts), slots])
-    source, target, slot = upload(torch.from_numpy(places), caches[0].key.device)
-    for cache in caches:
-        tensors = (cache.logical_key, cache.logical_value) if cache.layout.has_value else (cache.logical_key,)
-        for logical in tensors:
-            rows = _indexable(logical)
-            rows[target, slot] = rows[source, slot]
+    for number, group in enumerate(groups):
+        own = [copy[1:] for copy in copies if copy.group == number]
+        if not own:
+            continue
+        cache = caches[group.layers[0]]
+        sources, targets, counts = numpy.array(own, dtype=numpy.int64).T
+        tokens = numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
+        blocks, slots = numpy.divmod(tokens, cache.block_size)
+        within = blocks * group.block_stride
+        source_blocks, target_blocks = (numpy.repeat(each, counts) * group.page_stride + within for each in (sources, targets))
+        places = numpy.stack([source_blocks, target_blocks, slots])
+        source, target, slot = upload(torch.from_numpy(places), cache.key.device)
+        for layer in group.layers:
+            cache = caches[layer]
+            tensors = (cache.logical_key, cache.logical_value) if cache.layout.has_value else (cache.logical_key,)
+            for logical in tensors:
+                rows = _indexable(logical)
+                rows[target, slot] = rows[source, slot]
 
 
 def _indexable(logical: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.model import Model
@@ -34,6 +34,7 @@ class Engine(EngineLoop):
         proposer: Proposer | None = None,
         compile_ahead: CompileAhead | None = None,
         hosts: HostRows | None = None,
+        kv_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         """sampling: how tokens are chosen, where something does it faster than torch.
 
@@ -41,12 +42,14 @@ class Engine(EngineLoop):
 
         hosts: serves grammars and named logits processors; None: there are neither.
 
+        kv_scales: k_scale and v_scale of each layer's cache where kv_cache_dtype is fp8; None: 1.
+
         costs: measured times of each distinct layer, which `auto` obeys; None: the order that plugins propose.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
         config = config or EngineConfig()
-        specs = cache_specs(model.attention_specs, config.kv_cache_dtype)
+        specs = cache_specs(model.attention_specs, config.kv_cache_dtype, kv_scales)
         config = config.for_device(specs[0].device)
         if config.deterministic:
             config = deterministic.prepare(source, specs, config)

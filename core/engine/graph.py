@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy
@@ -19,8 +19,8 @@ from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
 from headway.core.sampling.sampler import Draws, SamplingOps
 
-_LONGS = 3
-"""int64 numbers a row: its place in `newest`, its slot, and the key of its draw."""
+_LONGS = 2
+"""int64 numbers a row, beside its slot in each cache group: its place in `newest`, and the key of its draw."""
 _INTS = 3
 """int32 numbers a row: its position, its length, and the bits of its draw's scale."""
 _ALIGN = 4
@@ -38,8 +38,8 @@ class GraphStep:
     """int64 [max_num_seqs + 1]: the last sampled token of each row; the last place belongs to padding."""
     block_size: int
     max_model_len: int
-    num_blocks: int
-    """Of the pool."""
+    num_blocks: Sequence[int]
+    """Of each cache group."""
     logits: Tensor | None = None
     """[largest batch, vocab_size]: every graph computes its own into its first rows."""
 
@@ -58,51 +58,53 @@ class StaticInputs:
     """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
 
     def __init__(self, max_batch: int, step: GraphStep) -> None:
-        device = step.newest.device
+        device, groups = step.newest.device, len(step.num_blocks)
+        self._longs = _LONGS + groups
         self.width = _aligned(-(-step.max_model_len // step.block_size))
-        length = _aligned(max_batch) * (2 * _LONGS + _INTS) + max_batch * self.width
+        length = _aligned(max_batch) * (2 * self._longs + _INTS) + groups * max_batch * self.width
         self.device = torch.zeros(length, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self._step = step
 
     def views(self, flat: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """(int64 [_LONGS, batch], int32 [_INTS, batch], block table int32 [batch, width]) of a flat buffer, and their length."""
-        stride = _aligned(batch)
-        ints, table = 2 * _LONGS * stride, (2 * _LONGS + _INTS) * stride
-        end = table + batch * self.width
+        """(int64 [_LONGS + groups, batch], int32 [_INTS, batch], block tables int32 [groups, batch, width]) of a flat buffer, and
+        their length."""
+        stride, longs = _aligned(batch), self._longs
+        ints, table = 2 * longs * stride, (2 * longs + _INTS) * stride
+        end = table + (longs - _LONGS) * batch * self.width
         return (
-            flat[:ints].view(torch.int64).view(_LONGS, stride)[:, :batch],
+            flat[:ints].view(torch.int64).view(longs, stride)[:, :batch],
             flat[ints:table].view(_INTS, stride)[:, :batch],
-            flat[table:end].view(batch, self.width),
+            flat[table:end].view(-1, batch, self.width),
             end,
         )
 
     def fill(
         self, batch: int, at: NDArray[numpy.int32], positions: NDArray[numpy.int32], rows: Rows, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Send the inputs of a step to the device. Returns seq_lens and block table of all `batch` rows, in host memory.
+        """Send the inputs of a step to the device. Returns seq_lens and block tables of all `batch` rows, in host memory.
 
         at, positions: int32 [num_seqs]: row of each sequence, and where its new token stands. The rest of `batch` is padding:
         rows of length 0, whose slot is -1 and whose token goes to the place that belongs to nobody.
         """
         self._host.reverse()  # to the buffer not in use: a step's copy is done before the step after next is launched
         host, count = self._host[0], len(at)
-        longs, ints, table, end = self.views(host, batch)
-        places, slots, keys = longs.numpy()
+        longs, ints, tables, end = self.views(host, batch)
+        places, keys, *slots_of = longs.numpy()
         places[:count], places[count:] = at, self._step.padding_row
-        slots[:count], slots[count:] = rows.slots(at, positions, self._step.block_size), -1
         written, seq_lens, scales = ints.numpy()
         written[:count], written[count:] = positions, 0
         seq_lens[:count], seq_lens[count:] = positions + 1, 0
         scales[:] = 0  # greedy
         if draws is not None:
             scales[:count], keys[:count] = draws.scales.view(numpy.int32), draws.keys
-        tables = table.numpy()
-        numpy.take(rows.tables, at, axis=0, out=tables[:count, : rows.tables.shape[1]])
-        tables[count:] = 0
+        for group, (slots, table, known) in enumerate(zip(slots_of, tables.numpy(), rows.tables, strict=True)):
+            slots[:count], slots[count:] = rows.slots(at, positions, self._step.block_size, group), -1
+            numpy.take(known, at, axis=0, out=table[:count, : known.shape[1]])
+            table[count:] = 0
         self.device[:end].copy_(host[:end], non_blocking=True)
-        return ints[1], table
+        return ints[1], tables
 
 
 class DecodeGraph:
@@ -112,13 +114,17 @@ class DecodeGraph:
         self._step, self._inputs, self.size = step, inputs, size
         self._by_spec = backends
         self.backends = (name_of(backends),)
-        longs, ints, table, _ = inputs.views(inputs.device, size)
-        self.rows, self._slots, self._keys = longs
-        """Places in `newest` of the last replay's rows, padding included; and their slots."""
+        longs, ints, tables, _ = inputs.views(inputs.device, size)
+        self.rows, self._keys, *slots = longs
+        """Places in `newest` of the last replay's rows, padding included; and the keys of their draws."""
         self._positions, self._seq_lens, bits = ints
         self._scales = bits.view(torch.float32)
-        self.metadata = self._worst_case(table)
+        self.metadata = self._worst_case(slots, list(tables))
+        """The step, as the layers of each cache group see it."""
         self._plans = step.attention.begin_graph(self.metadata, backends)
+        groups = zip(self._plans.items(), step.attention.groups, strict=True)
+        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups]
+        """What every replay brings up to date. No dictionary of specs, whose hash takes longer than the rest."""
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.tokens = self.run()
         self._replay: Callable[[], None] | None = None
@@ -138,10 +144,10 @@ class DecodeGraph:
                 "--enforce-eager does without"
             ) from error
 
-    def _worst_case(self, table: Tensor) -> AttentionMetadata:
+    def _worst_case(self, slots: Sequence[Tensor], tables: Sequence[Tensor]) -> list[AttentionMetadata]:
         step, size, device = self._step, self.size, self._seq_lens.device
         starts = torch.arange(size + 1, dtype=torch.int32)
-        return AttentionMetadata(
+        first = AttentionMetadata(
             num_prefills=0,
             num_decodes=size,
             num_prefill_tokens=0,
@@ -149,17 +155,19 @@ class DecodeGraph:
             query_start_loc=starts.to(device),
             seq_lens=self._seq_lens,
             context_lens=self._positions,
-            block_table=table,
-            slot_mapping=self._slots,
+            block_table=tables[0],
+            slot_mapping=slots[0],
             block_size=step.block_size,
             max_query_len=1,
             max_seq_len=step.max_model_len,
             query_start_loc_cpu=starts,
             seq_lens_cpu=torch.full((size,), step.max_model_len, dtype=torch.int32),
-            block_table_cpu=torch.zeros(table.shape, dtype=torch.int32),
-            num_blocks=step.num_blocks,
+            block_table_cpu=torch.zeros(tables[0].shape, dtype=torch.int32),
+            num_blocks=step.num_blocks[0],
             upper_bound_lens=True,
         )
+        others = zip(tables[1:], slots[1:], step.num_blocks[1:], strict=True)
+        return [first, *(replace(first, block_table=table, slot_mapping=to, num_blocks=count) for table, to, count in others)]
 
     @torch.inference_mode()
     def run(self) -> Tensor:
@@ -187,10 +195,13 @@ class DecodeGraph:
         """
         assert self._replay is not None, "capture() it first"
         assert self._step.logits is not None
-        seq_lens, table = self._inputs.fill(self.size, at, positions, rows, draws)
-        metadata = replace(self.metadata, seq_lens_cpu=seq_lens, block_table_cpu=table, upper_bound_lens=False)
-        for spec, plan in self._plans.items():
-            self._by_spec[spec].plan_for_replay(plan, metadata)
+        seq_lens, tables = self._inputs.fill(self.size, at, positions, rows, draws)
+        metadata = [
+            replace(each, seq_lens_cpu=seq_lens, block_table_cpu=table, upper_bound_lens=False)
+            for each, table in zip(self.metadata, tables, strict=True)
+        ]
+        for backend, plan, group in self._replanned:
+            backend.plan_for_replay(plan, metadata[group])
         self._replay()
         return self._step.logits[: len(at)], self.tokens[: len(at)]
 

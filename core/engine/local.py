@@ -15,22 +15,30 @@ from torch import Tensor
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
-from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.latent import expanded_specs, latent_layers
+from headway.core.contract.layout import LayerCache
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import YES
 from headway.core.contract.warmup import StepLimits
 from headway.core.engine import pool
 from headway.core.engine.attention import PagedAttention
+from headway.core.engine.blocks import SMALLEST_CHUNK
 from headway.core.engine.compilation import CompilationWatch
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.executor import Capacity
+from headway.core.engine.graph import name_of
 from headway.core.engine.graphs import capture_sizes
+from headway.core.engine.groups import PageFormat, page_format
 from headway.core.engine.host_rows import HostRows
+from headway.core.engine.latent import GATHERED_BYTES
 from headway.core.engine.launched import Launched
 from headway.core.engine.memory import cache_memory, run_trial
 from headway.core.engine.pieces import piece_sizes
+from headway.core.engine.pool import PoolSize
 from headway.core.engine.recorder import CudaRecorder, Recorder
 from headway.core.engine.runner import Runner
+from headway.core.engine.scheduler import MAX_DRAFT_TOKENS
 from headway.core.engine.step import StepInput
 from headway.core.engine.warming import Warming
 from headway.core.sampling.params import SamplingParams
@@ -70,8 +78,10 @@ class LocalExecutor:
         """
         device = specs[0].device
         asked = config.attn_backend, config.kv_layout, config.block_size, config.attn_options
+        latents = latent_layers(model)
+        expanded = expanded_specs(specs, latents)
         with compile_ahead() if compile_ahead is not None else nullcontext():  # what backends and the trial need, together
-            selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload))
+            selector = Selector(source, specs, *asked, costs, Workload.parse(config.workload), expanded)
             if compile_ahead is not None:
                 run_trial(model, min(_TRIAL, config.step_tokens), 1, device)
         self.selection = selector.selection
@@ -81,32 +91,42 @@ class LocalExecutor:
         block_size = self.selection.block_size
         memory = config.pool_bytes
         if memory is None and device.type == "cuda":
-            sizes = config.step_tokens, config.max_num_seqs
-            memory = cache_memory(model, selector.instances, *sizes, config.gpu_memory_utilization, device)
+            sizes, called = (config.step_tokens, config.max_num_seqs), [*selector.instances, selector.gathering]
+            memory = cache_memory(model, called, *sizes, config.gpu_memory_utilization, device)
+            memory -= 2 * GATHERED_BYTES if selector.gathering else 0  # keys, values, and the product that they are taken from
         layouts = [selector.layout_of(spec) for spec in specs]
-        max_model_len = _max_model_len(config, model, specs, layouts, block_size, memory)
+        longest = _longest(config, model)
+        pages = page_format(specs, layouts, block_size, longest, config.free_window_blocks)
+        whole = config.deterministic or not config.enable_chunked_prefill
+        chunk = longest if whole else min(SMALLEST_CHUNK, config.step_tokens + MAX_DRAFT_TOKENS)
+        max_model_len = _max_model_len(config, pages, chunk, memory, longest)
         config.check_budget(max_model_len)
-        size = pool.pool_size(specs, layouts, block_size, max_model_len, config.max_num_seqs, memory)
+        size = pool.pool_size(pages, max_model_len, config.max_num_seqs, min(chunk, max_model_len), memory)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len)
         self.caches = pool.allocate(specs, layouts, size)
         """One a layer."""
         _check_caches(selector, specs, self.caches)
         writers = {layout.name: source.layout(layout.name).load_writer(device) for layout in layouts}
-        self.attention = PagedAttention(specs, self.caches, [writers[layout.name] for layout in layouts])
+        of_layers = [writers[layout.name] for layout in layouts]
+        self.attention = PagedAttention(specs, self.caches, of_layers, pages.groups, latents, selector.gathering)
         """What the model calls; outside of steps only its shapes may be asked for."""
         self._hosts = hosts or HostRows(None, {})
-        most = config.max_num_seqs, max_model_len
-        self._runner = Runner(model, self.attention, selector, sampling, block_size, *most, self._hosts)
+        of_rows = block_size, config.max_num_seqs, max_model_len
+        self._runner = Runner(model, self.attention, selector, sampling, *of_rows, pages.groups, self._hosts)
         self._device = device
         self._config = config
         self._compile_ahead = compile_ahead
         limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, max_decode_len)
-        self._warming = Warming(self._runner, model, self.attention, selector, limits, block_size)
+        self._warming = Warming(self._runner, model, self.attention, selector, limits, size)
         log.info("attention: %s", self.selection)
+        for spec, dense in expanded.items():
+            gathering = selector.gathering.get(spec)
+            after = f", long chunks after a context with {gathering.name}" if gathering is not None else ""
+            log.info("latent attention: prompts expanded to %s%s; all else absorbed", dense, after)
         others = {layout.name for layout in layouts} - {self.selection.layout.name}
         if others:
             log.info("cache groups: some layers are in kv_layout=%s", ", ".join(sorted(others)))
-        log.info("pool: %d blocks of %d tokens, %.2f GiB", size.num_blocks, block_size, size.num_bytes / pool.GIB)
+        _log_pool(size, block_size, max_model_len)
 
     def capture(self, recorder: Recorder | None = None) -> None:
         """Compile what requests may need; capture decode, and pieces of all other steps, as CUDA graphs, where there are any and
@@ -166,29 +186,39 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
     """
     for backends in selector.instances:
         for spec, cache in zip(specs, caches, strict=True):
-            support = backends[spec].accepts(cache)
+            backend = backends.get(spec)  # a latent layer's prompts are served without a cache
+            support = backend.accepts(cache) if backend is not None else YES
             if not support:
-                raise UnsupportedError(
-                    f"attention backend {backends[spec].name} (kv_layout={cache.layout.name})", support.reasons
-                )
+                raise UnsupportedError(f"attention backend {name_of(backends)} (kv_layout={cache.layout.name})", support.reasons)
 
 
-def _max_model_len(
-    config: EngineConfig,
-    model: Model,
-    specs: Sequence[AttentionSpec],
-    layouts: Sequence[CacheLayout],
-    block_size: int,
-    memory: int | None,
-) -> int:
+def _log_pool(size: PoolSize, block_size: int, max_model_len: int) -> None:
+    groups, gib = size.page_format.groups, size.num_bytes / pool.GIB
+    windows = ", ".join(
+        f"{len(group.layers)} layers {'keep all tokens' if group.window is None else f'see {group.window}'}: "
+        f"pages of {group.page_size}"
+        for group in groups
+    )
+    log.info(
+        "pool: %d pages, blocks of %d tokens, %.2f GiB, %d sequences of %d tokens; %s",
+        *(size.num_pages, block_size, gib, size.num_sequences(max_model_len), max_model_len, windows),
+    )
+
+
+def _longest(config: EngineConfig, model: Model) -> int:
+    """The longest sequence that is asked for, or that the model was made for."""
     made_for = model.max_position_embeddings
-    if config.max_model_len is None:
-        fits = pool.longest_that_fits(specs, layouts, block_size, memory, made_for)
-        if not config.enable_chunked_prefill:
-            fits = min(fits, config.step_tokens)
-        if 0 < fits < made_for:
-            log.info("max_model_len: %d, what the pool holds; the model was made for %d", fits, made_for)
-        return max(fits, 1)
-    if config.max_model_len > made_for:
+    if config.max_model_len is not None and config.max_model_len > made_for:
         raise ConfigError("max_model_len", f"at most {made_for}, the positions the model was made for", config.max_model_len)
-    return config.max_model_len
+    return config.max_model_len or made_for
+
+
+def _max_model_len(config: EngineConfig, pages: PageFormat, chunk: int, memory: int | None, longest: int) -> int:
+    if config.max_model_len is not None:
+        return longest
+    fits = pool.longest_that_fits(pages, chunk, memory, longest)
+    if not config.enable_chunked_prefill:
+        fits = min(fits, config.step_tokens)
+    if 0 < fits < longest:
+        log.info("max_model_len: %d, what the pool holds; the model was made for %d", fits, longest)
+    return max(fits, 1)

@@ -23,6 +23,7 @@ from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence, Status
 from headway.core.engine.stats import EngineStats
 from headway.core.engine.step import Found
+from headway.core.engine.usage import CacheUsage, cache_usage
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import NOT_A_TOKEN
@@ -55,7 +56,9 @@ class EngineLoop:
         self.capacity = executor.capacity
         self.stats = EngineStats()
         pool = executor.capacity.pool
-        self.blocks = BlockManager(pool.num_blocks, pool.block_size, config.enable_prefix_caching)
+        groups, block_size = pool.page_format.groups, pool.page_format.block_size
+        caching, chunk = config.enable_prefix_caching, pool.smallest_chunk
+        self.blocks = BlockManager(pool.num_pages, block_size, caching, groups, chunk)
         self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
         self._entrance = Entrance(self.scheduler, config.enable_prefix_caching)
         self._executor = executor
@@ -97,7 +100,7 @@ class EngineLoop:
         self._entrance.add(list(seqs), ready)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one completion of it, and free its blocks; no delta tells of it.
+        """End a request, or one completion of it, and free its pages; no delta tells of it.
 
         A request that is unknown or has finished is left alone, for it may have ended while the caller made up his mind.
         """
@@ -126,7 +129,7 @@ class EngineLoop:
         )
         failure: Exception | None = None
         if scheduled:
-            step = prepare(scheduled, self.blocks.block_size)
+            step = prepare(scheduled, self.blocks.groups)
             try:
                 launched = self._executor.launch(step)
             except Exception as error:  # whatever a backend raises
@@ -155,6 +158,11 @@ class EngineLoop:
                 seq.fail(reason)
                 self._unreported.append(_delta(seq, []))
             self._remove(seqs)
+
+    def cache_usage(self) -> CacheUsage:
+        """Who uses the cache at this moment."""
+        pages = self.capacity.pool.page_format
+        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.running)
 
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))
@@ -208,7 +216,6 @@ class EngineLoop:
             self._fail([scheduled.seq for scheduled in step], error)
             return
         torch.cuda.empty_cache()
-        self.scheduler.not_launched(step)
         self.scheduler.max_num_batched_tokens = max(tokens // 2, smallest)
         log.warning(
             "out of memory in a step of %d tokens: steps have at most %d from now on; a lower max_num_batched_tokens or "

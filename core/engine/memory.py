@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headway.core.contract.backend import Backends
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.latent import latent_layers, value_head_dims
 from headway.core.contract.model import Model
 from headway.core.sampling.sampler import Draws, keep_top, sample
 
@@ -56,10 +57,18 @@ def _most_held(model: Model, max_num_tokens: int, max_num_seqs: int, device: tor
 
 @torch.inference_mode()
 def run_trial(model: Model, num_tokens: int, num_seqs: int, device: torch.device) -> None:
-    """Run a step of this many tokens, of which as many are sampled as there are sequences; attention is left out."""
+    """Run a step of this many tokens, of which as many are sampled as there are sequences; attention is left out, but not the
+    products of latent layers around it."""
+    latents = latent_layers(model)
+    dims = value_head_dims(model.attention_specs, latents)
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q.new_zeros((*q.shape[:2], model.attention_specs[layer].v_head_dim))
+        out = q.new_zeros((*q.shape[:2], dims[layer]))
+        if layer in latents:
+            latents[layer].expand(k)
+            attended = latents[layer].absorb(q)[..., : v.shape[-1]]
+            latents[layer].project(attended.clone(memory_format=torch.contiguous_format), out)
+        return out
 
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     positions = torch.arange(num_tokens, device=device) % model.max_position_embeddings

@@ -129,7 +129,7 @@ class PieceGraphs:
 
     def _out(self, layer: int, q: Tensor) -> Tensor:
         """Where a layer's attention writes: one piece of memory for all layers, since each is read before the next is written."""
-        shape = (q.shape[1], self._attention.specs[layer].v_head_dim)
+        shape = (q.shape[1], self._attention.value_head_dims[layer])
         room = self._outs.get(shape)
         if room is None:  # zeros: padding rows are computed with, and nobody reads what comes of them
             room = self._outs[shape] = torch.zeros(self._inputs.shape[1], *shape, dtype=q.dtype, device=q.device)

@@ -1,16 +1,20 @@
-"""The pool: one paged cache a layer, sized from memory."""
+"""The pool: the paged caches of all layers, sized from memory."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
+import torch
+from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache
+from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache, zeros
 from headway.core.contract.spec import AttentionSpec
+from headway.core.engine.groups import CacheGroup, PageFormat
 
 GIB = 1024**3
 _LARGEST_SHARE = 0.4
@@ -23,64 +27,97 @@ _DEFAULT_BYTES = 1 * GIB
 class PoolSize:
     """What the pool holds."""
 
-    num_blocks: int
-    block_size: int
-    num_bytes: int
+    num_pages: int
+    """Those that are nobody's included."""
+    page_format: PageFormat
+    smallest_chunk: int
+    """Tokens to which a step of a prompt must be cut where the windowed groups have no room for more of it."""
 
     @property
-    def num_tokens(self) -> int:
-        """Slots."""
-        return self.num_blocks * self.block_size
+    def num_bytes(self) -> int:
+        """Memory of all caches."""
+        return self.num_pages * self.page_format.page_bytes
+
+    def num_sequences(self, length: int) -> int:
+        """Sequences of `length` tokens that it holds at once, when all that lies behind their windows is given back."""
+        return (self.num_pages - self.page_format.reserved) // self.page_format.pages_for(length, 1)
+
+    def num_tokens(self, length: int) -> int:
+        """Tokens that it holds in such sequences."""
+        return (self.num_pages - self.page_format.reserved) * length // self.page_format.pages_for(length, 1)
 
 
-def bytes_per_block(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], block_size: int) -> int:
-    """Bytes that one block takes over all layers, in the element type that each layer's spec asks for."""
-    return sum(layout.bytes_per_block(CacheGeometry.of(spec, 1, block_size)) for spec, layout in zip(specs, layouts, strict=True))
+def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, chunk: int, memory: int | None) -> PoolSize:
+    """Pages that fit in `memory` bytes (None: a share of the host's free memory), never more than all sequences could fill.
 
-
-def pool_size(
-    specs: Sequence[AttentionSpec],
-    layouts: Sequence[CacheLayout],
-    block_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    memory: int | None,
-) -> PoolSize:
-    """Blocks that fit in `memory` bytes (None: a share of the host's free memory), never more than all sequences could fill.
+    chunk: tokens to which a step may be cut where memory is short.
 
     :raises ConfigError: not even one sequence of max_model_len fits.
     """
-    block_bytes = bytes_per_block(specs, layouts, block_size)
-    one = -(-max_model_len // block_size)
-    budget = _default_memory(one * block_bytes) if memory is None else memory
-    num_blocks = min(budget // block_bytes, one * max_num_seqs)
-    if num_blocks < one:
-        fits = budget // block_bytes * block_size
+    page_bytes, reserved = page_format.page_bytes, page_format.reserved
+    one = page_format.pages_for(max_model_len, chunk)
+    budget = _default_memory((one + reserved) * page_bytes) if memory is None else memory
+    fits = budget // page_bytes - reserved
+    if fits < one:
+        longest = longest_that_fits(page_format, chunk, budget, max_model_len)
         raise ConfigError(
             "kv_cache_memory",
-            f"{_size(one * block_bytes, math.ceil)} for one sequence of max_model_len={max_model_len}",
-            f"{_size(budget)}, room for {fits} tokens",
-            f"raise kv_cache_memory or set max_model_len to at most {fits}" if fits else "raise kv_cache_memory",
+            f"{_size((one + reserved) * page_bytes, math.ceil)} for one sequence of max_model_len={max_model_len}",
+            f"{_size(budget)}, room for {longest} tokens",
+            f"raise kv_cache_memory or set max_model_len to at most {longest}" if longest else "raise kv_cache_memory",
         )
-    return PoolSize(num_blocks, block_size, num_blocks * block_bytes)
+    most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs
+    return PoolSize(min(fits, most) + reserved, page_format, chunk)
 
 
-def longest_that_fits(
-    specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], block_size: int, memory: int | None, at_most: int
-) -> int:
+def longest_that_fits(page_format: PageFormat, chunk: int, memory: int | None, at_most: int) -> int:
     """Longest sequence, up to `at_most` tokens, for which the pool has room: the default of max_model_len."""
-    block_bytes = bytes_per_block(specs, layouts, block_size)
-    wanted = -(-at_most // block_size) * block_bytes
+    reserved = page_format.reserved
+    wanted = (page_format.pages_for(at_most, chunk) + reserved) * page_format.page_bytes
     budget = _default_memory(wanted) if memory is None else memory
-    return min(at_most, budget // block_bytes * block_size)
+    pages = budget // page_format.page_bytes - reserved
+    return bisect_right(range(1, at_most + 1), pages, key=lambda length: page_format.pages_for(length, chunk))
 
 
 def allocate(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], size: PoolSize) -> list[LayerCache]:
-    """One cache a layer; all have the same blocks, so one block table serves them."""
+    """One cache a layer. The layers of a group have the same blocks, so one block table serves them."""
+    shared = size.page_format
+    if not shared.column_bytes:
+        return allocate_layers(specs, layouts, size.num_pages, shared.block_size)
+    memory = [
+        {name: zeros((size.num_pages * width,), torch.uint8, specs[0].device) for name, width in shared.column_bytes.items()}
+        for _ in range(shared.columns)
+    ]
+    caches: dict[int, LayerCache] = {}
+    for group in shared.groups:
+        for number, layer in enumerate(group.layers):
+            place, column = divmod(number, shared.columns)
+            caches[layer] = _view(specs[layer], layouts[layer], memory[column], group, place, size)
+    return [caches[layer] for layer in range(len(specs))]
+
+
+def allocate_layers(
+    specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], num_blocks: int, block_size: int
+) -> list[LayerCache]:
+    """One cache a layer, each with memory of its own and as many blocks."""
     return [
-        layout.allocate(CacheGeometry.of(spec, size.num_blocks, size.block_size), spec.k_scale, spec.v_scale)
+        layout.allocate(CacheGeometry.of(spec, num_blocks, block_size), spec.k_scale, spec.v_scale)
         for spec, layout in zip(specs, layouts, strict=True)
     ]
+
+
+def _view(
+    spec: AttentionSpec, layout: CacheLayout, memory: dict[str, Tensor], group: CacheGroup, place: int, size: PoolSize
+) -> LayerCache:
+    """The cache of the layer that is the `place`-th of its group in a column: the column's memory, from its first cell on."""
+    block_size = size.page_format.block_size
+    num_blocks = (size.num_pages - 1) * group.page_stride + (group.blocks_per_page - 1) * group.block_stride + 1
+    geometry = CacheGeometry.of(spec, num_blocks, block_size)
+    tensors = {}
+    for name, flat in memory.items():
+        cells = flat.view(geometry.dtype).view(-1, *layout.shape(name, geometry)[1:])
+        tensors[name] = cells[place : place + num_blocks]
+    return LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
 
 
 def _default_memory(one_sequence: int) -> int:

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 
+from headway.core.engine.groups import CacheGroup
 from headway.core.engine.scheduler import ScheduledSequence
-from headway.core.engine.sequence import Sequence
-from headway.core.engine.step import NEWEST, BlockCopy, NewBlocks, StartedRow, StepInput
+from headway.core.engine.sequence import Sequence as Completion
+from headway.core.engine.step import NEWEST, NewPages, PageCopy, StartedRow, StepInput
 from headway.core.sampling.needs import OF_TOKENS, need_of
 
 
-def _started(row: int, seq: Sequence) -> StartedRow:
+def _started(row: int, seq: Completion) -> StartedRow:
     tokens = tuple(seq.token_ids) if need_of(seq.params) & OF_TOKENS else ()
     stops = tuple(seq.stop_token_ids) if seq.params.min_tokens else ()
     return StartedRow(row, seq.params, seq.seed, tokens, seq.num_prompt_tokens, stops)
 
 
-def prepare(step: list[ScheduledSequence], block_size: int) -> StepInput:
-    """The step as the executor reads it. Its sequences are noted as told of their blocks, so every step must be launched."""
+def prepare(step: list[ScheduledSequence], groups: Sequence[CacheGroup]) -> StepInput:
+    """The step as the executor reads it. Its sequences are noted as told of their pages, so every step must be launched."""
     started: list[StartedRow] = []
-    new_blocks: list[NewBlocks] = []
-    copies: list[BlockCopy] = []
+    new_pages: list[NewPages] = []
+    copies: list[PageCopy] = []
     token_ids: list[int] = []
     num_newest = 0
     for seq, count, context_len, _, drafts in step:
-        sent = seq.num_blocks_sent
-        if sent < len(seq.blocks):
+        if seq.table_changes:
             row = seq.row
             assert row is not None, "a scheduled sequence has a row"
-            if sent == 0:
+            if not seq.started:
                 started.append(_started(row, seq))
-            new_blocks.append(NewBlocks(row, sent, seq.blocks[sent:]))
-            seq.num_blocks_sent = len(seq.blocks)
-        if seq.prefix_copy is not None:
-            source, size = seq.prefix_copy
-            copies.append(BlockCopy(source, seq.blocks[context_len // block_size], size))
+                seq.started = True
+            for group, start, pages in seq.table_changes:
+                new_pages.append(NewPages(row, start, pages, group))
+            seq.table_changes.clear()
+        if seq.prefix_copies:
+            for group, source, size in seq.prefix_copies:
+                target = seq.tables[group].pages[context_len // groups[group].page_size]
+                copies.append(PageCopy(group, source, target, size))
         if count == 1 and seq.newest_at == context_len:
             token_ids.append(NEWEST)
             num_newest += 1
@@ -53,6 +58,6 @@ def prepare(step: list[ScheduledSequence], block_size: int) -> StepInput:
         numpy.array(token_ids, dtype=numpy.int64),
         num_newest == len(step),
         tuple(started),
-        tuple(new_blocks),
+        tuple(new_pages),
         tuple(copies),
     )

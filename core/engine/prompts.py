@@ -26,7 +26,8 @@ from headway.core.sampling.sampler import Draws
 log = logging.getLogger("headway")
 
 _LONGS = 4
-"""int64 numbers beside those of tokens: the row in `newest`, the last token's place, the key of the draw, its scale's bits."""
+"""int64 numbers beside the id and the slots of each token: the row in `newest`, the last token's place, the key of the draw, its
+scale's bits."""
 
 
 class PromptInputs:
@@ -34,37 +35,40 @@ class PromptInputs:
 
     def __init__(self, longest: int, step: GraphStep) -> None:
         device = step.newest.device
-        self._width = -(-longest // step.block_size)
-        length = 2 * (2 * longest + _LONGS) + self._width
+        self._groups = len(step.num_blocks)
+        width = -(-longest // step.block_size)
+        length = 2 * ((1 + self._groups) * longest + _LONGS) + self._groups * width
         self.device = torch.zeros(length, dtype=torch.int32, device=device)
         self.positions = torch.arange(longest, device=device)
         self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
         self._block_size = step.block_size
 
     def views(self, flat: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        """(ids [size], slots [size], int64 [_LONGS], block table int32 [1, blocks]) of a flat buffer, and their length."""
-        longs = 2 * (2 * size + _LONGS)
+        """(ids [size], slots [groups, size], int64 [_LONGS], block tables int32 [groups, 1, blocks]) of a flat buffer, and their
+        length."""
+        tokens = (1 + self._groups) * size
+        longs = 2 * (tokens + _LONGS)
         numbers = flat[:longs].view(torch.int64)
-        ids, slots, ends = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
-        end = longs + -(-size // self._block_size)
-        return ids, slots, ends, flat[longs:end].view(1, -1), end
+        ids, slots, ends = numbers[:size], numbers[size:tokens].view(-1, size), numbers[tokens:]
+        end = longs + self._groups * -(-size // self._block_size)
+        return ids, slots, ends, flat[longs:end].view(self._groups, 1, -1), end
 
     def fill(self, size: int, token_ids: NDArray[numpy.int64], row: int, rows: Rows, draws: Draws | None) -> None:
         """Send a prompt to the device. Padding has token 0, and slot -1."""
         self._host.reverse()  # to the buffer not in use: a step's copy is done before the step after next is launched
         host, count = self._host[0], len(token_ids)
-        ids, slots, ends, table, end = self.views(host, size)
+        ids, slots, ends, tables, end = self.views(host, size)
         tokens = ids.numpy()
         tokens[:count], tokens[count:] = token_ids, 0
-        places = slots.numpy()
-        positions = numpy.arange(count, dtype=numpy.int32)
-        places[:count], places[count:] = rows.slots(numpy.full(count, row, dtype=numpy.int32), positions, self._block_size), -1
         last = ends.numpy()
         last[:] = row, count - 1, 0, 0  # a scale of 0 is greedy
         if draws is not None:
             last[2:3], last[3:].view(numpy.float32)[:1] = draws.keys, draws.scales
-        blocks = min(table.shape[1], rows.tables.shape[1])
-        table.numpy()[0, :blocks] = rows.tables[row, :blocks]
+        at, positions = numpy.full(count, row, dtype=numpy.int32), numpy.arange(count, dtype=numpy.int32)
+        for group, (places, table, known) in enumerate(zip(slots.numpy(), tables.numpy(), rows.tables, strict=True)):
+            places[:count], places[count:] = rows.slots(at, positions, self._block_size, group), -1
+            blocks = min(table.shape[1], known.shape[1])
+            table[0, :blocks] = known[row, :blocks]
         self.device[:end].copy_(host[:end], non_blocking=True)
 
 
@@ -74,11 +78,14 @@ class PromptGraph:
     def __init__(self, step: GraphStep, inputs: PromptInputs, size: int, backends: Backends) -> None:
         self._step, self._inputs, self.size, self._by_spec = step, inputs, size, backends
         self.backends = (name_of(backends),)
-        self._ids, slots, ends, table, _ = inputs.views(inputs.device, size)
+        self._ids, slots, ends, tables, _ = inputs.views(inputs.device, size)
         self.rows, self._last, self._key = ends[:1], ends[1:2], ends[2:3]
         """Place in `newest` of the last replay's prompt; that of its last token; and the key of its draw."""
         self._scale = ends[3:].view(torch.float32)[:1]
-        self._metadata = AttentionMetadata.one_prompt(size, table, slots, step.block_size, step.num_blocks)
+        self._metadata = [
+            AttentionMetadata.one_prompt(size, table, places, step.block_size, num_blocks)
+            for table, places, num_blocks in zip(tables, slots, step.num_blocks, strict=True)
+        ]
         self._plans = step.attention.begin_prompt(self._metadata, backends)
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.tokens = self.run()

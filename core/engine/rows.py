@@ -1,35 +1,51 @@
-"""What an executor knows of the blocks of the sequence in each row."""
+"""What an executor knows of the sequence in each row: its block tables."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy
 from numpy.typing import NDArray
 
+from headway.core.engine.groups import CacheGroup
 from headway.core.engine.step import StepInput
 
 
 class Rows:
     """Host memory by row, brought up to date by each step."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, groups: Sequence[CacheGroup]) -> None:
         """max_blocks: of the longest sequence."""
-        self.tables: NDArray[numpy.int32] = numpy.zeros((max_num_seqs, max_blocks), dtype=numpy.int32)
-        """Block table of each row; what is beyond a sequence's blocks is left from others."""
+        self.tables: list[NDArray[numpy.int32]] = [numpy.zeros((max_num_seqs, max_blocks), dtype=numpy.int32) for _ in groups]
+        """Block table of each row, for each cache group; what is beyond a sequence's blocks is left from others."""
+        self._groups = tuple(groups)
 
     def update(self, step: StepInput) -> None:
         """Take in what a step tells."""
-        for row, start, blocks in step.new_blocks:
-            self.tables[row, start : start + len(blocks)] = blocks
+        for row, start, pages, number in step.new_pages:
+            group, table = self._groups[number], self.tables[number]
+            if group.page_stride == 1:  # a page is a block
+                table[row, start : start + len(pages)] = pages
+            else:
+                first, blocks = start * group.blocks_per_page, group.blocks_of(pages)
+                table[row, first : first + len(blocks)] = blocks[: table.shape[1] - first]
 
-    def blocks(self, rows: NDArray[numpy.int32], seq_lens: NDArray[numpy.int32], block_size: int) -> NDArray[numpy.int32]:
-        """The block table of a step: [num_seqs, blocks of the longest], 0 past a sequence's own blocks."""
+    def blocks(self, rows: NDArray[numpy.int32], seq_lens: NDArray[numpy.int32], block_size: int) -> list[NDArray[numpy.int32]]:
+        """The block tables of a step, by group: [num_seqs, blocks of the longest], 0 past a sequence's own blocks."""
         counts = -(-seq_lens // block_size)
-        table = numpy.take(self.tables, rows, axis=0)[:, : int(counts.max())]
-        table[numpy.arange(table.shape[1]) >= counts[:, None]] = 0
-        return table
+        longest = int(counts.max())
+        beyond = numpy.arange(longest) >= counts[:, None]
+        found = []
+        for tables in self.tables:
+            table = numpy.take(tables, rows, axis=0)[:, :longest]
+            table[beyond] = 0
+            found.append(table)
+        return found
 
-    def slots(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32], block_size: int) -> NDArray[numpy.int64]:
-        """Where the k and v of one position of each row go."""
-        blocks = self.tables[rows, positions // block_size].astype(numpy.int64)
+    def slots(
+        self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32], block_size: int, group: int
+    ) -> NDArray[numpy.int64]:
+        """Where the k and v of one position of each row go in the caches of a group."""
+        blocks = self.tables[group][rows, positions // block_size].astype(numpy.int64)
         slots: NDArray[numpy.int64] = blocks * block_size + positions % block_size
         return slots

@@ -20,6 +20,7 @@ from headway.core.engine.compilation import CompilationWatch
 from headway.core.engine.copies import copy_slots
 from headway.core.engine.graph import DecodeGraph, GraphStep
 from headway.core.engine.graphs import DecodeGraphs
+from headway.core.engine.groups import CacheGroup
 from headway.core.engine.host_rows import HostRows
 from headway.core.engine.launched import Extras, Launched, PromptScores
 from headway.core.engine.pieces import PieceGraphs
@@ -66,19 +67,21 @@ class Runner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        groups: Sequence[CacheGroup],
         hosts: HostRows | None = None,
     ) -> None:
-        """hosts: serves grammars and logits processors; None: no request has any."""
+        """groups: the cache groups of the layers. hosts: serves grammars and logits processors; None: no request has any."""
         self._model = model
         self._attention = attention
         self._selector = selector
         self._sampling = sampling
         self._block_size = block_size
-        self._num_blocks = attention.caches[0].geometry.num_blocks
+        self._groups = groups
+        self._num_blocks = [attention.caches[group.layers[0]].geometry.num_blocks for group in groups]
         self._device = attention.specs[0].device
         self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
         self._max_model_len = max_model_len
-        self._rows = Rows(max_num_seqs, -(-max_model_len // block_size))
+        self._rows = Rows(max_num_seqs, -(-max_model_len // block_size), groups)
         self._hosts = hosts or HostRows(None, {})
         self._sampler = TokenSampler(sampling, max_num_seqs, model.vocab_size, self._device, self._hosts)
         self._prompt_scorer = PromptScorer(model, self._device)
@@ -127,7 +130,7 @@ class Runner:
         self._sampler.update(step.started)
         self._prompt_scorer.update(step.started)
         if step.copies:
-            copy_slots(self._attention.caches, step.copies)
+            copy_slots(self._attention.caches, self._groups, step.copies)
         graph, no_graph = self._graph(step)
         sampling = step.rows if step.goes_on else step.rows[step.samples]
         ran = self._launch(step, sampling) if graph is None else self._replay(graph, step)
@@ -227,18 +230,12 @@ class Runner:
     def _run(self, step: StepInput) -> tuple[Tensor, bool]:
         """The model over a step, in pieces or as single launches: hidden states of all its tokens; whether in pieces."""
         tables = self._rows.blocks(step.rows, step.context_lens + step.query_lens, self._block_size)
-        drafts = step.num_draft_tokens if step.num_draft_tokens.any() else None
-        metadata = AttentionMetadata.build(
-            step.query_lens,
-            step.context_lens,
-            tables,
-            self._block_size,
-            self._device,
-            num_draft_tokens=drafts,
-            num_blocks=self._num_blocks,
-        )
+        decode_lens = step.num_draft_tokens + 1 if step.num_draft_tokens.any() else 1
+        lens = step.query_lens, step.context_lens
+        metadata = AttentionMetadata.build_groups(*lens, tables, self._block_size, self._device, decode_lens, self._num_blocks)
         input_ids, positions = self._inputs(step)
-        prefill, decode = self._backends(metadata.prefill, Phase.PREFILL), self._backends(metadata.decode, Phase.DECODE)
+        first = metadata[0]
+        prefill, decode = self._backends(first.prefill, Phase.PREFILL), self._backends(first.decode, Phase.DECODE)
         self._attention.begin(metadata, prefill, decode)
         in_pieces = self._pieces.run(input_ids, positions)
         hidden = self._model(input_ids, positions, self._attention) if in_pieces is None else in_pieces

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from headway.core.contract.metadata import Phase
@@ -32,11 +34,16 @@ class ScheduledSequence(NamedTuple):
         return Phase.DECODE if self.num_draft_tokens else Phase.of(self.num_new_tokens, self.context_len)
 
 
+_scheduled: Callable[[tuple[Sequence, int, int, bool, int]], ScheduledSequence] = partial(tuple.__new__, ScheduledSequence)
+"""A ScheduledSequence of its fields, without the call in Python that its constructor makes: there is one for every decode."""
+
+
 class Scheduler:
     """Continuous batching with a token budget: who runs goes on, then who waits is admitted, first come first served.
 
-    A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi). When the pool runs dry, the
-    youngest running sequence gives its blocks back and waits at the head of the queue, to be computed again (vLLM's recompute).
+    A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi), once the pool has room for all
+    of it: a part of a prompt would only take pages from those that run, to be preempted for them. When the pool runs dry, the
+    youngest running sequence gives its pages back and waits at the head of the queue, to be computed again (vLLM's recompute).
 
     `schedule` may be called while earlier steps are still running on the device: tokens those will sample count as pending. What
     it frees may be handed out at once, because the device runs steps in order.
@@ -80,11 +87,11 @@ class Scheduler:
         prompts: list[ScheduledSequence] = []
         decodes: list[ScheduledSequence] = []  # within each part first come, first served
         preempted = skipped = False
-        position, block_size = 0, self.blocks.block_size
+        position = 0
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
-            if seq.goes_on(block_size):  # what most sequences do in most steps, found without asking further
-                decodes.append(ScheduledSequence(seq, 1, seq.num_computed, True))
+            if seq.goes_on():  # what most sequences do in most steps, found without asking further
+                decodes.append(_scheduled((seq, 1, seq.num_computed, True, 0)))
                 budget -= 1
                 position += 1
                 continue
@@ -96,11 +103,12 @@ class Scheduler:
             drafts = self._num_drafts(seq, budget - count) if seq.draft_token_ids else 0
             while not self.blocks.reserve(seq, self._room(seq, count + drafts)):
                 if drafts:
-                    drafts = 0  # guesses are worth nobody's blocks
+                    drafts = 0  # guesses are worth nobody's pages
                     continue
                 preempted = True
                 if self._preempt_last() is seq:
                     break
+                count = self._num_tokens(seq, budget)
             else:
                 scheduled = ScheduledSequence(seq, count + drafts, seq.num_computed, count == seq.num_to_compute, drafts)
                 (decodes if scheduled.phase is Phase.DECODE else prompts).append(scheduled)
@@ -120,19 +128,23 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Tokens that a waiting sequence gets in this step; 0 if there is no room, and then it holds nothing."""
-        spared = self.blocks.attach_prefix(seq)
-        count = self._num_tokens(seq, budget)
-        whole = count == seq.num_to_compute
-        if count and (whole or self.enable_chunked_prefill) and self.blocks.reserve(seq, self._room(seq, count)):
-            if seq.num_preemptions == 0:
-                seq.num_cached_tokens = spared
-            return count
-        self.blocks.release(seq)
+        for partly in (True, False):  # what is copied is held beside the copy: perhaps there is room without
+            spared = self.blocks.attach_prefix(seq, partly)
+            count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
+            able = count == wanted or (self.enable_chunked_prefill and self.blocks.has_room(seq, wanted))
+            if count and able and self.blocks.reserve(seq, self._room(seq, count)):
+                if seq.num_preemptions == 0:
+                    seq.num_cached_tokens = spared
+                return count
+            copies = bool(seq.prefix_copies)
+            self.blocks.release(seq)
+            if not copies:
+                break
         return 0
 
     def _num_tokens(self, seq: Sequence, budget: int) -> int:
         """Tokens that a sequence gets of what is left of a step."""
-        return min(seq.num_to_compute, budget)
+        return self.blocks.fitting(seq, min(seq.num_to_compute, budget))
 
     def _num_drafts(self, seq: Sequence, budget: int) -> int:
         """Guesses that are verified beside the newest token, which must be known to the host."""
@@ -141,7 +153,7 @@ class Scheduler:
         return max(min(len(seq.draft_token_ids), MAX_DRAFT_TOKENS, budget, seq.max_len - seq.num_tokens - 1), 0)
 
     def _room(self, seq: Sequence, count: int) -> int:
-        """Tokens for which a sequence must hold blocks when it gets `count`."""
+        """Tokens for which a sequence must hold pages when it gets `count`."""
         return count
 
     def _preempt_last(self) -> Sequence:
@@ -161,21 +173,16 @@ class Scheduler:
 
     def launched(self, step: list[ScheduledSequence]) -> None:
         """Account for a step the device has been given: its tokens count as computed, and those it samples as pending."""
-        block_size = self.blocks.block_size
         for seq, count, context_len, samples, drafts in step:
             seq.num_computed += count
             seq.num_unverified = drafts
-            seq.prefix_copy = None
+            if seq.prefix_copies:
+                self.blocks.copies_launched(seq)
             if samples:
                 seq.num_pending += 1
                 seq.newest_at = context_len + count
-            if count > 1 or len(seq.token_ids) // block_size > seq.num_published:
-                self.blocks.publish(seq, partly=count > 1)
-
-    def not_launched(self, step: list[ScheduledSequence]) -> None:
-        """Prepare the sequences of a step that did not run for another: what was to be copied for them is computed instead."""
-        for scheduled in step:
-            self.blocks.drop_prefix_copy(scheduled.seq)
+            if count > 1 or len(seq.token_ids) >= seq.next_boundary:
+                self.blocks.advance(seq, partly=count > 1)
 
     def read(self, seq: Sequence, tokens: list[int]) -> list[int]:
         """Append what a launched step has sampled for a sequence: the verified drafts, and the token after them.

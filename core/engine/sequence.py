@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
@@ -17,10 +19,42 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class PageTable:
+    """Which pages hold a sequence's tokens in one group of layers."""
+
+    page_size: int
+    """Tokens of a page."""
+    pages: list[int] = field(default_factory=list)
+    """In the order of the tokens; the null page stands for those that were given back."""
+    num_published: int = 0
+    """Pages whose names other sequences can find."""
+    num_given_back: int = 0
+    """Pages at the start that lie behind the group's window, and are not held any more."""
+
+    @property
+    def held(self) -> list[int]:
+        """The pages that the sequence holds."""
+        return self.pages[self.num_given_back :]
+
+
+class PrefixCopy(NamedTuple):
+    """The first `num_tokens` tokens of somebody else's page are to be copied into a sequence's own."""
+
+    group: int
+    source: int
+    num_tokens: int
+
+
+TableChange = tuple[int, int, list[int]]
+"""A group, and the pages that stand in its table from the `start`-th on: (group, start, pages)."""
+
+
 class Sequence:
     """The engine's record of one completion.
 
-    The first `num_computed` tokens have their k and v in `blocks`, or will have once the steps already launched have run.
+    The first `num_computed` tokens have their k and v in the pages of `tables`, or will have once the steps already launched have
+    run.
     `num_pending` tokens after `token_ids` are being sampled by those steps; the device knows them before the host does.
     """
 
@@ -59,15 +93,20 @@ class Sequence:
         self.num_preemptions = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of the prompt's tokens from the second on, as far as they have come, where they are wanted."""
-        self.blocks: list[int] = []
-        self.prefix_copy: tuple[int, int] | None = None
-        """A block of somebody else and how many of its first tokens are copied into the last block of the prefix."""
+        self.tables: list[PageTable] = []
+        """One for each cache group while it holds pages; kept by the block manager, as are the next six."""
+        self.capacity = 0
+        """Tokens for which its pages have room, in every group."""
+        self.next_boundary = 0
+        """Known tokens from which on a page can be named or given back."""
+        self.prefix_copies: list[PrefixCopy] = []
+        """What the next step must copy before it computes the rest; it holds their sources until that has been launched."""
+        self.table_changes: list[TableChange] = []
+        """What the executor has not been told of."""
         self.block_hashes: list[bytes] = []
-        """Chained hash of each full block of `token_ids`, as far as computed; kept by the block manager."""
-        self.num_published = 0
-        """Blocks whose names other sequences can find."""
-        self.num_blocks_sent = 0
-        """Blocks that the executor has been told of."""
+        """Chained hash of each full block of `token_ids`, as far as computed."""
+        self.started = False
+        """Whether the executor knows it in its row."""
         self.newest_at = -1
         """Position in the sequence of the sampled token that the executor holds for this row; -1: none."""
         self.draft_token_ids: list[int] = []
@@ -89,12 +128,17 @@ class Sequence:
         known = len(self.token_ids) + self.num_pending
         return known - self.num_computed if known < self.max_len and not self.num_unverified else 0
 
-    def goes_on(self, block_size: int) -> bool:
-        """Whether it decodes one token next, without drafts, for which its blocks have room."""
+    @property
+    def num_known(self) -> int:
+        """Computed tokens that the host has seen; a token still being sampled is not."""
+        return min(self.num_computed, len(self.token_ids))
+
+    def goes_on(self) -> bool:
+        """Whether it decodes one token next, without drafts, for which its pages have room."""
         computed, known = self.num_computed, len(self.token_ids) + self.num_pending
         return (
             known - computed == 1
-            and 0 < computed < len(self.blocks) * block_size
+            and 0 < computed < self.capacity
             and known < self.max_len
             and not self.draft_token_ids
             and not self.num_unverified

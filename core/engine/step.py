@@ -29,17 +29,20 @@ class StartedRow(NamedTuple):
     """What min_tokens keeps from coming."""
 
 
-class NewBlocks(NamedTuple):
-    """Blocks that follow the first `start` in the block table of a row."""
+class NewPages(NamedTuple):
+    """Pages that stand in the table of a row from its `start`-th page on."""
 
     row: int
     start: int
-    blocks: list[int]
+    pages: list[int]
+    group: int = 0
+    """The cache group whose table it is."""
 
 
-class BlockCopy(NamedTuple):
-    """The first `num_tokens` slots of a block are to be copied into another before the step runs."""
+class PageCopy(NamedTuple):
+    """The first `num_tokens` slots of a group's page are to be copied into another before the step runs."""
 
+    group: int
     source: int
     target: int
     num_tokens: int
@@ -67,8 +70,8 @@ class StepInput:
     goes_on: bool
     """Whether every sequence has one new token, which is NEWEST: what a captured decode runs."""
     started: tuple[StartedRow, ...] = ()
-    new_blocks: tuple[NewBlocks, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()
+    new_pages: tuple[NewPages, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
 
     @property
     def num_seqs(self) -> int:

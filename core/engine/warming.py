@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import Backends
+from headway.core.contract.latent import spec_in
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.warmup import Lengths, StepLimits, fits, powers
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.graph import name_of
+from headway.core.engine.groups import CacheGroup
 from headway.core.engine.launched import Launched
+from headway.core.engine.pool import PoolSize
 from headway.core.engine.runner import Runner
-from headway.core.engine.step import NewBlocks, StartedRow, StepInput
+from headway.core.engine.step import NewPages, StartedRow, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.selector import Selector
 
@@ -41,16 +44,16 @@ class Warming:
     """Runs steps that nobody asked for, along the engine's own path: whole ones for the model and the sampler, and attention
     alone, on one layer of each kind, for all shapes that its backends choose kernels by.
 
-    All sequences share the first blocks of the pool, which must be empty; `run` leaves zeros in them.
+    All sequences share the first pages of the pool, which must be empty; `run` leaves zeros in them.
     """
 
     def __init__(
-        self, runner: Runner, model: Model, attention: PagedAttention, selector: Selector, limits: StepLimits, block_size: int
+        self, runner: Runner, model: Model, attention: PagedAttention, selector: Selector, limits: StepLimits, size: PoolSize
     ) -> None:
         self._runner, self._model, self._attention, self._selector = runner, model, attention, selector
-        self._limits, self._block_size = limits, block_size
+        self._limits, self._block_size, self._groups = limits, size.page_format.block_size, size.page_format.groups
         self._device = attention.specs[0].device
-        self._blocks = list(range(-(-limits.max_model_len // block_size)))
+        self._num_pages = size.num_pages
         self._failed: set[str] = set()
         self._in_flight: Launched | None = None
         """The step that was launched last."""
@@ -67,9 +70,11 @@ class Warming:
             torch.cuda.synchronize(self._device)
         self._runner.forget_tokens()
         self._selector.forget()
-        for cache in self._attention.caches:
-            for logical in (cache.logical_key, cache.logical_value):
-                logical[: len(self._blocks)].zero_()
+        pages = max(max(self._pages(self._limits.max_model_len, group)) for group in self._groups) + 1
+        for group in self._groups:
+            for cache in (self._attention.caches[layer] for layer in group.layers):
+                for logical in (cache.logical_key, cache.logical_value):
+                    logical[: pages * group.page_stride].zero_()
 
     def _steps(self) -> Iterator[StepInput]:
         """Prompts of every number of tokens that products and norms may choose by, then decodes and mixed steps."""
@@ -103,36 +108,48 @@ class Warming:
             token_ids=numpy.zeros(sum(query_lens), dtype=numpy.int64),
             goes_on=False,
             started=tuple(StartedRow(row, _SAMPLED[(first + row) % len(_SAMPLED)], 0) for row in rows.tolist()),
-            new_blocks=tuple(NewBlocks(row, 0, self._table(end)) for row, end in enumerate(ends)),
+            new_pages=tuple(
+                NewPages(row, 0, self._pages(end, group), number)
+                for row, end in enumerate(ends)
+                for number, group in enumerate(self._groups)
+            ),
         )
 
     def _attend(self, spec: AttentionSpec) -> None:
         """Attention of one layer of a kind, by each backend in each phase that it may be chosen for."""
         layer = self._attention.specs.index(spec)
         q, k, v = self._tensors(layer)
+        group = next(group for group in self._groups if layer in group.layers)
         selection = self._selector.selection
         for phase in Phase:
             for name in (selection.names[phase], *selection.others.get(phase, ())):
                 backends = self._selector.instances_of(name)
-                for step in backends[spec].warmup_steps(phase, self._limits):
+                for step in self._steps_of(spec, phase, backends):
                     for whole in (step, [Lengths(1, 0), *step]) if phase is Phase.DECODE else (step,):
                         if fits(whole, self._limits):
-                            self._attend_once(layer, self._metadata(whole), backends, (q, k, v))
+                            self._attend_once(layer, self._metadata(whole, group), backends, (q, k, v))
 
-    def _metadata(self, lengths: Sequence[Lengths]) -> AttentionMetadata:
+    def _steps_of(self, spec: AttentionSpec, phase: Phase, backends: Backends) -> Iterator[Sequence[Lengths]]:
+        """What the backends of a phase choose kernels by. spec: of a layer's cache."""
+        yield from backends[spec_in(phase, spec, self._attention.expanded)].warmup_steps(phase, self._limits)
+        if phase is Phase.EXTEND and spec in self._selector.gathering:
+            yield from self._selector.gathering[spec].warmup_steps(phase, self._limits)
+
+    def _metadata(self, lengths: Sequence[Lengths], group: CacheGroup) -> AttentionMetadata:
         return AttentionMetadata.build(
             [each.query_len for each in lengths],
             [each.context_len for each in lengths],
-            [self._table(each.query_len + each.context_len) for each in lengths],
+            [self._blocks(each.query_len + each.context_len, group) for each in lengths],
             self._block_size,
             self._device,
             num_draft_tokens=[each.num_drafts for each in lengths],
-            num_blocks=self._attention.caches[0].geometry.num_blocks,
+            num_blocks=self._attention.caches[group.layers[0]].geometry.num_blocks,
         )
 
     def _attend_once(self, layer: int, metadata: AttentionMetadata, backends: Backends, tensors: Sequence[Tensor]) -> None:
         try:
-            self._attention.begin(metadata, backends, backends)
+            decodes = metadata.decode is not None
+            self._attention.begin(metadata, self._selector.backends_for(Phase.PREFILL) if decodes else backends, backends)
             self._attention(layer, *(tensor[: metadata.num_tokens] for tensor in tensors))
         except Exception as error:
             self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
@@ -162,7 +179,7 @@ class Warming:
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if layer == wanted:
                 seen.extend((q, k, v))
-            return q.new_zeros((*q.shape[:2], self._attention.specs[layer].v_head_dim))
+            return q.new_zeros((*q.shape[:2], self._attention.value_head_dims[layer]))
 
         few = torch.zeros(2, dtype=torch.int64, device=self._device)
         self._model(few, few.int(), attention)  # as a graph of decode hands positions over
@@ -176,5 +193,10 @@ class Warming:
             found.append(memory[storage].as_strided(shape, tensor.stride(), tensor.storage_offset()))
         return found
 
-    def _table(self, length: int) -> list[int]:
-        return self._blocks[: -(-length // self._block_size)]
+    def _pages(self, length: int, group: CacheGroup) -> list[int]:
+        """The first pages; a windowed group may have fewer than a whole sequence would fill."""
+        return [page % self._num_pages for page in range(-(-length // group.page_size))]
+
+    def _blocks(self, length: int, group: CacheGroup) -> list[int]:
+        blocks: list[int] = group.blocks_of(self._pages(length, group))[: -(-length // self._block_size)].tolist()
+        return blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.core.contract.metadata import Phase
@@ -79,14 +79,23 @@ class CostTable:
     """
 
     def __init__(
-        self, samples: Iterable[Sample], noise: float, source: str = "", excluded: Mapping[str, str] | None = None
+        self,
+        samples: Iterable[Sample],
+        noise: float,
+        source: str = "",
+        excluded: Mapping[str, str] | None = None,
+        phases: Collection[Phase] = tuple(Phase),
     ) -> None:
-        """noise: relative difference below which two times count as equal. excluded: backend -> why it must not be chosen."""
+        """noise: relative difference below which two times count as equal. excluded: backend -> why it must not be chosen.
+
+        phases: in which the layer is asked for; samples of others are left out.
+        """
         self.noise = noise
         self.source = source
         """Where the times come from, in words: for the log."""
         self.excluded = dict(excluded or {})
-        kept = [sample for sample in samples if sample.backend not in self.excluded]
+        self.phases = frozenset(phases)
+        kept = [sample for sample in samples if sample.backend not in self.excluded and sample.shape.phase in self.phases]
         self.shapes = _by_phase(sample for sample in kept if not sample.between)
         """The points of each phase's grid."""
         self.between = _by_phase(sample for sample in kept if sample.between)
@@ -138,6 +147,8 @@ class StepCosts:
         """Microseconds of attention in a step: every layer's call, and one plan for each kind of layer."""
         total = 0.0
         for table, layers in self.parts:
+            if shape.phase not in table.phases:
+                continue
             layer, plan = table.at(shape, backend, self.layout, self.block_size)
             total += plan + layers * layer
         return total
@@ -163,7 +174,7 @@ class StepCosts:
 
     def covers(self, shape: Shape) -> bool:
         """Whether every table was measured around this shape."""
-        return all(table.covers(shape) for table, _ in self.parts)
+        return all(table.covers(shape) for table, _ in self.parts if shape.phase in table.phases)
 
 
 def _by_phase(samples: Iterable[Sample]) -> dict[Phase, list[Shape]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from headway.core.contract.backend import AttentionBackend, Backends
 from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.latent import Expanded, spec_in
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
@@ -74,12 +76,15 @@ class Selector:
         options: Mapping[str, Mapping[str, str]] | None = None,
         costs: Mapping[AttentionSpec, CostTable] | None = None,
         workload: Workload = PRESETS["chat"],
+        expanded: Expanded | None = None,
     ) -> None:
-        """costs: measured times of each distinct layer; None: there are none.
+        """costs: measured times of each distinct layer, expanded ones too; None: there are none. expanded: of latent layers.
 
         :raises HeadwayError: an unknown name, or an explicit request that cannot be served, with every reason.
         """
         self._source = source
+        self._expanded = expanded or {}
+        every = [*specs, *(self._expanded[spec] for spec in specs if spec in self._expanded)]
         self._specs = list(dict.fromkeys(specs))
         self._times: Measured | None = None
         self._chooser: Chooser | None = None
@@ -91,11 +96,14 @@ class Selector:
             source.backend(name).check_options(chosen)
         free = [phase for phase, name in self._request.items() if name == "auto"]
         if costs and free:
-            parts = [(costs[spec], list(specs).count(spec)) for spec in self._specs]
+            parts = [(costs[spec], every.count(spec)) for spec in dict.fromkeys(every)]
             self._times = Measured(parts, workload, free)
         self.selection = self._select(kv_layout, block_size)
         others = [name for names in self.selection.others.values() for name in names]
         self._instances = {name: self._make(name) for name in dict.fromkeys([*self.selection.names.values(), *others])}
+        self.gathering = self._gathering()
+        """By the spec of a latent layer's cache, what attends to its context after that was gathered and expanded: the backend of
+        its prompts. A layer that this backend cannot serve so is missing."""
 
     def backends_for(self, phase: Phase, batch: int | None = None, query_len: int = 1, kv_len: int = 1) -> Backends:
         """The instances, by spec, that serve a phase in this step.
@@ -134,9 +142,24 @@ class Selector:
         return list(self._instances.values())
 
     def _make(self, name: str) -> Backends:
-        backend, chosen = self._source.backend(name), self.selection
-        options = self._options.get(name)
-        return {spec: backend(spec, self.layout_of(spec), chosen.block_size, options) for spec in self._specs}
+        """Instances for the specs of the phases in which a backend may be called."""
+        chosen = self.selection
+        phases = [phase for phase in Phase if name in (chosen.names[phase], *chosen.others.get(phase, ()))]
+        specs = dict.fromkeys(spec_in(phase, spec, self._expanded) for phase in phases for spec in self._specs)
+        return {spec: self._instance(name, spec) for spec in specs}
+
+    def _instance(self, name: str, spec: AttentionSpec) -> AttentionBackend:
+        backend, options = self._source.backend(name), self._options.get(name)
+        return backend(spec, self.layout_of(spec), self.selection.block_size, options)
+
+    def _gathering(self) -> Backends:
+        name, size = self.selection.names[Phase.PREFILL], self.selection.block_size
+        found = {}
+        for spec, dense in self._expanded.items():
+            cached = replace(dense, dense=False)
+            if self._source.supports(name, cached, self.layout_of(cached), size, Phase.EXTEND):
+                found[spec] = self._instance(name, cached)
+        return found
 
     def layout_of(self, spec: AttentionSpec) -> CacheLayout:
         """The layout of a layer's cache: the selection's, or that of the layer's group where it does not fit."""
@@ -147,7 +170,7 @@ class Selector:
 
         There are two kinds: layers whose value lies in the key, and layers with a value of its own.
         """
-        kinds = {each.value_in_key for each in self._specs}
+        kinds = {each.value_in_key for each in (*self._specs, spec)}
         if len(kinds) == 1 or spec.value_in_key is not layout.has_value:
             return layout
         others = (info.layout for info in self._source.layouts.values())
@@ -207,7 +230,7 @@ class Selector:
 
     def _reasons(self, name: str, phase: Phase, layout: CacheLayout, block_size: int) -> tuple[Reason, ...]:
         support = Support()
-        for spec in self._specs:
+        for spec in (spec_in(phase, spec, self._expanded) for spec in self._specs):
             support &= self._source.supports(name, spec, self._layout_for(spec, layout), block_size, phase)
         return support.reasons
 

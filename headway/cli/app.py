@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from headway.cli.backends import backends
 from headway.cli.bench_crossover import crossover
+from headway.cli.bench_experts import experts
 from headway.cli.bench_kernel import kernel
 from headway.cli.bench_throughput import throughput
 from headway.cli.build import build
@@ -64,6 +65,7 @@ app.command(cls=Command)(check)
 bench.command(cls=Command)(throughput)
 bench.command(cls=Command)(kernel)
 bench.command(cls=Command)(crossover)
+bench.command(cls=Command)(experts)
 
 
 def _version(wanted: bool) -> None:

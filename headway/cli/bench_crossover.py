@@ -47,7 +47,9 @@ def crossover(
     crossover_table: Annotated[Path | None, typer.Option(help="Level engine: the table that auto obeys.")] = None,
     workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",
     backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
-    geometry: Annotated[str | None, typer.Option(help="num_heads/num_kv_heads/head_dim of the layer.")] = None,
+    geometry: Annotated[
+        str | None, typer.Option(help="num_heads/num_kv_heads/head_dim[/v_head_dim][/dense] of the layer.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: all.")] = None,

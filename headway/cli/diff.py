@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +23,9 @@ _RANDOM_LENGTHS = (7, 64, 300, 1000)
 """Tokens of the prompts where the model has no tokenizer."""
 
 
-@takes_engine_options("model", "attn_options", "kv_layout", "block_size", "load_format", "dtype", "device", "num_threads")
+@takes_engine_options(
+    *("model", "attn_options", "kv_layout", "block_size", "load_format", "model_impl", "dtype", "device", "num_threads")
+)
 def diff(
     a: Annotated[str, typer.Argument(help="The side in question: a backend, prefill=NAME,decode=NAME, or reference.")],
     engine: dict[str, Any],
@@ -46,7 +47,8 @@ def diff(
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import SideOptions, check_side, make_side
     from headway.bench.diff.table import print_report
-    from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
+    from headway.core.contract.spec import DTYPE_NAMES
+    from headway.core.engine.specs import cache_specs
     from headway.models.loader import load_model
     from headway.registry import create_registry
     from headway.testing.json_files import write_json
@@ -65,10 +67,10 @@ def diff(
         set_threads(args.num_threads)
     err = Console(stderr=True)
     with err.status(f"loading {args.model}"):
-        loaded = load_model(args.model, args.dtype, place, args.load_format)
+        loaded = load_model(args.model, args.dtype, place, args.load_format, model_impl=args.model_impl)
     decoder = loaded.decoder
     specs = decoder.attention_specs
-    stored = specs if kv_cache_dtype == "auto" else [replace(spec, kv_dtype=KV_DTYPES[kv_cache_dtype]) for spec in specs]
+    stored = cache_specs(specs, kv_cache_dtype, decoder.kv_scales)
     side_a, side_b = make_side(a, registry, stored, options), make_side(b, registry, specs, options)
     prompts = _token_ids(loaded, texts)
     check_prompts(decoder, prompts, max_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from headway.core.select.selector import Selector
     from headway.registry import Registry
     from headway.tuning.schema import Cell, CrossoverTable
+
+
+_GEOMETRY = (
+    "num_heads/num_kv_heads/head_dim of the layers; of latent attention absorbed and expanded, 16/1/576/512+16/16/192/128/dense."
+)
 
 
 class PhaseChoice(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
@@ -80,7 +85,7 @@ def explain(
     kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, or a plugin's.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block. Default: auto.")] = None,
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
-    geometry: Annotated[str | None, typer.Option(help="num_heads/num_kv_heads/head_dim of the layers.")] = None,
+    geometry: Annotated[str | None, typer.Option(help=_GEOMETRY)] = None,
     layers: Annotated[int, typer.Option(min=1, help="How many layers share a step's plan.")] = 32,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
@@ -88,20 +93,26 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which backend a step takes, the runner-up and the gap, and why each other one does not."""
+    from headway.core.contract.latent import phases_of, spec_in
     from headway.core.select.selector import Selector
     from headway.core.select.workload import Workload
     from headway.registry import create_registry
     from headway.tuning.convert import to_costs
     from headway.tuning.device import resolve_device
 
-    spec = layer(geometry, dtype, "auto", resolve_device(device))
+    specs = [layer(part, dtype, "auto", resolve_device(device)) for part in (geometry.split("+", 1) if geometry else [None])]
+    expanded = {} if len(specs) == 1 else {specs[0]: replace(specs[1], dense=True)}
     registry = create_registry()
-    table = _table(crossover_table, spec, registry)
     shape = _shape(phase, batch, query_len, length)
-    costs = None if table is None else {spec: to_costs(table)}
+    tables = {spec: _table(crossover_table, spec, registry) for spec in (specs[0], *expanded.values())}
+    costs = {spec: to_costs(table, phases=phases_of(spec, expanded)) for spec, table in tables.items() if table is not None}
+    measured = costs if len(costs) == len(tables) else None
     asked = attn_backend, kv_layout, block_size
-    selector = Selector(registry, [spec] * layers, *asked, costs=costs, workload=Workload.parse(workload))
-    found = explanation(selector, registry, spec, shape, layers, table)
+    selector = Selector(
+        registry, specs[:1] * layers, *asked, costs=measured, workload=Workload.parse(workload), expanded=expanded
+    )
+    spec = spec_in(shape.phase, specs[0], expanded)
+    found = explanation(selector, registry, spec, shape, layers, tables[spec])
     if as_json:
         print(json.dumps(_plain(found), indent=2))
     else:
@@ -118,7 +129,7 @@ def explanation(
     failed = {} if table is None else {record.name: record.reason for record in table.backends if record.available}
     candidates = []
     for name in registry.backends:
-        support = registry.supports(name, spec, chosen.layout, chosen.block_size, shape.phase)
+        support = registry.supports(name, spec, selector.layout_of(spec), chosen.block_size, shape.phase)
         reasons = [str(reason) for reason in support.reasons] + ([failed[name]] if failed.get(name) else [])
         us = selector.costs.step_us(name, shape) if selector.costs is not None and not reasons else float("inf")
         if us == float("inf") and not reasons:

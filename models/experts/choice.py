@@ -34,9 +34,9 @@ def nearest(num_tokens: int) -> int:
 
 
 def rule(num_tokens: int, config: ExpertsConfig) -> str:
-    """What is taken without a measurement: by how many pairs an expert has on average, as it came out on an H200."""
+    """What begins the name of the method that is taken without a measurement: by how many pairs an expert has on average."""
     num_tokens = TOKEN_COUNTS[nearest(num_tokens)]
     if num_tokens <= 2:
         return "triton.rows"
-    pairs = num_tokens * config.top_k / config.num_experts
-    return "triton.tiles16" if pairs <= 12 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"
+    pairs = num_tokens * config.num_slots / config.num_all
+    return "triton.tiles16" if pairs <= 8 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, nearest, rule
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.methods import INVARIANT, TILINGS, GroupedMM, Method, Rows, Tiles
+from headway.models.experts.methods import INVARIANT, TILINGS, GroupedMM, Method, Rows, Tiles, row_cuts
 from headway.models.experts.router import Router
 from headway.models.experts.weights import ExpertWeights
 from headway.models.operations import Norm
@@ -20,11 +20,13 @@ class FusedExperts:
         """batch_invariant: always the same tiles, so that a token's bits do not depend on the other tokens or their number."""
         self.config, self.dtype, self.device = config, dtype, device
         router = Router(config, device, batch_invariant)
-        tiles = [Tiles(tiling, config, router, device) for tiling in TILINGS]
-        ways: list[Method] = [Rows(config, router, device), *tiles, GroupedMM(config, router, device)]
         if batch_invariant:
-            ways = [Tiles(INVARIANT, config, router, device)]
-        self.methods = {way.name: way for way in ways if way.takes(1, dtype)}
+            ways: list[Method] = [Tiles(INVARIANT, config, router, device, always=True)]
+        else:
+            ways = [Rows(config, router, device, cut) for cut in row_cuts(config.intermediate_size)]
+            ways += [Tiles(tiling, config, router, device) for tiling in TILINGS]
+            ways += [GroupedMM(config, router, device)]
+        self.methods = {way.name: way for way in ways if any(way.takes(count, dtype) for count in TOKEN_COUNTS)}
         self.example: ExpertWeights | None = None
         """The weights of one layer of this kind, to measure with."""
         self._times: ExpertTimes | None = None
@@ -44,17 +46,19 @@ class FusedExperts:
         """Which method serves how many tokens, and by whose word."""
         names = [self.method_for(count).name for count in TOKEN_COUNTS]
         changes = [cell for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]]
-        ranges = ", ".join(f"{names[cell]} from {TOKEN_COUNTS[cell]} tokens on" for cell in changes)
-        return f"{ranges} ({'not measured' if self._times is None else self._times.source})"
+        ranges = ", ".join(f"{names[cell]} from {TOKEN_COUNTS[cell]}" for cell in changes)
+        return f"{ranges} tokens on ({'not measured' if self._times is None else self._times.source})"
 
     def method_for(self, num_tokens: int) -> Method:
         """What computes so many tokens."""
         cell = nearest(num_tokens)
         method = self._chosen.get(cell)
         if method is None:
+            able = {each.name: each for each in self.methods.values() if each.takes(num_tokens, self.dtype)}
             name = None if self._times is None else self._times.fastest(num_tokens)
-            method = self.methods.get(name or rule(num_tokens, self.config)) or next(iter(self.methods.values()))
-            self._chosen[cell] = method
+            ruled = rule(num_tokens, self.config)
+            likely = [each for each in able.values() if each.name.startswith(ruled)] or list(able.values())
+            method = self._chosen[cell] = able.get(name or "") or likely[0]
         return method
 
     def __call__(self, residual: Tensor, norm: Norm, weights: ExpertWeights) -> Tensor:

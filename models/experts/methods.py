@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import triton
 from torch import Tensor
 
+from headway.core.contract.compiled import AHEAD
+from headway.models.experts.choice import nearest
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.router import Routed, Router, dot_type
 from headway.models.experts.row_kernels import down_rows, gate_up_rows
 from headway.models.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product
 from headway.models.experts.weights import ExpertWeights
-from headway.models.fused.launch import Launcher
+from headway.models.fused.launch import INTERPRETED, Launcher
 from headway.models.operations import Norm
 
 
@@ -56,7 +58,7 @@ def _activation(config: ExpertsConfig) -> dict[str, float]:
 
 
 MAX_ROWS = 16
-"""Tokens up to which each may be computed by itself: above, too many experts would be read twice."""
+"""Tokens up to which, and about which, each may be computed by itself: above, too many experts would be read twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +68,29 @@ class RowCut:
     gate_rows: int = 4
     """Rows of the gate, and of the other half, that a program of one pair holds."""
     gate_warps: int = 4
-    down_rows: int = 4
+    prefetch: bool = False
+    """Whether they ask for the down product's weights, too."""
+    down_rows: int = 8
     """Rows of the down product that a program of one token holds, in all of its experts."""
-    down_depth: int = 12
-    """How much of them is asked for ahead, in chunks of 256 columns."""
+    down_chunk: int = 256
+    """Columns that are read at a time."""
+    down_depth: int = 6
+    """Chunks that are asked for ahead."""
     down_warps: int = 4
+    pipelined: bool = False
+    """Whether they come through shared memory."""
 
 
 class Rows:
     """Each token by itself: three launches a layer. Right for any dtype; fast for one token, and a few."""
 
-    name = "triton.rows"
-
     def __init__(self, config: ExpertsConfig, router: Router, device: torch.device, cut: RowCut | None = None) -> None:
         self._config, self._router, self._launchers, self._cut = config, router, _Launchers(device), cut or RowCut()
+        self.name = f"triton.rows{'.pipelined' if self._cut.pipelined else ''}{'.prefetch' if self._cut.prefetch else ''}"
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
-        return num_tokens <= MAX_ROWS
+        return nearest(num_tokens) <= nearest(MAX_ROWS)
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """See Method."""
@@ -98,22 +105,19 @@ class Rows:
         biased = weights.gate_up_bias is not None
         block_k = min(triton.next_power_of_2(hidden), 1024)
         how = {"BLOCK_N": cut.gate_rows, "BLOCK_K": block_k, "DEPTH": min(4, triton.cdiv(hidden, block_k))}
-        launch = self._launchers.get(gate_up_rows, cut.gate_warps, **sizes, **how, **_activation(config), BIAS=biased)
+        prefetch = cut.prefetch and not INTERPRETED and hidden * inner % 128 == 0
+        how |= {**_activation(config), "BIAS": biased, "PREFETCH": prefetch}
+        launch = self._launchers.get(gate_up_rows, cut.gate_warps, **sizes, **how)
         bias = routed.x if weights.gate_up_bias is None else weights.gate_up_bias
-        grid = triton.cdiv(inner, cut.gate_rows), num_tokens * slots, 1
-        launch(grid, routed.x, weights.gate_up, bias, routed.experts, between)
-        block_k = _chunk(inner)
-        depth = min(max(cut.down_depth * 256 // block_k, 1), slots * triton.cdiv(inner, block_k))
-        how = {"BLOCK_N": cut.down_rows, "BLOCK_K": block_k, "DEPTH": depth}
-        launch = self._launchers.get(down_rows, cut.down_warps, **sizes, **how, BIAS=biased)
+        grid = num_tokens * slots, triton.cdiv(inner, cut.gate_rows), 1
+        launch(grid, routed.x, weights.gate_up, bias, weights.down, routed.experts, between)
+        block_k = min(cut.down_chunk, triton.next_power_of_2(inner))
+        depth = min(cut.down_depth, slots * triton.cdiv(inner, block_k))
+        how = {"BLOCK_N": cut.down_rows, "BLOCK_K": block_k, "DEPTH": depth, "PIPELINED": cut.pipelined, "BIAS": biased}
+        launch = self._launchers.get(down_rows, cut.down_warps, **sizes, **how)
         bias = routed.x if weights.down_bias is None else weights.down_bias
-        grid = triton.cdiv(hidden, cut.down_rows), num_tokens, 1
+        grid = num_tokens, triton.cdiv(hidden, cut.down_rows), 1
         launch(grid, between, weights.down, bias, routed.experts, routed.weights, residual)
-
-
-def _chunk(size: int) -> int:
-    """A power of two from 128 to 1024 that covers a size in chunks with the least left empty, the largest of the equally good."""
-    return min((1024, 512, 256, 128), key=lambda block: triton.cdiv(size, block) * block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +137,17 @@ class Tiling:
 class Tiles:
     """Pairs in the order of experts, multiplied in tiles of our own: five launches a layer."""
 
-    def __init__(self, tiling: Tiling, config: ExpertsConfig, router: Router, device: torch.device) -> None:
-        self.name = f"triton.tiles{tiling.block_m}"
+    def __init__(self, tiling: Tiling, config: ExpertsConfig, router: Router, device: torch.device, always: bool = False) -> None:
+        """always: for any number of tokens, not only for those that such tiles may suit."""
+        sizes = f"{tiling.block_m}x{tiling.block_n}x{tiling.block_k}"
+        self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}"
         self._tiling, self._config, self._router, self._launchers = tiling, config, router, _Launchers(device)
+        self._always = always
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
-        """See Method."""
-        return True
+        """See Method. Tiles of many rows need experts of some pairs, and for very many those of few are too small."""
+        pairs, rows = num_tokens * self._config.num_slots / self._config.num_all, self._tiling.block_m
+        return self._always or (rows <= 16 * max(pairs, 1) and (rows > 32 or pairs <= 4 * rows))
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """See Method."""
@@ -173,7 +181,7 @@ class Tiles:
             SLOTS=config.num_slots,
             BLOCK_M=tiling.block_m,
             BLOCK_N=block_n,
-            BLOCK_K=tiling.block_k * 2 // x.itemsize if x.itemsize == 4 else tiling.block_k,
+            BLOCK_K=tiling.block_k * 2 // x.itemsize,
             STAGES=tiling.stages,
             GROUP_M=tiling.group_m,
             GATHER=gated,
@@ -213,15 +221,22 @@ class GroupedMM:
         x = residual.new_empty((num_pairs, hidden))
         launch = self._launchers.get(gather_rows, 4, HIDDEN=hidden, SLOTS=config.num_slots, BLOCK=1024)
         launch((num_pairs, triton.cdiv(hidden, 1024), 1), routed.x, order.pairs, x)
-        both = torch._grouped_mm(x, weights.gate_up.mT, offs=order.ends)
+        both = _grouped(x, weights.gate_up, order.ends)
         between = residual.new_empty((num_pairs, inner))
         sizes = {"NUM_ALL": config.num_all, "BLOCK_E": triton.next_power_of_2(config.num_all), "INNER": inner, "BLOCK": 1024}
         biased = weights.gate_up_bias is not None
         launch = self._launchers.get(activate_rows, 4, **sizes, **_activation(config), BIAS=biased)
         bias = both if weights.gate_up_bias is None else weights.gate_up_bias
         launch((num_pairs, triton.cdiv(inner, 1024), 1), both, bias, order.ends, between)
-        parts = torch._grouped_mm(between, weights.down.mT, offs=order.ends)
+        parts = _grouped(between, weights.down, order.ends)
         add_all_slots(self._launchers, config, parts, weights.down_bias, routed, order.places, residual)
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [num_pairs, K] times weight [num_all, N, K], each row by its expert's."""
+    if AHEAD.get() is not None:  # nothing has filled `ends`, and the library traps on what lies there
+        return x.new_empty((len(x), weight.shape[1]))
+    return torch._grouped_mm(x, weight.mT, offs=ends)
 
 
 def add_all_slots(
@@ -247,12 +262,23 @@ def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:
     return (num_pairs + touched * (block_m - 1)) // block_m
 
 
+def row_cuts(inner: int) -> tuple[RowCut, ...]:
+    """The cuts of single tokens that are tried when methods are measured. inner: of one expert."""
+    first = RowCut() if inner % 256 == 0 else RowCut(down_chunk=128, down_depth=24, down_warps=8)
+    pipelined = RowCut(prefetch=True, down_rows=16, down_depth=10, pipelined=True)
+    return first, replace(first, prefetch=True), pipelined
+
+
 TILINGS = (
     Tiling(16, 64, 128, 4, 4),
+    Tiling(16, 32, 128, 4, 5),
+    Tiling(16, 64, 128, 4, 3, swapped=True),
+    Tiling(16, 128, 64, 4, 3, swapped=True),
     Tiling(32, 64, 128, 4, 4),
     Tiling(64, 128, 64, 4, 4),
+    Tiling(128, 128, 64, 8, 4),
     Tiling(128, 256, 64, 8, 3),
 )
-"""What is tried when methods are measured."""
-INVARIANT = TILINGS[2]
+"""Those of grouped products. The first of each number of rows serves where nothing was measured."""
+INVARIANT = Tiling(64, 128, 64, 4, 4)
 """What serves any number of tokens where a token's bits must not depend on it."""

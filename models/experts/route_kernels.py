@@ -1,7 +1,6 @@
 """Routing on the device: RMSNorm, the router's product and the choice of experts in one launch, the order by expert in another.
 
-Sums are float32. A token's row is normed and rounded before the product, as the experts see it. The norm, the scores and the
-choice of a token do not depend on the other tokens.
+Sums are float32. The norm, the scores and the choice of a token do not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -114,6 +113,9 @@ def route_tiles(
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,  # tokens a program
     BLOCK_L: tl.constexpr,  # logits a program
+    BLOCK_R: tl.constexpr,  # rows of a program that norms
+    BLOCK_H: tl.constexpr,  # HIDDEN rounded up to a power of two
+    LOGIT_TILES: tl.constexpr,
     STAGES: tl.constexpr,
     DOT: tl.constexpr,  # what the matrix units multiply
     NUM_LOGITS: tl.constexpr,
@@ -137,42 +139,45 @@ def route_tiles(
 ):
     """For many tokens: a program computes BLOCK_L logits of BLOCK_T tokens; the last of a tile of tokens chooses for them.
 
-    Grid (cdiv(NUM_LOGITS, BLOCK_L), cdiv(num_tokens, BLOCK_T)).
+    The norm is a factor on the sums there; programs beyond those of the logits write what the experts see, BLOCK_R rows each.
+    Grid (LOGIT_TILES + BLOCK_T / BLOCK_R, cdiv(num_tokens, BLOCK_T)).
     """
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if tl.program_id(0) >= LOGIT_TILES:
+        row = tl.program_id(1).to(tl.int64) * BLOCK_T + (tl.program_id(0) - LOGIT_TILES) * BLOCK_R + tl.arange(0, BLOCK_R)
+        h = tl.arange(0, BLOCK_H)
+        whole = (row < num_tokens)[:, None] & (h < HIDDEN)[None, :]
+        x = tl.load(x_ptr + row[:, None] * HIDDEN + h[None, :], mask=whole, other=0.0).to(tl.float32)
+        weight = tl.load(norm_ptr + h, mask=h < HIDDEN, other=0.0).to(tl.float32)
+        normed = x * tl.rsqrt(tl.sum(x * x, 1) / HIDDEN + eps)[:, None] * weight[None, :]
+        tl.store(normed_ptr + row[:, None] * HIDDEN + h[None, :], normed.to(normed_ptr.dtype.element_ty), mask=whole)
+        return
     token = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     logit = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     live = token < num_tokens
     k = tl.arange(0, BLOCK_K)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     squares = tl.zeros((BLOCK_T,), tl.float32)
-    for c in tl.range(0, CHUNKS):
-        at = c * BLOCK_K + k
-        x = tl.load(x_ptr + token[:, None] * HIDDEN + at[None, :], mask=live[:, None] & (at < HIDDEN)[None, :], other=0.0)
-        x = x.to(tl.float32)
-        squares += tl.sum(x * x, 1)
-    factor = tl.rsqrt(squares / HIDDEN + eps)
     logits = tl.zeros((BLOCK_T, BLOCK_L), tl.float32)
     for c in tl.range(0, CHUNKS, num_stages=STAGES):
         at = c * BLOCK_K + k
-        inside = live[:, None] & (at < HIDDEN)[None, :]
-        x = tl.load(x_ptr + token[:, None] * HIDDEN + at[None, :], mask=inside, other=0.0).to(tl.float32)
-        norm = tl.load(norm_ptr + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
-        normed = (x * factor[:, None] * norm[None, :]).to(normed_ptr.dtype.element_ty)
-        if c % tl.num_programs(0) == tl.program_id(0):  # the programs of a tile of tokens share the work
-            tl.store(normed_ptr + token[:, None] * HIDDEN + at[None, :], normed, mask=inside)
         here = (logit < NUM_LOGITS)[None, :] & (at < HIDDEN)[:, None]
         weight = tl.load(router_ptr + logit[None, :] * HIDDEN + at[:, None], mask=here, other=0.0)
-        logits = tl.dot(normed.to(DOT), weight.to(DOT), logits, input_precision="ieee")
+        norm = tl.load(norm_ptr + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
+        inside = live[:, None] & (at < HIDDEN)[None, :]
+        x = tl.load(x_ptr + token[:, None] * HIDDEN + at[None, :], mask=inside, other=0.0).to(tl.float32)
+        squares += tl.sum(x * x, 1)
+        logits = tl.dot((x * norm[None, :]).to(DOT), weight.to(DOT), logits, input_precision="ieee")
+    logits *= tl.rsqrt(squares / HIDDEN + eps)[:, None]
     if ROUTER_BIAS:
         logits += tl.load(router_bias_ptr + logit, mask=logit < NUM_LOGITS, other=0.0)[None, :]
     kept = live[:, None] & (logit < NUM_LOGITS)[None, :]
     tl.store(logits_ptr + token[:, None] * NUM_LOGITS + logit[None, :], logits, mask=kept)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
-    if arrived == tl.num_programs(0) - 1:
+    if arrived == LOGIT_TILES - 1:
         tl.store(arrivals_ptr + tl.program_id(1), 0)
         found = choose(logits_ptr, correction_ptr, experts_ptr, weights_ptr, token, live, NUM_LOGITS, NUM_EXPERTS, BLOCK_E,
                         TOP_K, SLOTS, BLOCK_S, SIGMOID, RENORMALIZE, SCALE, GROUPS, BLOCK_G, TOP_GROUPS, GROUP_SCORE, CORRECTION,

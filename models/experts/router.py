@@ -22,6 +22,8 @@ DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl
 """What the matrix units multiply, by the tensors' type."""
 _ROW_LOGITS = 4
 """Logits a program of one token: few, so that many programs read the router."""
+_NORMED = 8192
+"""Elements of the rows that a program norms: they are held in registers."""
 _COUNTERS = 8192
 """Tiles of tokens that a step may have."""
 
@@ -71,15 +73,18 @@ class Router:
         """For many tokens, with what `order` needs. x: [num_tokens, hidden_size], the residual stream."""
         num_logits, num_tokens = self._config.num_logits, len(x)
         block_t, block_l = self._tile(num_tokens)
+        logit_tiles = triton.cdiv(num_logits, block_l)
+        rows = min(block_t, max(1, _NORMED // triton.next_power_of_2(x.shape[1])))
         tensors, routed = self._tensors(x, norm, weights, block_t)
         key = "tiles", block_t, block_l, x.dtype, *_biases(weights)
         if key not in self._launchers:
-            sizes = {"BLOCK_T": block_t, "BLOCK_L": block_l, "BLOCK_K": 128 if x.itemsize == 2 else 64}
-            how = {"STAGES": 3, "DOT": dot_type(x.dtype)}
-            self._launchers[key] = Launcher(
-                route_tiles, 8 if block_t == 64 else 4, self._device, **sizes, **how, **self._constants(weights)
-            )
-        grid = triton.cdiv(num_logits, block_l), triton.cdiv(num_tokens, block_t), 1
+            block_h = triton.next_power_of_2(x.shape[1])
+            sizes = {"BLOCK_T": block_t, "BLOCK_L": block_l, "BLOCK_K": 256 // x.itemsize, "LOGIT_TILES": logit_tiles}
+            sizes |= {"BLOCK_H": block_h, "BLOCK_R": rows}
+            how = {"STAGES": 4, "DOT": dot_type(x.dtype)}
+            warps = 8 if block_t == 64 else 4
+            self._launchers[key] = Launcher(route_tiles, warps, self._device, **sizes, **how, **self._constants(weights))
+        grid = logit_tiles + block_t // rows, triton.cdiv(num_tokens, block_t), 1
         self._launchers[key](grid, *tensors, norm.eps, num_tokens)
         return routed
 

@@ -8,10 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.models.config import Activation
+from headway.core.contract.spec import AttentionSpec
+from headway.models.config import Activation, LatentConfig
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.fused import FusedExperts, FusedLayer
 from headway.models.experts.weights import ExpertWeights
+from headway.models.fused.latent import FusedLatentLayer, LatentKernels
 from headway.models.fused.launch import Launcher
 from headway.models.fused.products import FewRows
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, norm_and_rotate, norm_rows
@@ -33,6 +35,7 @@ class Fused:
         self._device = inv_freq.device
         self._launchers: dict[Hashable, Launcher] = {}
         self._few_rows, self._tiles = FewRows(self._device), Tiles(self._device)
+        self._latent = LatentKernels(self._device)
         self._experts: dict[tuple[ExpertsConfig, int], FusedExperts] = {}
 
     def _launcher(self, key: Hashable, make: Callable[[], Launcher]) -> Launcher:
@@ -156,15 +159,16 @@ class Fused:
             weights = (q_norm.weight, k_norm.weight, x, q_norm.eps) if q_norm and k_norm else (qkv, qkv, x, 0.0)
             launch((num_tokens, triton.cdiv(touched, block_h), 1), qkv, *rope, *weights, eps)
 
-    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
-        """One launch for few rows, two for tiles, else three; one more before it for a LayerNorm."""
-        x, norm = self._before(x, norm)
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """One launch for few rows, two for tiles, else three; one more before it for a LayerNorm, and for strided rows."""
+        x, norm = self._before(x.contiguous(), norm)
         if self._few_rows.takes(x, linear):
             return self._few_rows(x, linear, norm, activation=activation)
         x = x if norm is None else self.norm(x, norm)
         if self._tiles.takes(x, linear):
             return self._tiles(x, linear, activation=activation)
-        return ACTIVATE[activation](linear(x))
+        y = linear(x)
+        return y if activation is None else ACTIVATE[activation](y)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
         """One launch for few rows, two for tiles, else two or three; one more before it for a LayerNorm."""
@@ -195,6 +199,14 @@ class Fused:
         if self._tiles.takes(x, linear):
             return self._tiles(x, linear, add_to=residual)
         return linear.add_to(residual, x)
+
+    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+        """One launch, in place."""
+        return self._latent.turn(q, latent, config, norm, rope)
+
+    def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> FusedLatentLayer:
+        """All layers share launchers."""
+        return FusedLatentLayer(expanded, config, kv_b, self._latent)
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """Three launches, of torch's."""

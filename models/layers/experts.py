@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
@@ -10,6 +12,9 @@ from headway.models.experts.weights import ExpertWeights, take_experts
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
 from headway.models.operations import Experts, Operations
+
+if TYPE_CHECKING:
+    from headway.models.experts.fused import FusedExperts
 
 
 class ExpertsMLP:
@@ -34,6 +39,11 @@ class ExpertsMLP:
         """One of each kind of its products, while the weights are as the checkpoint has them."""
         weights = self._weights
         return [] if weights is None else [Linear(weights.router), Linear(weights.gate_up[0]), Linear(weights.down[0])]
+
+    @property
+    def kind(self) -> FusedExperts | None:
+        """What chooses among ways of computing the layer; None where there is one."""
+        return getattr(self.compute, "kind", None)
 
     def absorb_norms(self, ops: Operations) -> None:
         """Hand the weights to what computes the layer, which may keep them in another form."""

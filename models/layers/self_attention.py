@@ -45,6 +45,10 @@ class SelfAttention:
         )
 
     @property
+    def layer(self) -> None:
+        """It is no latent attention."""
+
+    @property
     def linears(self) -> list[Linear]:
         """Its products."""
         return [self.qkv_proj, self.o_proj]

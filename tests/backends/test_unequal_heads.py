@@ -14,7 +14,7 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.testing.cases import make_case, parse_case
-from latent import IN_KEY, UNEQUAL, case_of, errors_of, strided
+from latent import IN_KEY, UNEQUAL, case_of, dense_errors, errors_of, strided
 
 BACKENDS = pytest.mark.parametrize("backend", [SDPA, SDPAMath], ids=lambda backend: backend.name)
 
@@ -34,6 +34,13 @@ def test_unequal_heads(backend: type[AttentionBackend], layer: str, layout: Cach
 @pytest.mark.parametrize("layer", IN_KEY)
 def test_values_inside_keys(backend: type[AttentionBackend], layer: str, case_name: str) -> None:
     error, lse = errors_of(backend, case_of(case_name, IN_KEY[layer], LATENT))
+    assert error < 2e-6
+    assert lse < 2e-5
+
+
+@BACKENDS
+def test_a_layer_without_a_cache(backend: type[AttentionBackend]) -> None:
+    error, lse = dense_errors(backend, NHD)
     assert error < 2e-6
     assert lse < 2e-5
 

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.bench.pages import render
+from headway.bench.kernel.results import KernelCell
+from headway.bench.pages import render, shares_of_fastest
 from headway.core.contract.errors import ConfigError
 from headway.testing.json_files import write_json
 from headway.testing.origin import Origin
@@ -83,6 +84,40 @@ def test_each_figure_in_the_tables_is_found_in_a_result_file(page: str) -> None:
                 found = at < len(known) and known[at] <= shown + half + 1e-9
                 assert found, f"{text} of {line!r} is in no file of bench/results"
     assert figures >= 10
+
+
+def a_cell(name: str, owner: str, geometry: str, median_us: float | None) -> KernelCell:
+    status, reason = ("error", "it failed") if median_us is None else ("ok", "")
+    about = {"phase": "decode", "case": "1q1s512", "layout": "nhd", "block_size": 16, "dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    return KernelCell.model_validate(
+        {
+            **about,
+            "backend": name,
+            "owner": owner,
+            "geometry": geometry,
+            "median_us": median_us,
+            "status": status,
+            "reason": reason,
+        }
+    )
+
+
+def test_shares_are_geometric_means_against_the_fastest_library_of_each_cell() -> None:
+    cells = [
+        *(a_cell("mine", "backend", "8/1/64", 5.0), a_cell("one", "peer", "8/1/64", 20.0), a_cell("two", "peer", "8/1/64", 10.0)),
+        *(
+            a_cell("mine", "backend", "8/8/64", 20.0),
+            a_cell("one", "peer", "8/8/64", 10.0),
+            a_cell("two", "peer", "8/8/64", None),
+        ),
+    ]
+    assert shares_of_fastest(cells).splitlines() == [
+        "| kernel | 8/1/64 | 8/8/64 | all | lowest | cells |",
+        "|---|---|---|---|---|---|",
+        "| mine nhd 16 | 2.000 | 0.500 | 1.000 | 0.50 | 2 |",
+        "| one (bare) 16 | 0.500 | 1.000 | 0.707 | 0.50 | 2 |",
+        "| two (bare) 16 | 1.000 |  | 1.000 | 1.00 | 1 |",
+    ]
 
 
 def test_a_missing_file_is_named() -> None:

@@ -58,6 +58,11 @@ OPTIONS = {
     "unknown option elsewhere": (["--attn-opt", "sdpa.math.splits=4"], ("--attn-opt", "sdpa.math", "got sdpa.math.splits")),
     "unknown layout": (["--kv-layout", "bhsd"], ("kv_layout", "nhd, hnd, vllm_5d, latent", "got 'bhsd'")),
     "unknown dtype": (["--dtype", "int8"], ("dtype", "float32, bfloat16, float16", "got 'int8'")),
+    "unknown model_impl": (["--model-impl", "vllm"], ("model_impl", "auto, headway, transformers", "got 'vllm'")),
+    "deterministic by transformers": (
+        ["--model-impl", "transformers", "--deterministic"],
+        ("deterministic", "a model that Headway's decoder computes", "not batch-invariant"),
+    ),
     "unknown device": (["--device", "tpu"], ("device", "auto or cpu", "got 'tpu'")),
     "no threads": (["--num-threads", "0"], ("num_threads", "at least 1", "got 0")),
     "a budget below nothing": (["--autotune-budget", "-1"], ("autotune_budget", "at least 0", "got -1.0")),
@@ -69,7 +74,10 @@ OPTIONS = {
     "no chat template": (["--chat"], ("chat", "chat template", "leave --chat out")),
 }
 
-NEEDS_MODEL = ("max_model_len beyond the model", "no chat template", "unknown option", "unknown option elsewhere")
+NEEDS_MODEL = (
+    *("max_model_len beyond the model", "no chat template", "unknown option", "unknown option elsewhere"),
+    "deterministic by transformers",
+)
 """Cases that need not be told before a model is read."""
 
 MODEL_FREE = [name for name in OPTIONS if name not in NEEDS_MODEL]
@@ -272,6 +280,11 @@ def truncate(folder: Path) -> None:
 
 
 BLOOM = json.dumps({"model_type": "bloom", "architectures": ["BloomForCausalLM"]})
+VIT = json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"]})
+T5 = json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True})
+MAMBA = json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+NEOX = json.dumps({"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], **SIZES})
 INDEX = json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}})
 NORM = "model.norm.weight"
 
@@ -279,11 +292,19 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "no config": (remove("config.json"), ("needs a config.json", "got none")),
     "broken config": (write("config.json", "{"), ("config.json cannot be used", "not a valid JSON")),
     "config of nothing": (write("config.json", "{}"), ("config.json cannot be used", "model_type")),
-    "bloom": (write("config.json", BLOOM), ("architecture", "needs one of ", "LlamaForCausalLM", "got BloomForCausalLM")),
-    "hidden_act": (edit_config(hidden_act="quick_gelu"), ("hidden_act", "needs one of silu", "got quick_gelu")),
+    "unknown architecture": (
+        edit_config(model_type="own", architectures=["Own"]),
+        ("needs one of", "LlamaFor", "got Own"),
+    ),
+    "an attention of its own": (write("config.json", BLOOM), ("BloomForCausalLM", "ignores transformers' attention interface")),
+    "a state of its own": (write("config.json", MAMBA), ("MambaForCausalLM", "keeps a state of each sequence")),
+    "an encoder with a decoder": (write("config.json", T5), ("needs causal attention", "is_encoder_decoder=true")),
+    "a model of images": (write("config.json", VIT), ("ViTForImageClassification", "generates none")),
+    "another architecture's weights": (write("config.json", NEOX), ("lm_head.weight", "[50432, 32]", "got [300, 32]")),
+    "hidden_act": (edit_config(hidden_act="gleu"), ("transformers cannot make it", "gleu")),
     "rope_type": (
-        edit_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        ("rope_type", "needs default", "got dynamic"),
+        edit_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+        ("transformers cannot make it", "spiral"),
     ),
     "text for a number": (edit_config(num_attention_heads="four"), ("config.json cannot be used", "num_attention_heads", "four")),
     "AWQ": (edit_config(quantization_config={"quant_method": "awq", "bits": 4}), ("quantised with AWQ, 4 bits", "unquantised")),
@@ -341,6 +362,44 @@ def test_a_spoiled_model_is_refused(headway: Headway, model_copy: Path, name: st
     refused = headway(*generate(model_copy))
     assert_refused(refused, *words)
     assert refused.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("int8 weights", "no safetensors", "truncated safetensors", "missing shard", "broken index", "missing tensor"),
+        *("wrong shape", "left-over tensors", "another architecture's weights"),
+    ],
+)
+def test_spoiled_weights_are_refused_by_transformers_too(headway: Headway, model_copy: Path, name: str) -> None:
+    spoil, words = MODELS[name]
+    spoil(model_copy)
+    refused = headway(*generate(model_copy, "--model-impl", "transformers"))
+    assert_refused(refused, *words)
+    assert refused.err.count("\n") == 1
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_act": "relu2"}, ("hidden_act", "needs one of silu", "got relu2")),
+        ({"rope_parameters": DYNAMIC}, ("rope_type", "needs default", "got dynamic")),
+    ],
+    ids=["hidden_act", "rope_type"],
+)
+def test_what_the_decoder_does_not_compute_is_left_to_transformers_or_refused(
+    headway: Headway, model_copy: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    caplog.set_level("INFO", "headway")
+    edit_config(**change)(model_copy)
+    assert_refused(headway(*generate(model_copy, "--model-impl", "headway")), *words)
+    adapted = headway(*generate(model_copy))
+    assert adapted.code == 0, adapted
+    assert "model: computed by transformers" in adapted.err
+    assert all(word in caplog.text for word in words)
 
 
 @pytest.mark.parametrize("name", ["smollm3", "./smollm2", "../models/smollm2", "/no/such/folder", ""], ids=repr)

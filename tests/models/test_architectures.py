@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -34,6 +36,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+from grid import LAYOUTS
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
 from headway.models.families import FAMILIES
@@ -61,6 +64,18 @@ SMALL: dict[str, Any] = {
 }
 GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20}
 EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     **YARN,
@@ -73,7 +88,17 @@ OF_TYPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+SHARPENED = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 ROWS: dict[str, PretrainedConfig] = {
+    "deepseek_v2": DeepseekV2Config(
+        **LATENT, q_lora_rank=24, n_routed_experts=12, topk_method="group_limited_greedy", n_group=4, topk_group=2
+    ),
+    "deepseek_v2, as Lite": DeepseekV2Config(**LATENT, q_lora_rank=None, n_routed_experts=10, rope_parameters=SHARPENED),
+    "deepseek_v3": DeepseekV3Config(**LATENT, q_lora_rank=24, n_routed_experts=12, n_group=4, topk_group=2, attention_bias=True),
+    "deepseek_v3, as Moonlight": DeepseekV3Config(**LATENT, q_lora_rank=None, n_routed_experts=10, n_group=1, topk_group=1),
+    "deepseek_v3, halves turn": DeepseekV3Config(
+        **{**LATENT, "first_k_dense_replace": 3}, q_lora_rank=None, rope_interleave=False, rope_parameters=SHARPENED
+    ),
     "gemma": GemmaConfig(**SMALL, head_dim=16),
     "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "gemma3": Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
@@ -109,13 +134,17 @@ def test_every_family_has_a_row() -> None:
     assert {config.model_type for config in ROWS.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str) -> None:
+# Layouts differ in attention only, so two models show it.
+CASES = [*((name, "auto") for name in ROWS), *((name, other.name) for name in ("llama", "mistral") for other in LAYOUTS[1:])]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str, layout: str) -> None:
     reference = save_random(ROWS[name], tmp_path)
     engine = Engine(
         load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder,
         registry,
-        EngineConfig(block_size=8, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS),
+        EngineConfig(block_size=8, kv_layout=layout, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS),
     )
     draw = random.Random(0)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in PROMPT_LENS]

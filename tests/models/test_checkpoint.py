@@ -78,6 +78,27 @@ def test_the_files_of_other_tools_are_read_as_well(tmp_path: Path, name: str, co
     assert name in text
 
 
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+
+
+@pytest.mark.parametrize("scheme", [SCHEME, {**SCHEME, "dynamic": False, "observer": "minmax"}], ids=["short", "long"])
+def test_a_checkpoint_whose_cache_alone_is_quantised_is_accepted(tmp_path: Path, scheme: dict[str, Any]) -> None:
+    only_cache = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    check_folder(write(tmp_path, **LLAMA, quantization_config=only_cache))
+    text = refused(write(tmp_path, **LLAMA, quantization_config={**only_cache, "config_groups": {"group_0": {}}}))
+    assert "weights quantised with compressed-tensors" in text
+    for change in ({"num_bits": 4}, {"type": "int"}, {"strategy": "attn_head"}, {"dynamic": True}):
+        other = {**only_cache, "kv_cache_scheme": {**scheme, **change}}
+        assert "needs an fp8 cache with a scale for each layer" in refused(write(tmp_path, **LLAMA, quantization_config=other))
+
+
+def test_modelopts_file_may_tell_of_the_cache_alone(tmp_path: Path) -> None:
+    write(write(tmp_path, **LLAMA), "hf_quant_config.json", quantization={"quant_algo": None, "kv_cache_quant_algo": "FP8"})
+    check_folder(tmp_path)
+    write(tmp_path, "hf_quant_config.json", quantization={"quant_algo": None, "kv_cache_quant_algo": "NVFP4"})
+    assert "got NVFP4 for its cache" in refused(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn], ids=str)
 def test_weights_that_are_no_plain_numbers_are_refused_when_they_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     save_file({"a": torch.ones(2).to(dtype)}, tmp_path / "model.safetensors")

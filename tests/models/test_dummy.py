@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from torch import Tensor
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from headway.core.contract.errors import ConfigError, ModelError, PromptError
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
 from headway.models.dummy import STD, DummyWeights
+from headway.models.experts.routing import Routing
 from headway.models.loader import load_model
 
 CPU = torch.device("cpu")
@@ -111,3 +115,29 @@ def test_the_shapes_that_ship_are_valid_json_and_need_the_format() -> None:
         assert json.loads((SHAPES / name / "config.json").read_text())["dtype"] == "bfloat16"
         with pytest.raises(ModelError, match=f"model {name}: only its shapes ship.*--load-format dummy"):
             locate(name)
+
+
+def test_a_dummy_router_spreads_tokens_over_the_experts(tmp_path: Path) -> None:
+    sizes = {**SMALL, "hidden_size": 256, "num_hidden_layers": 6, "head_dim": 32}
+    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    Qwen3MoeConfig(**sizes, **experts).save_pretrained(tmp_path)
+    decoder = load_model(str(tmp_path), "float32", load_format="dummy").decoder
+    touched: list[int] = []
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Every token attends to all: what tokens have in common grows as much as it can."""
+        return v.mean(0, keepdim=True).expand_as(v).repeat_interleave(2, dim=1)
+
+    for layer in decoder.layers:
+        plain = layer.mlp.compute._experts
+        plain.apply = partial(counted, touched, plain.apply)
+    with torch.inference_mode():
+        decoder(torch.arange(24), torch.arange(24), attention)
+    uniform = 32 * (1 - (1 - 4 / 32) ** 24)
+    assert len(touched) == 6
+    assert min(touched) > 0.6 * uniform, touched
+
+
+def counted(touched: list[int], apply: Callable[..., Tensor], x: Tensor, routing: Routing, *rest: object) -> Tensor:
+    touched.append(len(set(routing.experts.flatten().tolist())))
+    return apply(x, routing, *rest)

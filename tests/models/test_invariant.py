@@ -7,14 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
 
 from headway.core.contract.errors import ModelError
+from headway.models.config import ACTIVATIONS, Activation
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
-from headway.models.invariant import invariant_operations, silu_by_exp
+from headway.models.invariant import ON_CPU, invariant_operations
 from headway.models.linear import Linear
+from headway.models.operations import ACTIVATE
 from headway.models.weights import Weights
 
 SMALL = {
@@ -31,6 +42,13 @@ CONFIGS = {
     "llama, tied, biased": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**{name: value for name, value in SMALL.items() if name != "head_dim"}),
     "qwen3": Qwen3Config(**SMALL),
+    "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=2.0),
+    "gpt2": GPT2Config(**{**SMALL, "n_inner": 84, "activation_function": "gelu"}),
+    "olmo2": Olmo2Config(**SMALL),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SMALL, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=28, shared_expert_intermediate_size=44
+    ),
+    "gpt_oss": GptOssConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
 }
 ROWS = (2, 3, 7, 15, 16, 17, 33, 64)
 ROPE = torch.tensor([[1.0, 0.1]]), torch.ones(1, 2)
@@ -45,7 +63,10 @@ def logits(decoder: Decoder, ids: Tensor, positions: Tensor) -> Tensor:
     return decoder.compute_logits(decoder(ids, positions, attend))
 
 
-@pytest.fixture(params=CONFIGS)
+SLOW = ("gpt2", "gemma2", "olmo2")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CONFIGS])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(tmp_path)
@@ -97,14 +118,16 @@ def test_products_in_which_a_rows_place_matters_are_refused() -> None:
         invariant_operations(*ROPE, [right, wrong])
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @torch.inference_mode()
-def test_silu_does_not_hang_on_a_threads_share() -> None:
+def test_an_activation_does_not_depend_on_a_threads_share(activation: Activation) -> None:
+    ours = ON_CPU[activation]
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     gate = torch.randn(16, 22016, generator=torch.Generator().manual_seed(0)).chunk(2, dim=1)[0]
-    whole = silu_by_exp(gate)
-    assert all(torch.equal(silu_by_exp(gate[row : row + 1]), whole[row : row + 1]) for row in range(16))
-    torch.testing.assert_close(whole, silu(gate))
+    whole = ours(gate)
+    assert all(torch.equal(ours(gate[row : row + 1]), whole[row : row + 1]) for row in range(16))
+    torch.testing.assert_close(whole, ACTIVATE[activation](gate))
     torch.set_num_threads(threads)
 
 

@@ -39,6 +39,19 @@ PLAIN = {
     "mistral": {**COMMON, "model_type": "mistral", "sliding_window": None},
     "qwen2": {**COMMON, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1},
     "qwen3": {**COMMON, "model_type": "qwen3", "head_dim": 32, "attention_bias": False, "rope_theta": 1000000},
+    "qwen3_moe": {
+        **COMMON,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -77,6 +90,10 @@ CHANGES = {
     "rms_norm_eps": [1e-6, 1, 0.0],
     "partial_rotary_factor": [0.5],
     "use_cache": [False],
+    "num_experts": [4, None],
+    "decoder_sparse_step": [2, None],
+    "norm_topk_prob": [False, None],
+    "mlp_only_layers": [[], None],
 }
 _GONE = object()
 

@@ -146,3 +146,39 @@ def test_an_index_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(ModelError, match=r"index\.json is not a safetensors index"):
         open_folder(tmp_path)
+
+
+def test_a_checkpoint_of_the_model_below_its_head_leaves_a_prefix_out(tmp_path: Path) -> None:
+    save(tmp_path, h__0__a=tensor(2), transformer__h__1__a=tensor(2))
+    weights = open_folder(tmp_path)
+    assert "transformer.h.0.a" in weights
+    weights.take("transformer.h.0.a", (2,))
+    weights.take("transformer.h.1.a", (2,))
+    weights.finish()
+
+
+def test_a_number_is_read_in_any_shape(tmp_path: Path) -> None:
+    save(tmp_path, a=torch.tensor(0.5), b=torch.tensor([0.25]), c=tensor(2))
+    weights = open_folder(tmp_path)
+    assert (weights.take_number("a"), weights.take_number("b")) == (0.5, 0.25)
+    with pytest.raises(ModelError, match=r"c needs one element, got shape \[2\]"):
+        weights.take_number("c")
+
+
+def test_a_shard_that_is_missing_without_an_index_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "model-00001-of-00003.safetensors", a=tensor(2))
+    save(tmp_path, "model-00003-of-00003.safetensors", b=tensor(2))
+    with pytest.raises(
+        ModelError, match=r"lacks model-00002-of-00003\.safetensors, which model-00001-of-00003\.safetensors says"
+    ):
+        open_folder(tmp_path)
+    save(tmp_path, "model-00002-of-00003.safetensors", c=tensor(2))
+    assert all(name in open_folder(tmp_path) for name in "abc")
+
+
+def test_the_one_file_that_transformers_reads_wins_over_others_beside_it(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2))
+    save(tmp_path, "consolidated.safetensors", other=tensor(2))
+    weights = open_folder(tmp_path)
+    weights.take("a", (2,))
+    weights.finish()

@@ -34,7 +34,7 @@ def drain(engine: EngineLoop, written: dict[tuple[str, int], Written] | None = N
             one.prompt_logprobs += delta.prompt_logprobs
             one.finish_reason, one.error, one.num_cached_tokens = delta.finish_reason, delta.error, delta.num_cached_tokens
     engine.blocks.check_integrity([])
-    assert engine.blocks.num_free == engine.blocks.num_blocks
+    assert engine.blocks.num_free == engine.blocks.num_pages
     return written
 
 

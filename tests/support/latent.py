@@ -10,6 +10,7 @@ from grid import CASES, VERIFY, spec
 from headway.backends.layouts import write_rows
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cases import Case, make_case, parse_case
 from headway.testing.reference import reference_with_lse, relative_error, run_backend
@@ -29,10 +30,12 @@ IN_KEY = {
 }
 
 
-def case_of(name: str, layer: AttentionSpec, layout: CacheLayout, block_size: int = 16, finite: bool = False) -> Case:
-    """A step of the shared cases over a cache that is poisoned where it holds nothing."""
-    verify = VERIFY.get(name, 1)
-    lens = parse_case(CASES[name], verify)
+def case_of(
+    name: str, layer: AttentionSpec, layout: CacheLayout, block_size: int = 16, finite: bool = False, verify: int = 1
+) -> Case:
+    """A step of the shared cases, or of the grammar, over a cache that is poisoned where it holds nothing."""
+    verify = VERIFY.get(name, verify)
+    lens = parse_case(CASES.get(name, name), verify)
     poison = 1e4 if finite else math.nan
     return make_case(lens, layer, layout, block_size, write_rows, decode_query_len=verify, poison=poison)
 
@@ -51,6 +54,20 @@ def errors_of(backend: type[AttentionBackend], case: Case) -> tuple[float, float
     again = run_backend(made, case)
     error = max(relative_error(out, expected, case), relative_error(again, expected, case))
     return error, float((lse - sums).abs().max())
+
+
+def dense_errors(backend: type[AttentionBackend], layout: CacheLayout) -> tuple[float, float]:
+    """As `errors_of`, of prompts of a layer without a cache: the one that is handed in holds nothing but NaN."""
+    case = case_of("prefill", spec(head_dim=48, v_head_dim=32, num_kv_heads=4, dense=True), layout)
+    expected, sums = reference_with_lse(case)
+    for tensor in case.cache.tensors.values():
+        tensor.fill_(math.nan)
+    assert backend.supports(case.spec, layout, 16, Phase.PREFILL)
+    for phase in (Phase.EXTEND, Phase.DECODE):
+        assert "dense: needs a prompt" in str(backend.supports(case.spec, layout, 16, phase))
+    lse = torch.full((case.spec.num_heads, len(case.q)), math.nan)
+    out = run_backend(backend(case.spec, layout, 16), case, lse)
+    return relative_error(out, expected, case), float((lse - sums).abs().max())
 
 
 def strided(case: Case) -> Case:

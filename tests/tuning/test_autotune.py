@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     real = autotune.CrossoverOptions
-    monkeypatch.setattr(autotune, "CrossoverOptions", lambda **options: real(**options, grid=POINTS))
+    monkeypatch.setattr(autotune, "CrossoverOptions", lambda **options: real(**{**options, "grid": POINTS}))
 
 
 @pytest.mark.usefixtures("small_grid")

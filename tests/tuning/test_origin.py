@@ -44,3 +44,7 @@ def test_outside_a_checkout_the_version_is_there_and_the_commit_may_be_told(plac
     assert found.commit is None
     monkeypatch.setenv("HEADWAY_COMMIT", "0123456789abcdef")
     assert Origin.here().commit == "0123456789ab"
+
+
+def test_sources_that_are_not_installed_are_named_by_their_commit_alone() -> None:
+    assert str(Origin(version="unknown", commit="abc")) == "headway, commit abc"

@@ -18,7 +18,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.testing.cases import Case, make_case, parse_case
 from headway.testing.invariance import dependent, invariance_case
 from headway.testing.reference import reference, reference_with_lse, relative_error, run_backend
-from latent import IN_KEY, UNEQUAL, errors_of, strided
+from latent import IN_KEY, UNEQUAL, dense_errors, errors_of, strided
 from latent import case_of as latent_case
 from new_token import LENGTHS, error_after_writing, new_token_case, write_and_decode
 
@@ -290,6 +290,25 @@ def test_unequal_heads(layer: str, layout: CacheLayout, case_name: str) -> None:
     error, lse = errors_of(TritonAttention, latent_case(case_name, UNEQUAL[layer], layout))
     assert error < 3e-6
     assert lse < 2e-5
+
+
+def test_a_layer_without_a_cache() -> None:
+    error, lse = dense_errors(TritonAttention, NHD)
+    assert error < 3e-6
+    assert lse < 2e-5
+
+
+def test_the_heads_of_a_latent_share_its_rows_and_programs_its_keys() -> None:
+    layer = spec(num_heads=20, num_kv_heads=1, head_dim=160, v_head_dim=128, value_in_key=True)
+    case = latent_case("1q1s400_2q1s33_1q1s1", layer, LATENT)
+    expected, sums = reference_with_lse(case)
+    for splits in ("1", "3", "40"):
+        backend = TritonAttention(layer, LATENT, 16, {"num_splits": splits})
+        lse = torch.full((20, len(case.q)), math.nan)
+        assert relative_error(run_backend(backend, case, lse), expected, case) < 2e-6
+        assert float((lse - sums).abs().max()) < 1e-5
+    several = latent_case("1q3s70_2q2s40", dataclasses.replace(layer, sinks=tuple(0.1 * n for n in range(20))), LATENT, verify=3)
+    assert relative_error(run_backend(TritonAttention(several.spec, LATENT, 16), several), reference(several), several) < 2e-6
 
 
 @pytest.mark.parametrize(("layer", "case_name"), [*product(IN_KEY, ["mixed", "verify"]), ("absorbed", "prefill")])

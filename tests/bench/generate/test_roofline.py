@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headway.bench.generate.roofline import Rates, Roofline, keys_seen, measure_read_gbps
+from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.stats import EngineStats
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
@@ -52,7 +53,28 @@ def test_the_shapes_that_ship_are_of_the_published_sizes() -> None:
         weights = MetaWeights()
         decoder = Decoder(read_decoder_config(read_config(folder)), weights)
         sizes[folder.name] = (weights.count, Roofline(decoder.config, decoder.attention_specs).kv_bytes)
-    assert sizes == {"qwen3-0.6b": (596_049_920, 114_688), "llama-3-8b": (8_030_261_248, 131_072)}
+    assert sizes == {
+        "qwen3-0.6b": (596_049_920, 114_688),
+        "qwen3-30b-a3b": (30_532_122_624, 98_304),
+        "llama-3-8b": (8_030_261_248, 131_072),
+    }
+
+
+def test_of_experts_a_step_reads_those_that_its_tokens_touch() -> None:
+    config = read_decoder_config(read_config(SHAPES / "qwen3-30b-a3b"))
+    spec = AttentionSpec(32, 4, 128, 1.0, torch.bfloat16, CPU)
+    roofline = Roofline(config, [spec] * 48)
+    expert = 48 * 3 * 768 * 2048
+    assert roofline.expert_bytes(0) == 0
+    assert roofline.expert_bytes(1) == pytest.approx(2 * 8 * expert)
+    assert roofline.expert_bytes(1000) == pytest.approx(2 * 128 * expert)
+    dense = 48 * 2048 * (2 * 4096 + 2 * 512 + 128) + 151936 * 2048
+    assert roofline.weight_bytes == 2 * dense
+    stats = EngineStats(num_steps=10, num_decode_tokens=160)
+    floor = roofline.floor(stats, [], 1, Rates(1.0, 1.0))
+    assert floor.decode == pytest.approx(10 * (2 * dense + roofline.expert_bytes(16)) / 1e9)
+    more = roofline.prefill_flops([7]) - 4 * 32 * 128 * 48 * 28
+    assert more == 2 * (7 * (dense - 151936 * 2048 + 8 * expert) + 151936 * 2048)
 
 
 def test_the_floor_is_bytes_over_the_read_rate_and_operations_over_the_matrix_rate(model: tuple[Decoder, int]) -> None:

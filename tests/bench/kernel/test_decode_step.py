@@ -29,7 +29,7 @@ def test_the_floor_counts_weights_once_and_k_and_v_of_every_token() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "none"], "llama-3-8b or qwen3-0.6b"),
+        (["--model", "none"], "llama-3-8b or qwen3-0.6b or qwen3-30b-a3b"),
         (["--batch-size", "1,x"], "positive numbers"),
         (["--batch-size", "0"], "positive"),
     ],

@@ -121,7 +121,13 @@ def test_unknown_names_are_refused(registry: Registry) -> None:
         run(registry, backends=["nobody"])
     with pytest.raises(ConfigError, match=r"flashinfer\.fa2"):
         run_kernel_bench(KernelOptions(peers=["nobody"], device=CPU), registry)
-    for text in ("32/8", "32/5/128", "0/0/0", "a/b/c"):
+    assert [str(Geometry.parse(text)) for text in ("32/8/128", "16/1/576/512", "16/16/192/128/dense", "4/4/8/8")] == [
+        "32/8/128",
+        "16/1/576/512",
+        "16/16/192/128/dense",
+        "4/4/8",
+    ]
+    for text in ("32/8", "32/5/128", "0/0/0", "a/b/c", "16/1/576/0", "16/1/576/512/sparse"):
         with pytest.raises(ConfigError, match="num_heads/num_kv_heads/head_dim"):
             Geometry.parse(text)
     for options in ({"dtype": "int8"}, {"kv_dtype": "float64"}, {"block_sizes": "16,x"}, {"device": "tpu"}):

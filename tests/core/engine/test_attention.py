@@ -57,14 +57,14 @@ class Steps:
 
     def metadata(self, lens: list[tuple[int, int]], decode_query_len: int = 1) -> AttentionMetadata:
         queries, contexts = zip(*lens, strict=True)
+        self.num_tokens = sum(queries)
         return AttentionMetadata.build(
             queries, contexts, [[2 * row, 2 * row + 1] for row in range(len(lens))], BLOCK_SIZE, decode_query_len=decode_query_len
         )
 
     def run(self, layer: int, first: float = 1.0) -> list[str]:
         self.calls.clear()
-        tokens = self.attention._metadata.num_tokens
-        q, k, v = (torch.ones(tokens, heads, PLAIN.head_dim) for heads in (4, 2, 2))
+        q, k, v = (torch.ones(self.num_tokens, heads, PLAIN.head_dim) for heads in (4, 2, 2))
         q[0] = first
         self.attention(layer, q, k, v)
         return list(self.calls)

@@ -266,7 +266,7 @@ def test_an_fp8_cache_halves_the_memory_and_keeps_the_tokens_near(registry: Regi
     half = replace(SMALL, kv_cache_dtype="fp8_e4m3")
     plain, small = Engine(TinyModel(), registry, SMALL), Engine(TinyModel(), registry, half)
     assert {cache.key.dtype for cache in small.executor.caches} == {torch.float8_e4m3fn}
-    assert small.capacity.pool.num_blocks == 4 * plain.capacity.pool.num_blocks
+    assert small.capacity.pool.num_pages == 4 * plain.capacity.pool.num_pages
     expected, whole = run(plain, GREEDY), run(small, GREEDY)
     same = sum(a == b for wide, narrow in zip(expected, whole, strict=True) for a, b in zip(wide, narrow, strict=True))
     assert same > 20, "the first tokens of most prompts"

@@ -59,7 +59,7 @@ def test_batch_sizes(max_num_seqs: int, sizes: list[int]) -> None:
 
 def graph_step(attention: PagedAttention | None = None, block_size: int = BLOCK_SIZE, max_len: int = MAX_MODEL_LEN) -> GraphStep:
     attention = attention or PagedAttention([], [], lambda *_: None)
-    return GraphStep(TinyModel(), attention, TORCH_SAMPLING, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len, 9)
+    return GraphStep(TinyModel(), attention, TORCH_SAMPLING, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len, [9])
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,11 +74,15 @@ def test_a_replay_is_fed_what_the_metadata_says(prompts: list[list[int]], spare:
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=15)
         scheduler.add(Sequence(str(number), 0, prompt, params, frozenset(), MAX_MODEL_LEN))
-    inputs, rows, in_flight = StaticInputs(ROWS, graph_step()), Rows(ROWS, MAX_MODEL_LEN // BLOCK_SIZE), []
+    inputs, rows, in_flight = (
+        StaticInputs(ROWS, graph_step()),
+        Rows(ROWS, MAX_MODEL_LEN // BLOCK_SIZE, scheduler.blocks.groups),
+        [],
+    )
     while scheduler.has_unfinished:
         step = scheduler.schedule()
         if step:
-            told = pickle.loads(pickle.dumps(prepare(step, BLOCK_SIZE)))  # as another process would get it
+            told = pickle.loads(pickle.dumps(prepare(step, scheduler.blocks.groups)))  # as another process would get it
             rows.update(told)
             if told.goes_on:
                 check(inputs, rows, step, told)
@@ -94,18 +98,17 @@ def test_a_replay_is_fed_what_the_metadata_says(prompts: list[list[int]], spare:
 def check(inputs: StaticInputs, rows: Rows, step: list[ScheduledSequence], told: StepInput) -> None:
     inputs.device.fill_(99)
     count, (lens_cpu, table_cpu) = len(step), inputs.fill(ROWS, told.rows, told.context_lens, rows)
-    longs, ints, table, _ = inputs.views(inputs.device, ROWS)
-    (places, slots, _), (positions, seq_lens, scales) = longs.tolist(), ints.tolist()
+    longs, ints, (table,), _ = inputs.views(inputs.device, ROWS)
+    (places, _, slots), (positions, seq_lens, scales) = longs.tolist(), ints.tolist()
     assert not any(scales)
-    metadata = AttentionMetadata.build(
-        [1] * count, [scheduled.context_len for scheduled in step], [scheduled.seq.blocks for scheduled in step], BLOCK_SIZE
-    )
+    pages = [scheduled.seq.tables[0].pages for scheduled in step]
+    metadata = AttentionMetadata.build([1] * count, [scheduled.context_len for scheduled in step], pages, BLOCK_SIZE)
     assert slots == metadata.slot_mapping.tolist() + [-1] * (ROWS - count)
     assert seq_lens == lens_cpu.tolist() == metadata.kv_lens + [0] * (ROWS - count)
     assert positions[:count] == metadata.context_lens.tolist()
-    assert torch.equal(table, table_cpu)
-    for row, scheduled in enumerate(step):
-        assert table[row, : len(scheduled.seq.blocks)].tolist() == scheduled.seq.blocks
+    assert torch.equal(table, table_cpu[0])
+    for row, blocks in enumerate(pages):
+        assert table[row, : len(blocks)].tolist() == blocks
     assert places[:count] == [scheduled.seq.row for scheduled in step]
     assert set(places[count:]) <= {ROWS}, "padding writes its token beside everybody's"
     assert not table[count:].any(), "padding points at a block that exists"

@@ -82,7 +82,7 @@ def test_each_group_has_its_layout_and_one_table_serves_all(registry: Registry, 
     again = generate(engine, PROMPTS, GREEDY)  # from the prefix cache, whole blocks and copied parts
     assert [written.token_ids for written in again] == expected
     assert [written.num_cached_tokens for written in again] == [0, 19, 0, 24, 21]
-    tight = replace(CONFIG, kv_layout=asked, kv_cache_memory=6 * pool.num_bytes // pool.num_blocks, max_model_len=64)
+    tight = replace(CONFIG, kv_layout=asked, kv_cache_memory=6 * pool.num_bytes // pool.num_pages, max_model_len=64)
     short = Engine(model, registry, tight)
     assert [written.token_ids for written in generate(short, PROMPTS, GREEDY)] == expected
     assert short.scheduler.num_preemptions > 0

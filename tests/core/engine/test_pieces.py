@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from headway.core.engine.pieces import MAX_TOKENS, PieceGraphs, piece_sizes
 from headway.core.engine.recorder import borrowed
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry
-from taping import Tape
+from taping import PiecesTape, Tape
 from tiny import TinyModel
 
 
@@ -30,13 +29,6 @@ def test_sizes() -> None:
     assert max(waste) < 1.5
 
 
-class DecodesAlike(Tape):
-    """Decode is run again, pieces are taped."""
-
-    def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        return lambda: run() and None
-
-
 def engine(**options: object) -> Engine:
     config = EngineConfig(attn_backend="sdpa.math", block_size=8, max_model_len=64, max_num_seqs=6, kv_cache_memory=40 * 8 * 512)
     return Engine(TinyModel(), create_registry(load_entry_points=False), replace(config, **options))
@@ -46,7 +38,7 @@ def test_steps_of_prompts_extends_and_decodes_are_the_same_in_pieces_and_larger_
     prompts = [[number] * (3 + 7 * number) for number in range(1, 8)] + [[5, 6, 7] * 6]
     params = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)] * len(prompts)
     plain, fast = engine(max_num_batched_tokens=24), engine(max_num_batched_tokens=24)
-    tape = DecodesAlike()
+    tape = PiecesTape()
     fast.executor.capture(tape)
     expected = [each.token_ids for each in generate(plain, prompts, params)]
     assert [each.token_ids for each in generate(fast, prompts, params)] == expected
@@ -60,7 +52,7 @@ def test_steps_of_prompts_extends_and_decodes_are_the_same_in_pieces_and_larger_
 def test_a_step_of_more_tokens_than_the_largest_pieces_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.core.engine.pieces.MAX_TOKENS", 16)
     made = engine(max_num_batched_tokens=64)
-    made.executor.capture(DecodesAlike())
+    made.executor.capture(PiecesTape())
     generate(made, [[1] * 40], SamplingParams(max_tokens=2, ignore_eos=True))
     assert made.stats.steps_without_graph == {"more than 16 tokens": 1}
     assert made.stats.steps_in_pieces == {"no graph was captured": 1}

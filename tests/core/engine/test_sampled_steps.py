@@ -270,9 +270,9 @@ def test_the_prompt_of_several_completions_is_computed_once(registry: Registry, 
         pass
     live = sorted(made.scheduler.running, key=lambda seq: seq.index)
     assert len(live) == 5
-    shared = live[0].blocks[: len(prompt) // 8]
-    assert all(seq.blocks[: len(shared)] == shared for seq in live), "full blocks are one another's"
-    assert len({seq.blocks[len(shared)] for seq in live}) == 5, "the part of a block is copied"
+    shared = live[0].tables[0].pages[: len(prompt) // 8]
+    assert all(seq.tables[0].pages[: len(shared)] == shared for seq in live), "full blocks are one another's"
+    assert len({seq.tables[0].pages[len(shared)] for seq in live}) == 5, "the part of a block is copied"
     written = drain(made)
     assert made.stats.num_prefill_tokens == len(prompt)
     assert made.stats.num_decode_tokens >= 4

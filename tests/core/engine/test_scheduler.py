@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.deterministic import IndependentScheduler
+from headway.core.engine.groups import NULL_PAGE, CacheGroup
 from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
@@ -63,39 +65,63 @@ def sequence(name: str, prompt: list[int], max_tokens: int) -> Sequence:
 class Cache:
     """Stands for the pool: what each slot holds, so that a sequence reading a block that is not its own is seen."""
 
-    def __init__(self, blocks: BlockManager) -> None:
-        self.blocks = blocks
-        self.slots: dict[int, tuple[int, ...]] = {}
+    def __init__(self, blocks: BlockManager, failing: bool) -> None:
+        self.blocks, self.failing = blocks, failing
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        """What each slot (page, place) holds, whatever the group that wrote it: the group, and the prefix."""
 
-    def run(self, step: list[ScheduledSequence]) -> None:
-        """Make the copies of a step, then its sequences' tokens, as a device does: all copies read before any writes."""
-        size = self.blocks.block_size
+    def run(self, step: list[ScheduledSequence], running: list[Sequence]) -> None:
+        """Make the copies of a step, then its sequences' tokens, as a device does."""
         copied = {}
+        self.sources = [copy.source for seq in running for copy in seq.prefix_copies]
         for scheduled in step:
             seq = scheduled.seq
-            if seq.prefix_copy is not None:
-                (source, count), target = seq.prefix_copy, seq.blocks[scheduled.context_len // size]
-                copied.update({target * size + slot: self.slots[source * size + slot] for slot in range(count)})
+            for number, source, count in seq.prefix_copies:
+                target = seq.tables[number].pages[scheduled.context_len // self.blocks.groups[number].page_size]
+                copied.update({(target, place): self.slots[source, place] for place in range(count)})
+        assert not {page for page, _ in copied} & set(self.sources), "a source is overwritten before it is read"
         self.slots.update(copied)
         for scheduled in step:
-            self.run_one(scheduled)
+            for number in range(len(self.blocks.groups)):
+                self.run_one(scheduled, number)
 
-    def run_one(self, scheduled: ScheduledSequence) -> None:
-        """Check that the context is there, then write the new tokens, each as the whole prefix it stands for."""
+    def run_one(self, scheduled: ScheduledSequence, number: int) -> None:
+        """Check that what the new tokens see is there, then write them, each as the whole prefix it stands for."""
         seq, count = scheduled.seq, scheduled.num_new_tokens
-        size, first = self.blocks.block_size, scheduled.context_len
+        group, pages, first = self.blocks.groups[number], seq.tables[number].pages, scheduled.context_len
         assert first == seq.num_computed
-        slots = [seq.blocks[p // size] * size + p % size for p in range(first + count)]
         tokens = list(seq.token_ids)
         tokens += [next_token(len(tokens) + ahead) for ahead in range(seq.num_pending)]  # what the device already knows
         tokens += seq.draft_token_ids[: scheduled.num_draft_tokens]
-        for position, slot in enumerate(slots):
-            prefix = tuple(tokens[: position + 1])
+        seen = 0 if group.window is None else max(first - group.window + 1, 0)
+        held = len(seq.tables[number].held)
+        ahead = 2 + len(seq.draft_token_ids) + 3  # the host may be two tokens behind, and drafts that were refused had pages
+        assert self.failing or held <= group.most_pages(MAX_MODEL_LEN, count + ahead)
+        for position in range(seen, first + count):
+            page, place = pages[position // group.page_size], position % group.page_size
+            prefix = (number, *tokens[: position + 1])
+            assert page != NULL_PAGE or group.window is None, f"{seq.request_id} needs position {position}, which was given back"
             if position < first:
-                assert self.slots[slot] == prefix, f"{seq.request_id} reads another's cache at {position}"
+                assert self.slots[page, place] == prefix, f"{seq.request_id} reads another's cache at {position}"
             else:
-                assert self.blocks.num_holders(slot // size) == 1, f"{seq.request_id} writes into a scheduledd block"
-                self.slots[slot] = prefix
+                holders = self.blocks.num_holders(page) - self.sources.count(page)  # what was copied out has been read
+                assert holders == 1, f"{seq.request_id} writes into a shared page"
+                self.slots[page, place] = prefix
+
+
+GROUPS = [
+    lambda size: [CacheGroup(size)],
+    lambda size: [CacheGroup(size, window=5)],
+    lambda size: [CacheGroup(size, window=1)],
+    lambda size: [CacheGroup(3 * size), CacheGroup(size, window=7)],
+    lambda size: [CacheGroup(size), CacheGroup(2 * size, window=3), CacheGroup(size, window=12)],
+]
+"""Cache groups, for a block size."""
+
+
+def room(groups: list[CacheGroup], chunk: int) -> int:
+    """Pages without which not one sequence would end."""
+    return sum(group.most_pages(MAX_MODEL_LEN, chunk) for group in groups) + any(group.window for group in groups)
 
 
 @settings(max_examples=300, deadline=None)
@@ -112,6 +138,8 @@ class Cache:
     stop=st.sampled_from([frozenset(), frozenset({0}), frozenset({1})]),
     drafts=st.integers(0, 3),
     failing=st.booleans(),
+    grouped=st.sampled_from(GROUPS),
+    smallest=st.sampled_from([6, 20]),
 )
 def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     arrivals: list[Arrival],
@@ -126,12 +154,16 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     stop: frozenset[int],
     drafts: int,
     failing: bool,
+    grouped: Callable[[int], list[CacheGroup]],
+    smallest: int,
 ) -> None:
-    max_model_len = MAX_MODEL_LEN
+    max_model_len, groups = MAX_MODEL_LEN, grouped(block_size)
     budget = budget if chunked else max(budget, max_model_len)
-    blocks = BlockManager(-(-max_model_len // block_size) + spare, block_size, prefix_caching)
+    blocks = BlockManager(
+        room(groups, smallest if chunked else max_model_len) + spare, block_size, prefix_caching, groups, smallest
+    )
     scheduler = Scheduler(blocks, budget, max_num_seqs, chunked)
-    cache = Cache(blocks)
+    cache = Cache(blocks, failing)
     coming = sorted(enumerate(arrivals), key=lambda item: item[1].step)
     seqs: list[Sequence] = []
     in_flight: list[ScheduledSequence] = []
@@ -163,12 +195,11 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
         phases = [scheduled.phase is Phase.DECODE for scheduled in step]
         assert phases == sorted(phases), "prefill and extend come before decode"
         blocks.check_integrity(scheduler.running)
-        assert all(not seq.blocks for seq in scheduler.waiting), "a waiting sequence holds blocks"
+        assert all(not seq.tables for seq in scheduler.waiting), "a waiting sequence holds pages"
         assert all(scheduled.num_new_tokens > 0 for scheduled in step)
         if failing and time % 5 == 0:  # the step does not run, and the next one tries again
-            scheduler.not_launched(step)
             continue
-        cache.run(step)
+        cache.run(step, scheduler.running)
         scheduler.launched(step)
         read, in_flight = (in_flight, step) if overlapped else (step, [])
         for scheduled in read:
@@ -180,7 +211,7 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
         scheduler.remove_finished()
         blocks.check_integrity(scheduler.running)
 
-    assert blocks.num_free == blocks.num_blocks
+    assert blocks.num_free == blocks.num_pages
     for seq in seqs:
         assert seq.finished
         if seq.finish_reason == "length":
@@ -240,7 +271,7 @@ def test_the_youngest_is_preempted_and_admitted_first_again() -> None:
     assert scheduler.running == [seqs[0]]
     assert list(scheduler.waiting) == seqs[1:]
     assert seqs[1].num_preemptions == 1
-    assert not seqs[1].blocks
+    assert not seqs[1].tables
 
 
 def test_an_equal_prefix_is_found_after_its_owner_is_gone() -> None:
@@ -295,7 +326,7 @@ def test_a_token_under_way_is_scheduled_before_the_host_has_seen_it() -> None:
         scheduler.launched([scheduled])
     assert scheduler.schedule() == [], "the third token ends it by length: nothing is computed for a fourth"
     assert seq.output_token_ids == []
-    assert seq.num_published == 1, "the second block holds tokens nobody knows yet"
+    assert seq.tables[0].num_published == 1, "the second block holds tokens nobody knows yet"
 
 
 @settings(max_examples=200, deadline=None)
@@ -307,6 +338,7 @@ def test_a_token_under_way_is_scheduled_before_the_host_has_seen_it() -> None:
     budget=st.integers(1, 40),
     max_num_seqs=st.integers(1, 6),
     chunked=st.booleans(),
+    grouped=st.sampled_from(GROUPS),
 )
 def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
     arrivals: list[Arrival],
@@ -316,12 +348,14 @@ def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
     budget: int,
     max_num_seqs: int,
     chunked: bool,
+    grouped: Callable[[int], list[CacheGroup]],
 ) -> None:
     budget = budget if chunked else max(budget, MAX_MODEL_LEN)
+    groups = grouped(block_size)
 
     def steps_of(batch: list[Arrival]) -> dict[int, list[int]]:
         """Tokens of each step of each sequence that is there from the start or comes later."""
-        blocks = BlockManager(-(-MAX_MODEL_LEN // block_size) + spare, block_size, False)
+        blocks = BlockManager(room(groups, MAX_MODEL_LEN) + spare, block_size, False, groups)
         scheduler = IndependentScheduler(blocks, budget, max_num_seqs, chunked)
         coming = {number: sequence(str(number), a.prompt, a.max_tokens) for number, a in enumerate(batch)}
         steps: dict[int, list[int]] = {number: [] for number in coming}
@@ -339,7 +373,7 @@ def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
                     steps[int(scheduled.seq.request_id)].append(scheduled.num_new_tokens)
             blocks.check_integrity(scheduler.running)
         assert scheduler.num_preemptions == 0
-        assert blocks.num_free == blocks.num_blocks
+        assert blocks.num_free == blocks.num_pages
         assert all(seq.finish_reason == "length" for seq in coming.values())
         return steps
 

@@ -222,6 +222,18 @@ def test_explain_without_a_table_says_so(headway: Headway) -> None:
     assert "no crossover table: headway bench crossover measures one" in out
 
 
+def test_explain_of_latent_attention_asks_for_the_spec_of_the_phase(headway: Headway) -> None:
+    latent = ("backends", "explain", "--device", "cpu", "--geometry", "4/1/48/32+4/4/24/16/dense", "--json")
+    for phase, choice in (("prefill", "sdpa"), ("extend", "sdpa"), ("decode", "sdpa.math")):
+        found = json.loads(headway(*latent, "--attn-backend", "prefill=sdpa,decode=sdpa.math", "--phase", phase).out)
+        assert found["choice"] == choice
+        assert "kv_layout=latent" in found["selection"]
+        assert not [each for each in found["candidates"] if each["name"] == choice and "needs" in str(each["reasons"])]
+    refused = headway(*latent, "--kv-layout", "nhd")
+    assert refused.code != 0
+    assert "needs a layout that keeps the value inside the key, got nhd" in refused.err
+
+
 def test_explain_says_who_failed_its_self_test_and_who_was_not_measured(headway: Headway, path: Path) -> None:
     table = crossing()
     records = [record for record in table.backends if record.name != "sdpa.math"]

@@ -1,0 +1,147 @@
+"""Split-KV decode over a latent cache: each row is read once, as the key of all query heads and, its first part, as their value.
+
+The absorbed form of latent attention (DeepSeek-AI 2024, arXiv 2405.04434) has one kv head, so that up to 128 query heads share a
+row: they are the rows of one tile, as in FlashMLA. What programs leave is merged by a second launch: where a row has 512 values,
+the last program to arrive would take longer to merge all heads than to read its keys.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headway.backends.triton.tiles import LN_2, block_numbers, cached_rows, peeked_blocks, softmax_step
+
+
+@triton.jit(
+    do_not_specialize=["window", "table_stride", "sums_stride_head"],
+    do_not_specialize_on_alignment=["table_ptr", "lse_ptr", "sums_ptr"],
+)
+def latent_decode(
+    q_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    key_ptr,  # [num_blocks, BLOCK_SIZE, kv_heads, HEAD_DIM], rows in one piece
+    out_ptr,  # [num_tokens, num_heads, BLOCK_D]
+    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
+    table_ptr,  # int32 [num_seqs, max_blocks]
+    chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
+    slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
+    sinks_ptr,  # float32 [num_heads], log2(e) * sink
+    partial_ptr,  # SPLIT: float32 [chunks, items, ROWS, BLOCK_D]; items: grid axis 0
+    lse_ptr,  # SPLIT: float32 [chunks, items, ROWS]
+    score_scale,
+    cap_log2,
+    v_scale,
+    window,
+    q_stride_token,
+    q_stride_head,
+    out_stride_token,
+    out_stride_head,
+    sums_stride_head,
+    table_stride,
+    k_stride_block,
+    k_stride_slot,
+    k_stride_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a kv head
+    ONE_TOKEN: tl.constexpr,  # every sequence has exactly one query token
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # elements of the value, with which a row begins: a power of two
+    TAIL: tl.constexpr,  # the rest of the row, rounded up to a power of two; 0: there is none
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows of the query tile; the tensor cores want 16 or 64
+    ROWS: tl.constexpr,  # rows that can be in use, rounded up to a power of two
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,  # a sequence may have more than one chunk
+    PEEK: tl.constexpr,  # block numbers are read by `peeked_blocks`
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,  # launched before the kernels it depends on have ended
+):
+    """Grid (kv heads * query tiles, chunks). Row r of a sequence's query is token r // GROUP, head r % GROUP."""
+    if PDL:
+        gdc_wait()
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    first_row = (tl.program_id(0) // NUM_KV_HEADS) * BLOCK_M
+    chunk = chunks_ptr + tl.program_id(1) * 8
+    seq = tl.load(chunk)
+    kv_len = tl.load(chunk + 1)
+    start = tl.load(chunk + 4) * BLOCK_N  # a number of tiles there, so that the compiler sees a multiple
+    end = tl.load(chunk + 5)
+    num_chunks = tl.load(chunk + 7)
+    token = seq
+    query_len = 1
+    if not ONE_TOKEN:
+        token = tl.load(chunk + 2)
+        query_len = tl.load(chunk + 3)
+    if seq < 0:
+        return
+    if first_row >= query_len * GROUP:
+        return
+    row = first_row + tl.arange(0, BLOCK_M)
+    live = row < query_len * GROUP
+    head = kv_head * GROUP + row % GROUP
+    positions = kv_len - query_len + row // GROUP
+    d = tl.arange(0, BLOCK_D)
+    q_rows = q_ptr + ((token + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head)[:, None]
+    q = (tl.load(q_rows + d[None, :], mask=live[:, None], other=0.0).to(DOT),)
+    if TAIL > 0:
+        t = BLOCK_D + tl.arange(0, TAIL)
+        q = (q[0], tl.load(q_rows + t[None, :], mask=live[:, None] & (t[None, :] < HEAD_DIM), other=0.0).to(DOT))
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table = table_ptr + seq * table_stride
+    key = key_ptr + kv_head * k_stride_head
+    for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        if PEEK:
+            blocks = peeked_blocks(table, first, end, BLOCK_SIZE, BLOCK_N)
+        else:
+            blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
+        rows = cached_rows(
+            key, blocks, d, first, end, k_stride_block, k_stride_slot, 1, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N,
+            True, True, False, DOT,
+        )  # fmt: skip
+        scores = tl.dot(q[0], tl.trans(rows), input_precision=PRECISION)
+        if TAIL > 0:
+            tail = cached_rows(
+                key + BLOCK_D, blocks, tl.arange(0, TAIL), first, end, k_stride_block, k_stride_slot, 1, BLOCK_SIZE,
+                HEAD_DIM - BLOCK_D, TAIL, BLOCK_N, True, False, False, DOT,
+            )  # fmt: skip
+            scores = tl.dot(q[1], tl.trans(tail), scores, input_precision=PRECISION)
+        m, l, weights, shrink = softmax_step(
+            scores, m, l, first + tl.arange(0, BLOCK_N), positions, positions, slopes, score_scale, cap_log2, window,
+            True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
+        )  # fmt: skip
+        acc = tl.dot(weights.to(DOT), rows, acc * shrink[:, None], input_precision=PRECISION)
+
+    if PDL:
+        gdc_launch_dependents()
+    if HAS_SOFTCAP or HAS_ALIBI:
+        score_scale = 1.0
+    m = m * score_scale
+    if not SPLIT or num_chunks == 1:
+        if HAS_SINKS:
+            l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
+        if HAS_LSE:
+            tl.store(sums_ptr + head * sums_stride_head + token + row // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
+        result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+        out_rows = (token + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
+        tl.store(out_ptr + out_rows[:, None] + d[None, :], result.to(out_ptr.dtype.element_ty), mask=live[:, None])
+    else:
+        item = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        slot = item * ROWS + tl.arange(0, BLOCK_M)
+        used = tl.arange(0, BLOCK_M) < ROWS
+        tl.store(lse_ptr + slot, m + tl.log2(l), mask=used)  # of a row without a visible key in this chunk: -inf
+        result = acc * (1.0 / tl.where(l > 0, l, 1.0))[:, None]
+        tl.store(partial_ptr + slot[:, None] * BLOCK_D + d[None, :], result, mask=used[:, None])

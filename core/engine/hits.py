@@ -1,0 +1,97 @@
+"""What the cache of one group of layers still holds of a sequence: the longest start of it that can be reused."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+from headway.core.engine.groups import CacheGroup
+from headway.core.engine.prefixes import PrefixIndex, packed
+from headway.core.engine.sequence import Sequence
+
+
+class Hit(NamedTuple):
+    """The pages of one group that hold the start of a sequence."""
+
+    first: int
+    """Pages before the first that is needed: they lie behind the window."""
+    pages: list[int]
+    """Whole pages from there on."""
+    source: int
+    """A page of which the first `num_tokens` tokens go on where those end; they must be copied."""
+    num_tokens: int
+    """0: none."""
+
+
+class GroupPrefixes:
+    """Finds the pages of one group by their content.
+
+    A page is named by the chained hash of all tokens to its end, so one chain, by the block, names the pages of every group. A
+    group that keeps every token holds a prefix if it holds all of its pages; a windowed one, if it holds those that the next
+    token sees.
+    """
+
+    def __init__(self, group: CacheGroup, block_size: int) -> None:
+        self.group = group
+        self.index = PrefixIndex()
+        self._block_size = block_size
+        self._blocks_per_page = group.page_size // block_size
+
+    def longest(self, seq: Sequence, at_most: int, partly: bool) -> int:
+        """Tokens of the longest start of a sequence, up to `at_most`, that is held; partly: its last page need not be whole."""
+        size, group = self.group.page_size, self.group
+        end = at_most // size
+        if group.window is None:  # from the start on, to the first page that is missing
+            end = next((page for page in range(end) if self._find(seq, page) is None), end)
+            return end * size + self._part(seq, end, at_most - end * size, partly)[1]
+        while True:  # from the end back, to the first place before which all that its query sees is held
+            length = end * size + self._part(seq, end, at_most - end * size, partly)[1]
+            held = range(end - 1, group.num_behind(length) - 1, -1)
+            missing = next((page for page in held if self._find(seq, page) is None), None)
+            if missing is None:
+                return length
+            end = missing
+
+    def hit(self, seq: Sequence, length: int) -> Hit:
+        """The pages of a start that is held."""
+        first, end = self.group.num_behind(length), length // self.group.page_size
+        pages = [self._find(seq, page) for page in range(first, end)]
+        rest = length - end * self.group.page_size
+        source, count = self._part(seq, end, rest, True)
+        assert count == rest, "the start of a sequence is no longer held"
+        assert None not in pages
+        return Hit(first, [page for page in pages if page is not None], source, count)
+
+    def name(self, seq: Sequence, number: int, page: int, count: int) -> None:
+        """Make the first `count` tokens of a sequence's page findable, unless an equal page is already."""
+        size, digest = self.group.page_size, None
+        if count == size:
+            digest = self._digest(seq, number)
+            if self.index.find(digest) is not None:
+                return
+        first, parent = number * size, self._digest(seq, number - 1) if number else b""
+        self.index.add(page, parent, packed(seq.token_ids[first : first + count]), digest)
+
+    def _find(self, seq: Sequence, number: int) -> int | None:
+        return self.index.find(self._digest(seq, number))
+
+    def _part(self, seq: Sequence, number: int, most: int, partly: bool) -> tuple[int, int]:
+        """The page that agrees longest with a sequence's page, for at most so many tokens, and for how many."""
+        first, most = number * self.group.page_size, min(most, self.group.page_size)
+        if not partly or most <= 0:
+            return -1, 0
+        return self.index.longest(self._digest(seq, number - 1), packed(seq.token_ids[first : first + most]))
+
+    def _digest(self, seq: Sequence, number: int) -> bytes:
+        """Chained hash of a sequence to the end of a full page, b"" before the first.
+
+        Computed once for each block: tokens of a sequence never change. 128 bits: no chance collisions.
+        """
+        index, hashes = (number + 1) * self._blocks_per_page - 1, seq.block_hashes
+        while len(hashes) <= index:
+            size = self._block_size
+            first = len(hashes) * size
+            parent = hashes[-1] if hashes else b""
+            tokens = packed(seq.token_ids[first : first + size])
+            hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
+        return hashes[index] if index >= 0 else b""

@@ -1,0 +1,112 @@
+"""Latent attention (MLA, DeepSeek-V2) with what stands around it in a layer: norms, projections, RoPE, residual."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from headway.core.contract.errors import ModelError
+from headway.core.contract.latent import LatentLayer
+from headway.core.contract.model import Attention
+from headway.core.contract.spec import AttentionSpec
+from headway.models.config import DecoderConfig, LatentConfig
+from headway.models.layers.tensors import LayerTensors
+from headway.models.linear import Linear
+from headway.models.operations import Norm, Operations, Rope
+
+_EPS = 1e-6
+"""Of the norms of latents, whatever the model's other norms have: DeepSeek's code and transformers' leave it at this."""
+
+
+class LatentAttention:
+    """Queries of heads, and one latent a token that all heads' keys and values are expanded from."""
+
+    def __init__(self, config: DecoderConfig, index: int, tensors: LayerTensors, batch_invariant: bool) -> None:
+        """:raises ModelError: batch_invariant, or a bias where no checkpoint of these families has one."""
+        latent, names, hidden = config.latent, config.names.latent, config.hidden_size
+        assert latent is not None
+        if batch_invariant:
+            raise ModelError("deterministic: the products of latent attention are not batch invariant; use another model")
+        if config.qkv_bias and latent.q_lora_rank is None:
+            raise ModelError("attention_bias: needs false where q_lora_rank is null, got true")
+        self._index, self._latent, heads, rank = index, latent, config.num_heads, latent.q_lora_rank
+        q_size = heads * latent.q_dim
+        name, size = (names.q, q_size) if rank is None else (names.q_a, rank)
+        rows = _turned(latent, heads) if rank is None else [*range(rank)]
+        rows += [size + row for row in _order(latent, latent.kv_lora_rank)]
+        self.norm = tensors.norm_if_any(config.names.attention_norm, hidden)
+        self.first_proj = tensors.linear({name: size, names.kv_a: latent.kv_dim}, hidden, config.qkv_bias, rows)
+        """To queries or to latents of theirs, and to the latents of keys and values."""
+        self._first_size = size
+        self.q_norm, self.q_proj = None, None
+        if rank is not None:
+            self.q_norm = Norm(tensors.take(f"{names.q_a_norm}.weight", rank), _EPS)
+            self.q_proj = tensors.linear({names.q_b: q_size}, rank, False, _turned(latent, heads))
+        self.kv_norm = Norm(tensors.take(f"{names.kv_a_norm}.weight", latent.kv_lora_rank), _EPS)
+        expanding = heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank
+        self._kv_b: Tensor | None = tensors.take(f"{names.kv_b}.weight", *expanding)
+        out = heads * latent.v_head_dim
+        self.o_proj = tensors.linear({config.names.o: hidden}, out, config.o_bias, scale=config.residual_scale)
+        self.spec, self._expanded = _specs(config, latent, tensors)
+        self.layer: LatentLayer | None = None
+        """What the engine is handed, once `absorb_norms` has told who computes it."""
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its products."""
+        return [self.first_proj, *([] if self.q_proj is None else [self.q_proj]), self.o_proj]
+
+    def absorb_norms(self, ops: Operations) -> None:
+        """Hand the product that expands latents to what computes the layer."""
+        if self._kv_b is not None:
+            self.layer = ops.latent_layer(self._expanded, self._latent, self._kv_b)
+            self._kv_b = None
+
+    def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`."""
+        assert rope is not None
+        both = ops.norm_product(x, self.norm, self.first_proj, None)
+        q, latent = both[:, : self._first_size], both[:, self._first_size :]
+        if self.q_proj is not None:
+            q = ops.norm_product(q, self.q_norm, self.q_proj, None)
+        q, latent = ops.rotate_latent(q, latent, self._latent, self.kv_norm, rope)
+        out = attention(self._index, q, latent, latent[..., : self.spec.v_head_dim])
+        return ops.add_product(x, out.flatten(1), self.o_proj)
+
+
+def _specs(config: DecoderConfig, latent: LatentConfig, tensors: LayerTensors) -> tuple[AttentionSpec, AttentionSpec]:
+    """Of the cache, and expanded."""
+    absorbed = AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=1,
+        head_dim=latent.kv_dim,
+        v_head_dim=latent.kv_lora_rank,
+        value_in_key=True,
+        scale=config.scale,
+        dtype=tensors.weights.dtype,
+        device=tensors.weights.device,
+    )
+    expanded = replace(
+        absorbed,
+        num_kv_heads=config.num_heads,
+        head_dim=latent.q_dim,
+        v_head_dim=latent.v_head_dim,
+        value_in_key=False,
+        dense=True,
+    )
+    return absorbed, expanded
+
+
+def _order(latent: LatentConfig, still: int) -> list[int]:
+    """The order of a head, or of the latent with the key behind it, in which halves of what is rotated turn with each other.
+
+    still: elements before those that are rotated.
+    """
+    turned = range(still, still + latent.qk_rope_head_dim)
+    return [*range(still), *([*turned[::2], *turned[1::2]] if latent.interleaved else turned)]
+
+
+def _turned(latent: LatentConfig, num_heads: int) -> list[int]:
+    """The rows of the queries' product with every head in that order."""
+    return [head * latent.q_dim + row for head in range(num_heads) for row in _order(latent, latent.qk_nope_head_dim)]

@@ -1,0 +1,123 @@
+"""Make a decoder of transformers: from the safetensors files of a folder, or with random weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from headway.core.contract.errors import HeadwayError, ModelError
+from headway.models.transformers_adapter.compile import compile_layers
+from headway.models.transformers_adapter.interface import NAME
+from headway.models.transformers_adapter.model import TransformersModel
+from headway.models.transformers_adapter.support import causal_lm_class
+from headway.models.weights import IGNORED, check_files
+
+log = logging.getLogger("headway")
+
+EXPERTS = "grouped_mm"
+"""How transformers computes experts: one grouped product of all of them, chosen on the device without waiting for the host."""
+
+
+def load_adapted(
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, dummy: bool, torch_compile: bool | None
+) -> TransformersModel:
+    """Load a model by transformers' code, without any code of the model's own.
+
+    config: of transformers. dummy: random weights, the same on every start on one kind of device, in place of the folder's.
+    torch_compile: see `compile.compile_layers`; None: if it works, else the log says why not.
+
+    :raises ModelError: a model that the adapter does not take, or weights that do not fit its configuration.
+    """
+    model_class = causal_lm_class(config)
+    options = {"dtype": dtype, "attn_implementation": NAME}
+    if model_class._can_set_experts_implementation():
+        options["experts_implementation"] = EXPERTS
+    with _quiet(), torch.inference_mode():
+        try:
+            model = _dummy(config, device, options) if dummy else _from_files(folder, config, device, options)
+            adapted = TransformersModel(model, dtype, device)
+        except (HeadwayError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ModelError(f"model {folder}: transformers cannot make it of its files ({_one_line(error)})") from error
+    if torch_compile is not False:
+        try:
+            compile_layers(adapted)
+        except ModelError as error:
+            if torch_compile:
+                raise
+            log.warning("model: its layers run as transformers wrote them, several times slower: %s", error)
+    return adapted
+
+
+def _dummy(config: Any, device: torch.device, options: dict[str, Any]) -> Any:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)  # type: ignore[no-untyped-call]
+
+
+def _from_files(folder: Path, config: Any, device: torch.device, options: dict[str, Any]) -> Any:
+    check_files(folder)
+    if device.type != "cpu" and find_spec("accelerate") is not None:  # each tensor goes straight to the device
+        options = {**options, "device_map": {"": device}}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        use_safetensors=True,
+        trust_remote_code=False,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that they are told by name, below
+        **options,
+    )
+    model, found = loaded
+    _check(folder, found)
+    return model.to(device)
+
+
+def _check(folder: Path, found: dict[str, Any]) -> None:
+    """What transformers would pass over with a warning, and fill with random numbers.
+
+    :raises ModelError: a tensor is missing, left over, or of another shape than the configuration's.
+    """
+    for each in sorted(found["mismatched_keys"]):
+        name, stored, wanted = each
+        raise ModelError(f"weights: {name} needs shape {list(wanted)} by config.json, got {list(stored)}")
+    if found["missing_keys"]:
+        raise ModelError(f"weights: {folder} has no tensor {_names(found['missing_keys'])}, which its config.json implies")
+    left = [name for name in found["unexpected_keys"] if not name.endswith(IGNORED)]
+    if left:
+        raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {_names(left)}")
+    if found.get("error_msgs"):
+        raise ModelError(f"weights: {folder} cannot be loaded by transformers ({found['error_msgs'][0]})")
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names)[:3])
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar and no warning of transformers: what matters in them is an error here."""
+    theirs: Any = transformers_logging
+    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        theirs.set_verbosity(level)
+        if bars:
+            theirs.enable_progress_bar()

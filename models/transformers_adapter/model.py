@@ -1,0 +1,190 @@
+"""A decoder of transformers behind the engine's `Model` protocol: its own code, Headway's attention and cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from headway.core.contract.errors import ModelError
+from headway.core.contract.model import Attention
+from headway.core.contract.spec import AttentionSpec
+from headway.models.transformers_adapter import interface, probe
+from headway.models.transformers_adapter.interface import SITE, AttentionSite, Current
+from headway.models.transformers_adapter.probe import Call
+from headway.models.transformers_adapter.rope import fixed_rope_length
+
+
+class TransformersModel:
+    """All tokens of a step in one row of transformers' batch: no padding, no mask, positions that restart with each sequence.
+
+    The layers run as transformers wrote them; each attention module calls Headway's attention (`interface`). Hidden states come
+    from the decoder inside the causal language model, and logits from what the latter does after it, so that only sampled rows
+    pay for them.
+    """
+
+    kv_scales: None = None
+    """An fp8 cache has scales of 1: transformers reads none from a checkpoint."""
+    expert_kinds: tuple[()] = ()
+    """None of its layers chooses among ways of computing experts: transformers has one."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+        """model: a causal language model of transformers (PreTrainedModel), in `dtype` on `device`.
+
+        :raises ModelError: it cannot run on packed sequences and a paged cache; the message names layer and reason.
+        """
+        model.requires_grad_(False).eval()
+        text = model.config.get_text_config()
+        self.model = model
+        self.name = type(model).__name__
+        self.implementation = f"transformers {transformers.__version__} ({self.name})"
+        """What computes it, in words."""
+        self.vocab_size: int = text.vocab_size
+        self.max_position_embeddings = fixed_rope_length(model, _positions(text))
+        self._current = Current()
+        self._device = device
+        with probe.probing(model, interface.NAME):
+            calls = self._probe()
+        self.attention_specs = [_spec(call, dtype, device) for call in calls]
+        for layer, call in enumerate(calls):
+            setattr(call.module, SITE, AttentionSite(call.name, layer, call.passed, call.sinks, self._current))
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """input_ids, positions: int32 or int64 [num_tokens]. Returns the last hidden states [num_tokens, hidden_size], normed."""
+        self._current.attention = attention
+        try:
+            return self._hidden(input_ids, positions)
+        finally:
+            self._current.attention = None
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [rows, hidden_size], only the rows that will be sampled. Returns [rows, vocab_size], see core.model.Model."""
+        found: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0]
+        return found.to(hidden.dtype) if out is None else out.copy_(found)
+
+    def _hidden(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        places = positions.long()[None]
+        hidden: Tensor = self._decoder(
+            input_ids=input_ids[None], position_ids=places, use_cache=False, return_dict=True
+        ).last_hidden_state[0]
+        return hidden
+
+    def _probe(self) -> list[Call]:
+        """Find the decoder inside the model and its attention calls, and show that the halves of the model make the whole.
+
+        :raises ModelError: they do not, or tokens meet outside attention.
+        """
+        model, order = self.model, torch.arange(probe.NUM_TOKENS)
+        ids = ((order * 7 + 3) % self.vocab_size).to(self._device)
+        places = order.to(self._device)
+
+        def whole() -> Tensor:
+            logits: Tensor = model(input_ids=ids[None], position_ids=places[None], use_cache=False, return_dict=True).logits[0]
+            return logits
+
+        logits, calls = probe.run(model, whole, self.max_position_embeddings)
+        if not calls:
+            raise ModelError(f"{self.name}: never calls its attention through transformers' attention interface")
+        layers = _layers_path(model, [call.name for call in calls])
+        path = layers.rpartition(".")[0]
+        self.layers: list[nn.Module] = list(model.get_submodule(layers).children())
+        self._decoder: nn.Module = model.get_submodule(path)
+        self._head = _with(model, path, _Given())
+        hidden, _ = probe.run(model, lambda: self._hidden(ids, places))
+        if probe.differ(logits, self.compute_logits(hidden)):
+            raise ModelError(f"{self.name}: its logits are no function of what {path} returns alone")
+        if logits.shape[1] != self.vocab_size:
+            raise ModelError(f"{self.name}: vocab_size={self.vocab_size} in config.json, and {logits.shape[1]} logits")
+        turned, turned_calls = probe.run(model, lambda: self._hidden(ids.flip(0), places.flip(0)))
+        meet = probe.differ(hidden, turned.flip(0))
+        for call, other in zip(calls, turned_calls, strict=True):
+            meet |= any(probe.differ(a, b.flip(2)) for a, b in zip(call.tensors, other.tensors, strict=True))
+        if meet:
+            raise ModelError(
+                f"{self.name}: its tokens meet outside attention (a convolution, a state space or a recurrence), and "
+                "Headway keeps no state of a sequence but keys and values"
+            )
+        return calls
+
+
+class _Given(nn.Module):
+    """In place of a decoder: returns the hidden states that it is given as embeddings."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Hidden:
+        """inputs_embeds: [1, rows, hidden_size]."""
+        return _Hidden(inputs_embeds)
+
+
+class _Hidden:
+    """What a decoder returns, as far as the language model around it reads: the last hidden states, and nothing else."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _layers_path(model: nn.Module, names: list[str]) -> str:
+    """The path of the list of layers in which all attention modules of these names are; what holds it is the decoder.
+
+    :raises ModelError: there is no such list.
+    """
+    parts = names[0].split(".")
+    for depth in range(1, len(parts)):
+        path = ".".join(parts[: depth + 1])
+        if isinstance(model.get_submodule(path), nn.ModuleList) and all(name.startswith(f"{path}.") for name in names):
+            return path
+    raise ModelError(f"{type(model).__name__}: its attentions ({names[0]}, ...) do not stand in one list of layers")
+
+
+def _with(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
+    """A module that shares everything with `module` but the submodule at `path`, where `other` stands."""
+    first, _, rest = path.partition(".")
+    twin = copy.copy(module)
+    below = _with(module.get_submodule(first), rest, other) if rest else other
+    twin._modules = {**module._modules, first: below}
+    return twin
+
+
+def _spec(call: Call, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
+    """What a layer's call says, in the engine's words.
+
+    :raises ModelError: its element types are not the model's.
+    """
+    dtypes = {tensor.dtype for tensor in call.tensors}
+    if dtypes != {dtype}:
+        named = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
+        raise ModelError(
+            f"attention of {call.name}: needs elements of the model's {str(dtype).removeprefix('torch.')}, got {named}"
+        )
+    passed = call.passed
+    return AttentionSpec(
+        num_heads=passed.num_heads,
+        num_kv_heads=passed.num_kv_heads,
+        head_dim=passed.head_dim,
+        v_head_dim=passed.v_head_dim,
+        scale=float(passed.scaling),
+        dtype=dtype,
+        device=device,
+        sliding_window=passed.sliding_window,
+        softcap=passed.softcap,
+        sinks=None if call.sinks is None else tuple(call.sinks.float().tolist()),
+    )
+
+
+def _positions(config: Any) -> int:
+    """Positions that a model is made for.
+
+    :raises ModelError: its configuration does not say.
+    """
+    found = getattr(config, "max_position_embeddings", None)
+    if not isinstance(found, int) or found < 1:
+        raise ModelError(f"max_position_embeddings: needs a whole number of at least 1, got {found!r}")
+    return found

@@ -1,0 +1,93 @@
+"""The benchmark of experts away from a GPU: shapes, the table, and what is said beside the peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from experts import CONFIGS, Layer
+from headway.bench.experts.peers import grouped_mm, installed
+from headway.bench.experts.results import ExpertsCell, ExpertsReport, read_report
+from headway.cli.app import app
+from headway.cli.bench_experts import print_report, ratios
+from headway.core.contract.errors import ConfigError
+from headway.testing.json_files import write_json
+from headway.testing.origin import Origin
+from headway.tuning.device import DeviceInfo, identify_device
+
+
+def cell(way: str, tokens: int, us: float | None, peer: bool = False, reason: str = "") -> ExpertsCell:
+    return ExpertsCell(
+        way=way, peer=peer, shape="s", tokens=tokens, touched=7, median_us=us, layer_us=None if peer else us, reason=reason,
+        relative_error=1e-3, bytes_share=None if us is None else 0.5, operations_share=None if us is None else 0.1,
+    )  # fmt: skip
+
+
+CELLS = [
+    cell("a", 1, 10.0),
+    cell("b", 1, 20.0),
+    cell("lib", 1, 20.0, peer=True),
+    cell("a", 64, 50.0),
+    cell("b", 64, 40.0),
+    cell("lib", 64, 20.0, peer=True),
+    cell("other", 64, None, peer=True, reason="wrong answer"),
+]
+
+
+def test_ratios_are_of_the_best_of_ours() -> None:
+    assert ratios(CELLS) == ["beside lib: 1.00 times as fast in the geometric mean, 0.50 at worst"]
+
+
+def test_a_report_is_written_read_and_shown(tmp_path: Path) -> None:
+    identity = identify_device(torch.device("cpu")).model_dump()
+    device = DeviceInfo(**identity, copy_gbps=1.0, matrix_tflops=2.0, matrix_dtype="bfloat16")
+    report = ExpertsReport(
+        command="headway bench experts", origin=Origin.here(), date="2026-11-22", dtype="bfloat16", device=device, read_gbps=3.0,
+        libraries={"lib": "1.2"}, chosen={"s": "a from 1 tokens on"}, cells=CELLS,
+    )  # fmt: skip
+    write_json(report, tmp_path / "experts.json")
+    console = Console(width=160, record=True)
+    print_report(read_report(tmp_path / "experts.json"), console)
+    shown = console.export_text()
+    for text in ("10.0 (10.0) · 50%", "other, s, 64 tokens: wrong answer", "auto: a from 1 tokens on", "lib 1.2"):
+        assert text in shown
+
+
+def test_shapes_are_names_or_four_numbers() -> None:
+    pytest.importorskip("triton")
+    from headway.bench.experts.run import SHAPES, parse_shape
+
+    assert parse_shape("qwen3-30b-a3b") is SHAPES["qwen3-30b-a3b"]
+    shape = parse_shape("8/2/64/128")
+    assert (shape.config.num_experts, shape.config.top_k, shape.config.intermediate_size, shape.hidden_size) == (8, 2, 64, 128)
+    with pytest.raises(ConfigError, match="shape: needs qwen3-30b-a3b, .*got '8/2/64'"):
+        parse_shape("8/2/64")
+
+
+def test_without_a_gpu_there_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["bench", "experts", "--device", "cpu"])
+    assert isinstance(done.exception, ConfigError)
+    assert "needs a GPU" in str(done.exception)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe"])
+def test_the_peer_that_is_torch_alone_is_right(name: str) -> None:
+    pytest.importorskip("triton")
+    from headway.models.experts.plain import PlainExperts
+    from headway.models.experts.router import Routed
+    from headway.models.experts.routing import route
+
+    peers, versions = installed()
+    assert set(versions) == {"torch", "vllm", "flashinfer"}
+    if not any(peer.name.startswith("torch") for peer in peers):
+        pytest.skip("torch has no grouped product")
+    layer = Layer(CONFIGS[name], torch.bfloat16)
+    weights, x = layer.weights(torch.bfloat16), layer.draw(9, 48).bfloat16()
+    routing = route(torch.nn.functional.linear(x, weights.router), CONFIGS[name])
+    found = grouped_mm().make(CONFIGS[name], weights)(Routed(x, routing.experts, routing.weights, None, 0))
+    expected = PlainExperts(CONFIGS[name], weights).apply(x, routing, lambda rows, of: of(rows))
+    assert (found - expected).float().norm() / expected.float().norm() < 2e-2

@@ -1,0 +1,90 @@
+"""Every way of computing experts on a GPU: beside float64, in a CUDA graph, and whatever the other tokens are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from experts import CONFIGS, HIDDEN, Layer
+from headway.models.experts.config import ExpertsConfig
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+LARGE = ExpertsConfig(64, 6, 352, shared_intermediate_size=704)
+DEVICE = torch.device("cuda")
+
+
+def run(kind: object, name: str, layer: Layer, x: Tensor, dtype: torch.dtype) -> Tensor:
+    method, weights = kind.methods[name], layer.weights(dtype, "cuda")
+    y = x.to(DEVICE, dtype, copy=True)
+    method.add(y, method.route(y, layer.norm_of(dtype, "cuda"), weights), weights)
+    return y
+
+
+def kind_of(config: ExpertsConfig, dtype: torch.dtype, batch_invariant: bool = False) -> object:
+    from headway.models.experts.fused import FusedExperts
+
+    return FusedExperts(config, dtype, DEVICE, batch_invariant)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 100, 300, 2500])
+@pytest.mark.parametrize("name", [*CONFIGS, "large"])
+def test_every_method_is_right(name: str, num_tokens: int, dtype: torch.dtype) -> None:
+    config = CONFIGS.get(name, LARGE)
+    layer = Layer(config, dtype, seed=num_tokens, hidden=HIDDEN if name in CONFIGS else 1024)
+    x = layer.draw(num_tokens, layer.norm.shape[0])
+    expected, kind = layer.reference(x), kind_of(config, dtype)
+    able = [method for method in kind.methods.values() if method.takes(num_tokens, dtype)]
+    assert len(able) >= 3
+    for method in able:
+        found = run(kind, method.name, layer, x, dtype).double().cpu()
+        # A token between two experts of nearly equal scores may go to either: rows are compared by their median error.
+        errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.median() < TOLERANCE[dtype], (method.name, errors.median())
+        assert (errors < 10 * TOLERANCE[dtype]).double().mean() > 0.95, (method.name, errors.max())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 700])
+def test_a_graph_gives_the_same_bits(num_tokens: int) -> None:
+    layer = Layer(LARGE, torch.bfloat16, hidden=1024)
+    kind, weights, norm = (
+        kind_of(LARGE, torch.bfloat16), layer.weights(torch.bfloat16, "cuda"), layer.norm_of(torch.bfloat16, "cuda")
+    )  # fmt: skip
+    x = layer.draw(num_tokens, 1024).to(DEVICE, torch.bfloat16)
+    for method in [method for method in kind.methods.values() if method.takes(num_tokens, torch.bfloat16)]:
+        eager, captured = x.clone(), x.clone()
+        method.add(eager, method.route(eager, norm, weights), weights)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            method.add(captured, method.route(captured, norm, weights), weights)
+        for _ in range(3):
+            captured.copy_(x)
+            graph.replay()
+            assert torch.equal(captured, eager), method.name
+
+
+def test_a_tokens_bits_do_not_depend_on_the_others_where_that_is_promised() -> None:
+    layer = Layer(LARGE, torch.bfloat16, hidden=1024)
+    x = layer.draw(600, 1024)
+    kind = kind_of(LARGE, torch.bfloat16, batch_invariant=True)
+    (name,) = kind.methods
+    whole = run(kind, name, layer, x, torch.bfloat16)
+    for first, last in ((0, 1), (3, 20), (100, 364), (17, 600)):
+        assert torch.equal(run(kind, name, layer, x[first:last], torch.bfloat16), whole[first:last])
+
+
+@pytest.mark.parametrize("kind", ["triton.rows", "triton.tiles"])
+def test_a_nan_stays_in_its_row(kind: str) -> None:
+    config = dataclasses.replace(CONFIGS["deepseek_v3"], top_k=6)
+    layer = Layer(config, torch.bfloat16)
+    x = layer.draw(9, HIDDEN)
+    x[4] = torch.nan
+    ways = kind_of(config, torch.bfloat16)
+    for name in [name for name in ways.methods if name.startswith(kind)]:
+        found = run(ways, name, layer, x, torch.bfloat16)
+        assert found.isnan().any(1).tolist() == [row == 4 for row in range(9)], name

@@ -1,0 +1,117 @@
+"""The choice between ways of computing experts: measured once, kept, and measured again when anything has changed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from experts import CONFIGS, Layer
+from headway.models.experts.choice import TOKEN_COUNTS
+from headway.models.experts.plain import PlainExperts
+from headway.models.experts.router import Routed
+from headway.models.experts.routing import route
+from headway.models.experts.weights import ExpertWeights
+from headway.models.operations import Norm
+from headway.tuning.experts import choose_experts
+
+CPU = torch.device("cpu")
+CONFIG = CONFIGS["gpt_oss"]
+
+
+class Fake:
+    """A method by torch's operations, as slow and as wrong as it is asked to be."""
+
+    def __init__(self, name: str, seconds: float = 0.0, most: int = 10**6, off: float = 1.0, fails: bool = False) -> None:
+        self.name, self.seconds, self.most, self.off, self.fails, self.runs = name, seconds, most, off, fails, 0
+
+    def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
+        return num_tokens <= self.most
+
+    def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
+        assert weights.router_bias is not None
+        assert not weights.router_bias.any(), "the router of a measurement spreads tokens evenly"
+        routing = route(torch.nn.functional.linear(x, weights.router), CONFIG)
+        return Routed(x, routing.experts, routing.weights, None, 0)
+
+    def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
+        self.runs += 1
+        if self.fails:
+            raise RuntimeError("out of something")
+        if len(residual) == min(self.most, 16):  # where answers are compared
+            plain = PlainExperts(CONFIG, weights)
+            residual += self.off * plain(routed.x, lambda x, linear: linear(x))
+        time.sleep(self.seconds * min(len(residual), 64))
+
+
+def kind_of(*methods: Fake) -> object:
+    pytest.importorskip("triton")
+    from headway.models.experts.fused import FusedExperts
+
+    layer = Layer(CONFIG, torch.float32)
+    kind = FusedExperts(CONFIG, torch.float32, CPU)
+    kind.layer(layer.weights(torch.float32), layer.norm_of(torch.float32))
+    kind.methods = {method.name: method for method in methods}
+    return kind
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    return tmp_path / "experts"
+
+
+def test_the_fastest_right_way_serves_and_is_remembered(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headway")
+    slow, fast, few = Fake("slow", 2e-4), Fake("fast", 4e-5), Fake("few", 0.0, most=2)
+    wrong, failing = Fake("wrong", 0.0, off=1.3), Fake("failing", 0.0, fails=True)
+    kind = kind_of(slow, fast, few, wrong, failing)
+    choose_experts([kind], 60.0)
+    assert [kind.method_for(count).name for count in (1, 4, 64)] == ["few", "fast", "fast"]
+    assert "wrong is left out: its answer is off by 3.0e-01" in caplog.text
+    assert "failing is left out: RuntimeError: out of something" in caplog.text
+    assert ", fast from" in caplog.text
+    (path,) = cache.glob("*.json")
+    kept = json.loads(path.read_text())
+    assert kept["us"]["wrong"] == [None] * len(TOKEN_COUNTS)
+    runs = fast.runs
+    again = kind_of(slow, fast, few, wrong, failing)
+    choose_experts([again], 60.0)
+    assert fast.runs == runs, "nothing is measured twice"
+    assert again.method_for(64).name == "fast"
+
+
+def test_times_of_other_software_are_measured_again_and_a_damaged_file_is_named(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "headway")
+    only = Fake("only")
+    choose_experts([kind_of(only)], 60.0)
+    (path,) = cache.glob("*.json")
+    kept = json.loads(path.read_text())
+    kept["device"]["torch"] = "1.0"
+    path.write_text(json.dumps(kept))
+    runs = only.runs
+    choose_experts([kind_of(only)], 60.0)
+    assert only.runs > runs
+    assert f"torch: measured with 1.0, here is {torch.__version__}" in caplog.text
+    path.write_text("{")
+    choose_experts([kind_of(only)], 60.0)
+    assert "measured times not used: result file" in caplog.text
+    assert json.loads(path.read_text())["us"]["only"][0] > 0
+
+
+def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headway")
+    rows, tiles = Fake("triton.rows"), Fake("triton.tiles16")
+    kind = kind_of(tiles, rows)
+    choose_experts([kind], 0.0)
+    assert (rows.runs, tiles.runs) == (0, 0)
+    assert kind.method_for(1) is rows
+    assert "(not measured)" in caplog.text
+    assert not cache.exists()
