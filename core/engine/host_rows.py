@@ -121,7 +121,11 @@ class HostRows:
         """Take the tokens of all steps that were launched; waits for the device."""
         while self._unread:
             step, members = self._unread[0]
-            tokens = step.wait().token_lists()
+            try:
+                tokens = step.wait().token_lists()
+            except Exception:  # the engine ends the step's sequences; an interrupt loses nothing
+                self._unread.pop(0)
+                raise
             self._unread.pop(0)
             for index, row in members:
                 if all(token >= 0 for token in tokens[index]):

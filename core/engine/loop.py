@@ -24,7 +24,6 @@ from headway.core.engine.sequence import Sequence, Status
 from headway.core.engine.stats import EngineStats
 from headway.core.engine.step import Found
 from headway.core.engine.usage import CacheUsage, cache_usage
-from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import NOT_A_TOKEN
 
@@ -190,8 +189,7 @@ class EngineLoop:
             if seq.status is Status.FINISHED:
                 read(seq, [])
                 continue
-            fault = tokens[-1]
-            first = seq.num_tokens == seq.num_prompt_tokens
+            fault, known = tokens[-1], len(seq.token_ids)
             new = read(seq, tokens[:-1] if fault < 0 else tokens)
             if fault < 0 and not seq.finished:
                 seq.fail(_reason(seq, fault, found.errors.get(index) if found else None, in_flight.first_nan))
@@ -199,10 +197,12 @@ class EngineLoop:
                 ended.append(seq)
             elif self._propose is not None:
                 seq.draft_token_ids = list(self._propose(seq.token_ids))
-            if found is None:
-                report(_delta(seq, new))
-            else:
-                report(_delta(seq, new, found.logprobs.get(index, []), seq.prompt_logprobs if first else []))
+            delta = _delta(seq, new)
+            if found is not None:
+                logprobs = tuple(found.logprobs.get(index, ())[: len(new)])
+                prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
+                delta = delta._replace(logprobs=logprobs, prompt_logprobs=prompt)
+            report(delta)
         self._remove(ended)
 
     def _recover(self, step: list[ScheduledSequence], error: Exception) -> None:
@@ -247,11 +247,8 @@ class EngineLoop:
                 del self._live[seq.request_id]
 
 
-def _delta(
-    seq: Sequence, tokens: list[int], logprobs: Items[TokenLogprobs] = (), prompt_logprobs: Items[TokenLogprobs] = ()
-) -> OutputDelta:
-    extras = tuple(logprobs[: len(tokens)]), tuple(prompt_logprobs)
-    return OutputDelta(seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens, *extras)
+def _delta(seq: Sequence, tokens: list[int]) -> OutputDelta:
+    return OutputDelta(seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens)
 
 
 def _reason(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:
