@@ -93,7 +93,8 @@ class BlockManager:
         """
         assert not seq.tables, "a sequence is given its prefix before anything else"
         seq.tables = [PageTable(group.page_size) for group in self.groups]
-        length = seq.num_computed = self._longest_hit(seq, partly) if self.enable_prefix_caching else 0
+        hits = self.enable_prefix_caching and not seq.computes_whole_prompt
+        length = seq.num_computed = self._longest_hit(seq, partly) if hits else 0
         if length == 0:
             return 0
         for number, (prefixes, table) in enumerate(zip(self._prefixes, seq.tables, strict=True)):

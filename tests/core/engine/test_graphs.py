@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -19,10 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from driving import generate
-from headway.core.contract.backend import AttentionBackend, BackendInfo, Backends, GraphLevel
-from headway.core.contract.capabilities import Capabilities
-from headway.core.contract.layout import LayerCache
-from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.backend import Backends, GraphLevel
+from headway.core.contract.metadata import AttentionMetadata
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.config import EngineConfig
@@ -37,9 +32,9 @@ from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
-from headway.registry import create_registry, hookimpl
-from taping import Tape
+from headway.registry import create_registry
 from tiny import TinyModel
+from walking import Again, Walk, WalkPlugin
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
@@ -65,24 +60,6 @@ def test_batch_sizes(max_num_seqs: int, sizes: list[int]) -> None:
 def graph_step(attention: PagedAttention | None = None, block_size: int = BLOCK_SIZE, max_len: int = MAX_MODEL_LEN) -> GraphStep:
     attention = attention or PagedAttention([], [], lambda *_: None)
     return GraphStep(TinyModel(), attention, TORCH_SAMPLING, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len, [9])
-
-
-class Again(Tape):
-    """Records a step by running it again: what a graph does, where there is none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-        """The batch sizes that were replayed, in order."""
-
-    def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        graph: DecodeGraph = run.__self__  # type: ignore[attr-defined]
-
-        def replay() -> None:
-            self.sizes.append(graph.size)
-            run()
-
-        return replay
 
 
 @settings(max_examples=60, deadline=None)
@@ -171,44 +148,6 @@ def test_a_step_that_is_no_replay_is_told_why(caplog: pytest.LogCaptureFixture) 
         assert [why(step_of(*[decode] * 3, goes_on=True)) for _ in range(2)] == ["more than 2 sequences"] * 2
     (record,) = caplog.records
     assert "a decode step of 3 sequences is launched kernel by kernel, for the largest captured batch is 2" in record.message
-
-
-class Walk(AttentionBackend):
-    """Reads what a graph's kernels may: the metadata's tensors, when it runs."""
-
-    name = "walk"
-    capabilities = Capabilities(phases=frozenset(Phase), devices=("cpu",))
-    graph_level = GraphLevel.DECODE
-
-    def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
-        return metadata
-
-    def decode(self, q: Tensor, cache: LayerCache, plan: AttentionMetadata, out: Tensor) -> None:
-        group = self.spec.group_size
-        for row, kv_len in enumerate(plan.seq_lens.tolist()):
-            if kv_len == 0:
-                out[row] = math.nan  # nobody reads what padding computes
-                continue
-            places = torch.arange(kv_len)
-            slots = plan.block_table[row, places // plan.block_size].long() * plan.block_size + places % plan.block_size
-            k, v = (rows.repeat_interleave(group, dim=1) for rows in cache.gather(slots))
-            weights = (torch.einsum("hd,nhd->hn", q[row], k) * self.spec.scale).softmax(-1)
-            out[row] = torch.einsum("hn,nhd->hd", weights, v)
-
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: AttentionMetadata, out: Tensor) -> None:
-        starts = plan.query_start_loc.tolist()
-        for row, (first, last) in enumerate(pairwise(starts)):
-            for token in range(first, last):
-                kv_len = int(plan.seq_lens[row]) - (last - 1 - token)
-                one = SimpleNamespace(seq_lens=torch.tensor([kv_len]), block_table=plan.block_table[row : row + 1])
-                one.block_size = plan.block_size
-                self.decode(q[token : token + 1], cache, one, out[token : token + 1])  # type: ignore[arg-type]
-
-
-class WalkPlugin:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("walk", "for tests", lambda: Walk, api_version=2)]
 
 
 def engine(**options: object) -> Engine:
@@ -336,15 +275,13 @@ def test_what_is_captured_is_one_rule() -> None:
 
 
 def test_a_graph_draws_for_the_rows_that_want_it() -> None:
-    """Beside greedy ones, in one pass; a step with a row that leaves out unlikely tokens draws after its graph."""
-    drawn: list[int] = []
+    """Beside greedy ones, in one pass; a row that leaves out unlikely tokens is drawn after the graph, and it alone."""
+    changed: list[int] = []
 
     def choose(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+        if logits.untyped_storage().nbytes() == 4 * len(logits) * (TinyModel.vocab_size + 1):  # nobody's column beside the others
+            changed.append(len(logits))
         return torch.where(scales == 0, greedy(logits), draw(logits, scales, keys))
-
-    def outside(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
-        drawn.append(len(logits))
-        return draw(logits, scales, keys)
 
     settings = [{"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.5}, {"top_k": 4}]
     wishes = [
@@ -353,9 +290,11 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     prompts = [[3, 1], [4, 1, 5], [9, 2, 6], [5]]
     made = engine()
     registry = create_registry([WalkPlugin()], load_entry_points=False)
-    fast = Engine(TinyModel(), registry, made.config, sampling=SamplingOps(draw=outside, choose=choose))
+    fast = Engine(TinyModel(), registry, made.config, sampling=SamplingOps(choose=choose))
     fast.executor.capture(Again())
     expected = [each.token_ids for each in generate(made, prompts, wishes)]
     assert [each.token_ids for each in generate(fast, prompts, wishes)] == expected
-    assert drawn == [3] * 7, "while the row with top_k runs; the two steps after it draw inside"
+    assert changed == [1] * 7, "while the row with top_k runs; the two steps after it draw inside"
+    assert fast.stats.steps_after_model == {"top_k or top_p": 7}
+    assert not fast.stats.steps_waiting
     assert fast.stats.num_graph_steps == 8
