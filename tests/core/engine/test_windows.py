@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from random import Random
 
@@ -333,3 +334,39 @@ def test_a_chunk_is_cut_to_what_the_windowed_group_has_room_for() -> None:
     assert max(counts) < 100
     assert counts[-2:] == [1, 1]
     assert scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("name", ["two windows", "a window of one"])
+def test_drafts_that_are_refused_do_not_reach_behind_what_was_given_back(registry: Registry, name: str) -> None:
+    """Every other run of guesses goes wrong in its middle."""
+    expected = expected_of(name)
+
+    def guess(text: Items[int]) -> list[int]:
+        prompt, answer = next(
+            (prompt, answer)
+            for prompt, answer in zip(PROMPTS, expected, strict=True)
+            if [*prompt, *answer][: len(text)] == list(text)
+        )
+        following = [*prompt, *answer][len(text) : len(text) + 6]
+        return [token ^ (place == 3 and len(text) % 2) for place, token in enumerate(following)]
+
+    engine = Engine(MODELS[name], registry, replace(CONFIG, enable_prefix_caching=False), proposer=guess)
+    assert tokens(generate(engine, PROMPTS[:3], GREEDY)) == expected[:3]
+    assert engine.stats.num_steps < 40, "drafts held"
+    assert sum(usage.given_back for usage in engine.cache_usage().groups) > 40
+
+
+def test_an_abort_in_the_middle_gives_everything_back(registry: Registry) -> None:
+    engine = Engine(MODELS["two windows"], registry, replace(CONFIG, async_scheduling=True))
+    for number, prompt in enumerate(PROMPTS[:6]):
+        engine.add_request(str(number), prompt, GREEDY)
+    for steps in range(30):
+        engine.step()
+        if steps % 5 == 4:
+            engine.abort(str(steps // 5))
+            engine.blocks.check_integrity(engine.scheduler.running)
+    engine.abort_all()
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.blocks.num_free == engine.blocks.num_pages
+    engine.blocks.check_integrity([])
