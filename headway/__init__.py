@@ -9,8 +9,12 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "HeadwayError",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
     "create_registry",
     "hookimpl",
@@ -18,10 +22,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from headway.core.contract.errors import HeadwayError
+    from headway.core.sampling.logprobs import Logprob
     from headway.core.sampling.params import SamplingParams
+    from headway.core.sampling.structured import StructuredOutputsParams
     from headway.engine_args import EngineArgs
     from headway.llm import LLM
     from headway.outputs import CompletionOutput, RequestOutput
+    from headway.prompts import TextPrompt, TokensPrompt
     from headway.registry import create_registry, hookimpl
 
 _HOME = {
@@ -29,8 +36,12 @@ _HOME = {
     "CompletionOutput": "headway.outputs",
     "EngineArgs": "headway.engine_args",
     "HeadwayError": "headway.core.contract.errors",
+    "Logprob": "headway.core.sampling.logprobs",
     "RequestOutput": "headway.outputs",
     "SamplingParams": "headway.core.sampling.params",
+    "StructuredOutputsParams": "headway.core.sampling.structured",
+    "TextPrompt": "headway.prompts",
+    "TokensPrompt": "headway.prompts",
     "create_registry": "headway.registry",
     "hookimpl": "headway.registry",
 }

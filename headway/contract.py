@@ -28,6 +28,7 @@ from headway.core.contract.layout import (
     LayoutInfo,
 )
 from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.processors import LogitsProcessorInfo
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 from headway.core.contract.support import YES, Reason, Support
 from headway.core.contract.warmup import Lengths, StepLimits
@@ -55,6 +56,7 @@ __all__ = [
     "LayerCache",
     "LayoutInfo",
     "Lengths",
+    "LogitsProcessorInfo",
     "ModelError",
     "NHD",
     "Phase",

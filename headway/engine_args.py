@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Final, ParamSpec, get_args, get_type_hints
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.unknown import refuse_unknown
 from headway.core.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class EngineArgs(EngineConfig):
 
     model: Annotated[str, "smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id."] = "smollm2"
     _: dataclasses.KW_ONLY
-    dtype: Annotated[str, "Element type: auto, float32, bfloat16 or float16."] = "auto"
+    dtype: Annotated[str, "Element type: auto, float32 (float), bfloat16 or float16 (half)."] = "auto"
     device: Annotated[str, "auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
         str,
@@ -52,6 +52,8 @@ class EngineArgs(EngineConfig):
             object.__setattr__(self, "model", str(self.model))
         if not isinstance(self.model, str):
             raise ConfigError("model", "a name or path as a text", f"a {type(self.model).__name__}")
+        name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is as good as its name
+        object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(name, name))
         threads, budget = self.num_threads, self.autotune_budget
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
             raise ConfigError("num_threads", "a whole number of at least 1", repr(threads))
@@ -64,10 +66,8 @@ class EngineArgs(EngineConfig):
 
         :raises ConfigError: an option that does not exist, with the nearest that does; or one with a value that cannot work.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                raise ConfigError(name, "an option of LLM", f"{name!r}", advice(name, known))
+        options = {name: value for name, value in options.items() if not _asks_for_nothing(name, value)}
+        refuse_unknown("LLM", options, [field.name for field in dataclasses.fields(cls)], VLLM_OPTIONS)
         if len(model) > 1:
             raise ConfigError("LLM", "one argument without a name, the model", f"{len(model)} of them")
         return cls(*model, **options)  # type: ignore[arg-type]
@@ -80,14 +80,6 @@ class EngineArgs(EngineConfig):
     def engine_config(self) -> EngineConfig:
         """The part of the options that the engine reads."""
         return EngineConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)})
-
-
-def advice(name: str, known: Iterable[str]) -> str:
-    """What to write in place of an option that does not exist."""
-    if name in VLLM_OPTIONS:
-        return VLLM_OPTIONS[name]
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else "docs/options.md lists them"
 
 
 def help_texts() -> dict[str, str]:
@@ -153,10 +145,31 @@ VLLM_OPTIONS: Final = {
     "scheduling_policy": _FIRST_COME,
     "max_num_partial_prefills": _FIRST_COME,
     "long_prefill_token_threshold": "max_num_batched_tokens bounds the tokens of a step, and so the chunks of long prompts",
-    "max_logprobs": "not supported yet, because no log-probabilities are returned",
+    "guided_decoding_backend": "leave it out: llguidance compiles all forms of structured outputs",
+    "structured_outputs_config": "leave it out: llguidance compiles all forms of structured outputs",
+    "generation_config": "leave it out: get_default_sampling_params() reads the model's own; SamplingParams override them",
+    "logits_processors": "SamplingParams(logits_processors=[...]) takes functions, and names that plugins register",
+    "enable_sleep_mode": "del llm frees the device's memory",
+    "mm_processor_kwargs": "not supported yet, because models read text alone",
     "served_model_name": "not supported: the model's name is the one it was loaded by",
     "task": "leave it out: Headway generates text",
     "runner": "leave it out: Headway generates text",
     "batch_invariant": "Headway calls it deterministic",
 }
 """Options of vLLM's LLM that Headway has by another name or not at all -> what to do."""
+
+_NOTHING_ASKED: Final[dict[str, tuple[object, ...]]] = {
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
+    **dict.fromkeys(("swap_space", "cpu_offload_gb"), (0,)),
+    **dict.fromkeys(("trust_remote_code", "enable_lora", "enable_expert_parallel", "enable_sleep_mode"), (False,)),
+    **dict.fromkeys(("task", "runner"), ("auto", "generate")),
+    "tokenizer_mode": ("auto",),
+    "scheduling_policy": ("fcfs",),
+}
+"""Options of vLLM's -> the values with which they ask for what Headway does anyway; None is one for all of them."""
+
+
+def _asks_for_nothing(name: str, value: object) -> bool:
+    return name in VLLM_OPTIONS and (
+        value is None or any(value is each or value == each for each in _NOTHING_ASKED.get(name, ()))
+    )

@@ -7,14 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import cast
+from typing import Any, NoReturn, cast
 
 from tqdm import tqdm
 
+from headway.asked import default_params, params_of, resolve
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.contract.latent import expanded_specs, latent_layers
 from headway.core.engine.engine import Engine
+from headway.core.engine.host_rows import HostRows
 from headway.core.engine.specs import cache_specs
+from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.request import parse_backend_request
@@ -25,7 +28,8 @@ from headway.heap import freeze_heap
 from headway.models.device_operations import compile_ahead, fastest_sampling
 from headway.models.loader import load_model
 from headway.outputs import RequestOutput
-from headway.processor import OutputProcessor, Progress, RequestState
+from headway.processor import OutputProcessor
+from headway.progress import Progress, RequestState
 from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_prompts
 from headway.registry import create_registry
 from headway.threads import set_threads
@@ -34,6 +38,7 @@ from headway.tuning.device import resolve_device
 from headway.tuning.experts import choose_experts
 from headway.tuning.named import check_named
 from headway.turns import Turns
+from headway.vllm_names import check_keywords, missing_attribute
 
 
 class LLM:
@@ -74,12 +79,15 @@ class LLM:
             expanded = expanded_specs(specs, latent_layers(decoder))
             costs = costs_for(specs, self.registry, config.attn_backend, table, ahead, expanded)
             choose_experts(decoder.expert_kinds, table.seconds(self.device), ahead)
-        # The kernel applies the temperature unless a neighbour's top_k or top_p makes torch do it, which rounds otherwise.
+        # torch's operations are those with which deterministic mode was shown to keep a request's bits.
         sampling = TORCH_SAMPLING if deterministic else fastest_sampling(self.device)
-        made_for = config, self.model.eos_token_ids, sampling, costs
-        proposer = None if speculate is None else speculate.make(ProposerOptions())
-        self.engine = Engine(decoder, self.registry, *made_for, proposer, compile_ahead=ahead, kv_scales=decoder.kv_scales)
+        eos = self.model.eos_token_ids
         self.tokenizer = self.model.tokenizer
+        grammars = None if self.tokenizer is None else GrammarCompiler(self.tokenizer, decoder.vocab_size, eos)
+        hosts = HostRows(grammars, self.registry.logits_processors)
+        made_for, scales = (config, eos, sampling, costs), decoder.kv_scales
+        proposer = None if speculate is None else speculate.make(ProposerOptions())
+        self.engine = Engine(decoder, self.registry, *made_for, proposer, compile_ahead=ahead, hosts=hosts, kv_scales=scales)
         self._processor = OutputProcessor(self.tokenizer)
         self._request_ids = count()
         self._turns = Turns()
@@ -91,14 +99,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **others: object,
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs come in their order.
 
         prompts: a text, token ids (also an array), {"prompt": text}, {"prompt_token_ids": ids}, a tokenizer's output, or a list
-        of these. sampling_params: one for all, or one for each; None: the defaults.
+        of these. sampling_params: one for all, or one for each; None: `get_default_sampling_params`. others: keywords of vLLM's,
+        of which those that ask for something are refused.
+
+        A request whose schema cannot be compiled, or whose logits processor raises, ends alone, with finish_reason "error".
 
         :raises PromptError: an empty or too long prompt; it is found before anything runs, so nothing is lost.
+        :raises ConfigError: a keyword or a parameter that cannot work, likewise.
         """
+        check_keywords("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm"))
         requests, progress = self._add(prompts, sampling_params)
         with (
             self._ended(requests),
@@ -113,7 +127,14 @@ class LLM:
         return [request.output() for request in requests]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[tuple[str, RequestOutput]]:
-        """Complete one prompt and yield (new text of completion 0, output so far) after every step."""
+        """Complete one prompt and yield (new text of completion 0, output so far) after every step.
+
+        :raises ConfigError: best_of is larger than n, for which completion is returned shows at the end alone.
+        """
+        if sampling_params is not None and sampling_params.num_drawn > sampling_params.n:
+            raise ConfigError(
+                "best_of", f"None or n={sampling_params.n} in a stream", sampling_params.best_of, "see LLM.generate"
+            )
         requests, progress = self._add([prompt], sampling_params, streamed=True)
         (request,) = requests
         shown, finished = 0, False
@@ -133,20 +154,53 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: object,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the model's own chat template; the outputs come in their order.
 
-        messages: a list of {"role": ..., "content": ...}, or a list of such lists.
+        messages: a list of {"role": ..., "content": ...}, or a list of such lists. continue_final_message: go on with the last
+        message instead of answering it. chat_template: in place of the model's. tools, chat_template_kwargs: for the template.
 
         :raises HeadwayError: the model has no chat template, or a message has another form.
         """
+        known = ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tools", "chat_template_kwargs")
+        check_keywords("LLM.chat", others, ("sampling_params", "use_tqdm", *known))
         one = all(isinstance(message, Mapping) for message in messages)
         conversations = [messages] if one else messages
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
         prompts = [
-            chat_prompt(self.tokenizer, self.model.name, cast("Sequence[Message]", each), add_generation_prompt)
-            for each in conversations
+            chat_prompt(self.tokenizer, self.model.name, cast("Sequence[Message]", each), **options) for each in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer of the model; None where it was loaded without one."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends: what `generate` takes where it is given none."""
+        return default_params(self.model.folder)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prompts that the cache holds; True, as vLLM's returns."""
+        with self._turns:
+            self.engine.blocks.forget_prefixes()
+        return True
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Reached for names that are not there: those of vLLM's LLM are answered with what comes nearest."""
+        raise missing_attribute(name)
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
         """A user's message, or a list of messages, in the model's own chat template: ready for `generate` and `stream`.
@@ -162,27 +216,22 @@ class LLM:
         streamed: bool = False,
     ) -> tuple[list[RequestState], Progress]:
         items = parse_prompts(prompts)
-        params = (
-            [sampling_params or SamplingParams()] * len(items)
-            if not isinstance(sampling_params, Sequence)
-            else list(sampling_params)
-        )
-        if len(params) != len(items):
-            raise ConfigError("sampling_params", f"one, or one for each of the {len(items)} prompts", len(params))
-        encoded = [self._encode(item, number) for number, item in enumerate(items)]
-        if self.tokenizer is None and any(each.stop for each in params):
-            raise ConfigError("stop", "a model with a tokenizer, to see texts", self.model.name, "stop_token_ids need none")
-        requests, progress = [], Progress()
-        with self._turns:
+        params = params_of(sampling_params, len(items), self.get_default_sampling_params())
+        encoded = [self._encode(item, number, own) for number, (item, own) in enumerate(zip(items, params, strict=True))]
+        resolved = {id(own): resolve(own, self.tokenizer, self.model.name) for own in params}  # most calls share one
+        requests: list[RequestState] = []
+        progress = Progress()
+        with self._turns, self._ended_if_refused(requests):
             for item, ids, own in zip(items, encoded, params, strict=True):
                 request_id = str(next(self._request_ids))
-                self.engine.add_request(request_id, ids, own)
+                self.engine.add_request(request_id, ids, resolved[id(own)])
                 requests.append(self._processor.add(request_id, item.text, ids, own, progress, streamed))
         return requests, progress
 
-    def _encode(self, prompt: ParsedPrompt, number: int) -> list[int]:
+    def _encode(self, prompt: ParsedPrompt, number: int, params: SamplingParams) -> list[int]:
         try:
             ids = self._tokenize(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
+            ids = ids[-(params.truncate_prompt_tokens or 0) :]
             self.engine.limits.check(ids)
         except PromptError as error:
             raise PromptError(f"prompt {number}", *error.reason[1:]) from None
@@ -200,12 +249,24 @@ class LLM:
                 self.engine.abort(request_id, index)
 
     @contextmanager
+    def _ended_if_refused(self, requests: list[RequestState]) -> Iterator[None]:
+        """Where one request of a call is refused, those before it do not run either."""
+        try:
+            yield
+        except ConfigError:
+            self._end(requests)
+            raise
+
+    @contextmanager
     def _ended(self, requests: Sequence[RequestState]) -> Iterator[None]:
         """However a call is left, by the end, by an interrupt or because nobody listens any more, its requests end with it."""
         try:
             yield
         finally:
             with self._turns:
-                for request in requests:
-                    self._processor.remove(request.request_id)
-                    self.engine.abort(request.request_id)
+                self._end(requests)
+
+    def _end(self, requests: Sequence[RequestState]) -> None:
+        for request in requests:
+            self._processor.remove(request.request_id)
+            self.engine.abort(request.request_id)

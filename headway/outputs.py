@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headway.core.sampling.logprobs import Logprob
+
+LogprobsByToken = dict[int, Logprob]
+"""Of one place: by token id, the token that stands there first, then the most likely ones."""
+
 
 @dataclass
 class CompletionOutput:
@@ -14,10 +19,20 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     """A stop token that ended it is the last."""
-    finish_reason: str | None
+    cumulative_logprob: float | None = None
+    """Sum of the log-probabilities of its tokens; None where none were asked for."""
+    logprobs: list[LogprobsByToken] | None = None
+    """One for each token; None where none were asked for."""
+    finish_reason: str | None = None
     """"stop" (end-of-text token, stop token or stop text), "length", or "error"; None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop token's id or the stop text that ended it; None for an end-of-text token and all else."""
     error: str | None = None
-    """What went wrong in the engine: backend, phase and shapes, or the NaN."""
+    """What went wrong: backend, phase and shapes, the NaN, the schema that cannot be compiled, the processor that raised."""
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass
@@ -48,3 +63,7 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = field(default=0)
     """Prompt tokens whose k and v were already in the cache."""
+    prompt_logprobs: list[LogprobsByToken | None] | None = None
+    """One for each token of the prompt, None for the first; None as a whole where none were asked for."""
+    lora_request: None = None
+    """Always None; it is here for scripts that read it."""

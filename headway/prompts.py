@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from headway.core.contract.errors import ConfigError, PromptError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids (also as a numpy array or a torch tensor), {"prompt": text}, {"prompt_token_ids": ids}, or what a tokenizer
 returns."""
+
+
+class TextPrompt(TypedDict):
+    """A prompt as a text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
 
 Message = Mapping[str, Any]
 """A message of a conversation: {"role": "user", "content": "Hello"}."""
@@ -122,22 +135,26 @@ def _listed(value: Any) -> Any:
     return value.tolist() if _dimensions(value) is not None else value
 
 
-def chat_prompt(tokenizer: Any, model: str, messages: str | Sequence[Message], add_generation_prompt: bool = True) -> Prompt:
+def chat_prompt(
+    tokenizer: Any, model: str, messages: str | Sequence[Message], add_generation_prompt: bool = True, **options: Any
+) -> Prompt:
     """A conversation in the tokenizer's chat template, as {"prompt": text, "prompt_token_ids": ids}.
 
     messages: a user's message, or a list of {"role": ..., "content": ...}. The template writes the special tokens itself, so the
-    tokenizer adds none: a text passed on would begin with two BOS tokens where both add one.
+    tokenizer adds none: a text passed on would begin with two BOS tokens where both add one. options: of transformers'
+    apply_chat_template.
 
     :raises ConfigError: the tokenizer brings no chat template.
     :raises PromptError: messages of another form, or that the template refuses.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not (getattr(tokenizer, "chat_template", None) or (options.get("chat_template") and tokenizer is not None)):
         raise ConfigError("chat", "a model whose tokenizer has a chat template", model, "leave --chat out")
     listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else [_message(each) for each in messages]
     if not listed:
         raise PromptError("messages", "at least one message", "none")
     try:
-        text: str = tokenizer.apply_chat_template(listed, add_generation_prompt=add_generation_prompt, tokenize=False)
+        options = {"add_generation_prompt": add_generation_prompt, **options, "tokenize": False}
+        text: str = tokenizer.apply_chat_template(listed, **options)
     except Exception as error:  # a template is the model's own program, and raises what it likes
         line = " ".join(str(error).split())
         raise PromptError(

@@ -9,6 +9,7 @@ import pluggy
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.layout import LayoutInfo
 from headway.core.contract.metadata import Phase
+from headway.core.contract.processors import LogitsProcessorInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.speculation.proposer import ProposerInfo
 
@@ -27,6 +28,11 @@ def headway_register_layouts() -> Iterable[LayoutInfo]:  # type: ignore[empty-bo
 @hookspec
 def headway_register_backends() -> Iterable[BackendInfo]:  # type: ignore[empty-body]
     """Return the attention backends this plugin brings; no kernel library may be imported to answer."""
+
+
+@hookspec
+def headway_register_logits_processors() -> Iterable[LogitsProcessorInfo]:  # type: ignore[empty-body]
+    """Return the logits processors this plugin brings, which requests name in `SamplingParams.logits_processors`."""
 
 
 @hookspec(firstresult=True)

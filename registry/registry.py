@@ -15,12 +15,20 @@ from headway.core.contract.backend import AttentionBackend, BackendInfo
 from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
+from headway.core.contract.processors import LogitsProcessorInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.core.speculation.proposer import ProposerInfo
 from headway.registry import hookspecs
 from headway.registry.discovery import PluginFailure, entry_points
-from headway.registry.validate import answers_of, check_backend_class, check_backend_info, check_layout_info, check_proposer_info
+from headway.registry.validate import (
+    answers_of,
+    check_backend_class,
+    check_backend_info,
+    check_layout_info,
+    check_processor_info,
+    check_proposer_info,
+)
 
 BUILTIN_OWNER = "built-in"
 BUILTIN_PLUGIN = "headway.backends.plugin"
@@ -46,6 +54,7 @@ class Registry:
         self.backends: dict[str, BackendEntry] = {}
         self.layouts: dict[str, LayoutInfo] = {}
         self.proposers: dict[str, ProposerInfo] = {}
+        self.logits_processors: dict[str, LogitsProcessorInfo] = {}
         self.failures: list[PluginFailure] = []
 
     def add_plugin(self, name: str, owner: str, plugin: object) -> None:
@@ -68,12 +77,19 @@ class Registry:
             layouts: list[LayoutInfo] = self._ask("headway_register_layouts", LayoutInfo, plugin, where)
             backends: list[BackendInfo] = self._ask("headway_register_backends", BackendInfo, plugin, where)
             proposers: list[ProposerInfo] = self._ask("headway_register_proposers", ProposerInfo, plugin, where)
+            processors: list[LogitsProcessorInfo] = self._ask(
+                "headway_register_logits_processors", LogitsProcessorInfo, plugin, where
+            )
             for layout in layouts:
                 check_layout_info(layout, where)
             for backend in backends:
                 check_backend_info(backend, where)
             for proposer in proposers:
                 check_proposer_info(proposer, where)
+            for processor in processors:
+                check_processor_info(processor, where)
+                if processor.name in self.logits_processors or [other.name for other in processors].count(processor.name) > 1:
+                    raise PluginError(f"{where}: logits processor name {processor.name!r} is already taken: rename one of them")
             for number, layout in enumerate(layouts):
                 self._check_layout(layout, layouts[:number])
             for backend in backends:
@@ -89,6 +105,7 @@ class Registry:
         self.layouts.update({info.layout.name: info for info in layouts})
         self.proposers.update({info.name: info for info in proposers})
         self.backends.update({backend.name: BackendEntry(backend, owner) for backend in backends})
+        self.logits_processors.update({processor.name: processor for processor in processors})
 
     def _ask(self, hook: str, kind: type, plugin: object, where: str) -> list[Any]:
         """What one plugin answers to a hook; nothing where it does not implement it."""

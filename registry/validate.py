@@ -14,6 +14,7 @@ from headway.core.contract.capabilities import FEATURES, Capabilities
 from headway.core.contract.errors import PluginError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
+from headway.core.contract.processors import LogitsProcessorInfo
 from headway.core.speculation.proposer import ProposerInfo
 
 _RESERVED = ("auto", "reference")
@@ -82,6 +83,19 @@ def check_backend_info(info: BackendInfo, plugin: str) -> None:
             )
     if not callable(info.load):
         raise PluginError(f"{plugin}: backend {info.name!r}: BackendInfo.load must be callable, got {info.load!r}")
+
+
+def check_processor_info(info: LogitsProcessorInfo, plugin: str) -> None:
+    """:raises PluginError: a field of the wrong kind."""
+    _check_name(info.name, f"{plugin}: LogitsProcessorInfo.name")
+    if not isinstance(info.summary, str):
+        raise PluginError(
+            f"{plugin}: logits processor {info.name!r}: LogitsProcessorInfo.summary must be a text, got {info.summary!r}"
+        )
+    if not callable(info.load):
+        raise PluginError(
+            f"{plugin}: logits processor {info.name!r}: LogitsProcessorInfo.load must be callable, got {info.load!r}"
+        )
 
 
 def check_backend_class(loaded: object, name: str, where: str) -> type[AttentionBackend]:

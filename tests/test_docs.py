@@ -16,6 +16,7 @@ from headway.backends.layouts import write_rows
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
+from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookspecs
 from headway.testing.cases import make_case, parse_case
 from headway.testing.reference import reference, relative_error, run_backend
@@ -65,9 +66,15 @@ def test_the_example_refuses_what_it_does_not_claim(example: ModuleType) -> None
 def test_every_hook_stands_in_the_docs_with_its_signature() -> None:
     text = (ROOT / "docs" / "backends.md").read_text()
     hooks = [name for name in vars(hookspecs) if name.startswith("headway_")]
-    assert len(hooks) == 4
+    assert len(hooks) == 5
     for name in hooks:
         assert f"def {name}{inspect.signature(getattr(hookspecs, name))}".replace("'", "") in text
+
+
+def test_every_parameter_of_a_request_stands_in_the_docs() -> None:
+    text = (ROOT / "docs" / "sampling.md").read_text()
+    missing = [field.name for field in dataclasses.fields(SamplingParams) if f"`{field.name}`" not in text]
+    assert not missing
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -57,7 +57,9 @@ class AttentionMetadata:
     context_lens: Tensor
     """int32 [num_seqs]: cached tokens, before this step's."""
     block_table: Tensor
-    """int32 [num_seqs, max_blocks]: physical block of each logical block; entries past a sequence's end are 0 and never read."""
+    """int32 [num_seqs, max_blocks]: physical block of each logical block; entries past a sequence's end are 0 and never read. For
+    a layer with a sliding window those behind the window may have been given back: they name a block of zeros, which may be read
+    and must not count."""
     slot_mapping: Tensor
     """int64 [num_tokens]: where each new token's k and v go, block * block_size + offset; -1 is skipped by every writer."""
     block_size: int

@@ -23,15 +23,15 @@ _NEVER = sys.maxsize
 """Tokens that no sequence has."""
 
 
-class GroupUsage(NamedTuple):
-    """Who uses the pages of the pool, as one group sees it."""
+class PagesUsed(NamedTuple):
+    """Pages of one group."""
 
     used: int
-    """Pages that sequences hold."""
+    """Those that sequences hold."""
     cached: int
-    """Pages that nobody holds, whose content can be found."""
+    """Those that nobody holds, whose content can be found."""
     given_back: int
-    """Times that a sequence gave a page back behind the window, since the start."""
+    """How often a sequence gave one back behind the window, since the start."""
 
 
 class BlockManager:
@@ -77,12 +77,12 @@ class BlockManager:
         """Sequences that hold a page."""
         return self._ref_counts[page]
 
-    def usage(self, holders: Iterable[Sequence]) -> list[GroupUsage]:
-        """Of each group, what it uses. holders: all sequences with pages."""
+    def usage(self, holders: Iterable[Sequence]) -> list[PagesUsed]:
+        """What each group uses. holders: all sequences with pages."""
         tables = [seq.tables for seq in holders]
         used = [len({page for each in tables for page in each[number].held}) for number in range(len(self.groups))]
         cached = [sum(page in self._free for page in prefixes.index) for prefixes in self._prefixes]
-        return [GroupUsage(*counts) for counts in zip(used, cached, self._given_back, strict=True)]
+        return [PagesUsed(*counts) for counts in zip(used, cached, self._given_back, strict=True)]
 
     def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:
         """Give a sequence without pages those that already hold the start of it. Returns the tokens spared.
@@ -93,7 +93,8 @@ class BlockManager:
         """
         assert not seq.tables, "a sequence is given its prefix before anything else"
         seq.tables = [PageTable(group.page_size) for group in self.groups]
-        length = seq.num_computed = self._longest_hit(seq, partly) if self.enable_prefix_caching else 0
+        hits = self.enable_prefix_caching and not seq.computes_whole_prompt
+        length = seq.num_computed = self._longest_hit(seq, partly) if hits else 0
         if length == 0:
             return 0
         for number, (prefixes, table) in enumerate(zip(self._prefixes, seq.tables, strict=True)):

@@ -58,6 +58,9 @@ class EngineConfig:
     ] = None
     num_speculative_tokens: Annotated[int, "Most guesses that a step verifies for a sequence, 1 to 7."] = 7
     deterministic: Annotated[bool, "Give a request the same bits alone and in any batch; slower."] = False
+    max_logprobs: Annotated[int, "Most log-probabilities of a token that a request may ask for; -1: of the whole vocabulary."] = (
+        20
+    )
     seed: Annotated[int, "Seed of the requests that bring none of their own."] = 0
 
     def __post_init__(self) -> None:
@@ -73,6 +76,8 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", "a number above 0 and at most 1", repr(share))
+        if self.max_logprobs != -1 and not (self.max_logprobs == 0 or _is_count(self.max_logprobs)):
+            raise ConfigError("max_logprobs", "a whole number of at least -1", repr(self.max_logprobs))
         self._check_capture_sizes()
         Workload.parse(self.workload)
         if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in KV_DTYPES:

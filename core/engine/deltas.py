@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headway.core.sampling.logprobs import TokenLogprobs
+
 
 class OutputDelta(NamedTuple):
     """What a step has added to one completion of a request. Immutable; a request ends when all its completions have."""
@@ -19,3 +21,7 @@ class OutputDelta(NamedTuple):
     """What went wrong, where finish_reason is "error"."""
     num_cached_tokens: int = 0
     """Prompt tokens whose k and v were in the cache already when the sequence was admitted."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of new_token_ids, where they are wanted."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on, where they are wanted: with the first token of completion 0."""

@@ -10,6 +10,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.engine import deterministic
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.drafting import Drafting
+from headway.core.engine.host_rows import HostRows
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.local import LocalExecutor
 from headway.core.engine.loop import EngineLoop
@@ -36,11 +37,14 @@ class Engine(EngineLoop):
         proposer: Proposer | None = None,
         measured: bool = True,
         compile_ahead: CompileAhead | None = None,
+        hosts: HostRows | None = None,
         kv_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         """sampling: how tokens are chosen, where something does it faster than torch.
 
         compile_ahead: what the device's kernels are compiled in before the engine is ready; None: nothing is compiled there.
+
+        hosts: serves grammars and named logits processors; None: there are neither.
 
         kv_scales: k_scale and v_scale of each layer's cache where kv_cache_dtype is fp8; None: 1.
 
@@ -57,7 +61,7 @@ class Engine(EngineLoop):
         if config.deterministic:
             config = deterministic.prepare(source, specs, config)
         max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
-        self.executor = LocalExecutor(model, specs, source, config, sampling, costs, compile_ahead, max_decode_len)
+        self.executor = LocalExecutor(model, specs, source, config, sampling, costs, compile_ahead, max_decode_len, hosts)
         self.selection = self.executor.selection
         limits = PromptLimits.of(config, self.executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size)
         scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler

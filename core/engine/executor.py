@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from headway.core.engine.pool import PoolSize
 from headway.core.engine.step import Sampled, StepInput
+from headway.core.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,18 @@ class InFlight(Protocol):
         """Kernels that had to be compiled for it."""
 
     @property
+    def after_model(self) -> tuple[str, ...]:
+        """What requests asked for that was done after the model or its graph, kernel by kernel."""
+
+    @property
+    def waited_for(self) -> tuple[str, ...]:
+        """What requests asked for that needs the tokens of the step before on the host, so that launching waited for them."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long it waited."""
+
+    @property
     def first_nan(self) -> str | None:
         """With HEADWAY_DEBUG=1: what made the first NaN."""
 
@@ -60,6 +74,12 @@ class Executor(Protocol):
 
     def capture(self) -> None:
         """Prepare what makes steps fast, such as CUDA graphs; after it the engine is ready."""
+
+    def prepare(self, params: SamplingParams) -> Future[None] | None:
+        """Begin what a request needs before its first step, such as its grammar; None: nothing. A failure ends the request.
+
+        :raises ConfigError: what it asks for is not there.
+        """
 
     def launch(self, step: StepInput) -> InFlight:
         """Start a step. Whatever a backend raises comes through; what the step told of its rows holds even then."""

@@ -16,8 +16,8 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.model import Model
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.recorder import Recorder
-from headway.core.engine.rows import Draws, Rows
-from headway.core.sampling.sampler import SamplingOps
+from headway.core.engine.rows import Rows
+from headway.core.sampling.sampler import Draws, SamplingOps
 
 _LONGS = 2
 """int64 numbers a row, beside its slot in each cache group: its place in `newest`, and the key of its draw."""

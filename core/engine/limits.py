@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.core.contract.errors import PromptError
+from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.config import EngineConfig
+from headway.core.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class PromptLimits:
     vocab_size: int
     advice: str
     """What to do about a prompt that is too long: only what would help."""
+    max_logprobs: int = -1
+    """Most tokens whose log-probabilities a request may ask for at one place; -1: the whole vocabulary."""
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, max_position_embeddings: int, vocab_size: int) -> PromptLimits:
@@ -28,7 +31,7 @@ class PromptLimits:
             advice = "shorten it or raise max_model_len"
         elif not config.enable_chunked_prefill and max_model_len >= config.step_tokens:
             advice = "shorten it, raise max_num_batched_tokens, or turn chunked prefill on"
-        return cls(max_model_len, vocab_size, advice)
+        return cls(max_model_len, vocab_size, advice, config.max_logprobs)
 
     def check(self, prompt_token_ids: Sequence[int]) -> None:
         """Check a prompt.
@@ -47,3 +50,26 @@ class PromptLimits:
         for token in (min(prompt_token_ids), max(prompt_token_ids)):
             if not 0 <= token < self.vocab_size:
                 raise PromptError("prompt", f"token ids from 0 to {self.vocab_size - 1}", token)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Check what depends on the model.
+
+        :raises ConfigError: token ids outside the vocabulary, or more log-probabilities than max_logprobs.
+        """
+        bad_words = [token for word in params.bad_words_token_ids or () for token in word]
+        listed = {
+            "logit_bias": list(params.logit_bias or ()),
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words_token_ids": bad_words,
+            "stop_token_ids": params.stop_token_ids or (),
+        }
+        for name, tokens in listed.items():
+            if tokens and max(tokens) >= self.vocab_size:
+                raise ConfigError(name, f"token ids from 0 to {self.vocab_size - 1}", max(tokens))
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            most = self.vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, self.vocab_size)
+            if wanted is not None and (wanted > most or (wanted == -1 and most < self.vocab_size)):
+                raise ConfigError(
+                    name, f"at most max_logprobs={most}", wanted, "raise max_logprobs; -1 allows the whole vocabulary"
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -29,14 +30,17 @@ from headway.core.engine.executor import Capacity
 from headway.core.engine.graph import name_of
 from headway.core.engine.graphs import capture_sizes
 from headway.core.engine.groups import PageFormat, page_format
+from headway.core.engine.host_rows import HostRows
 from headway.core.engine.latent import GATHERED_BYTES
+from headway.core.engine.launched import Launched
 from headway.core.engine.memory import cache_memory, run_trial
 from headway.core.engine.pieces import piece_sizes
 from headway.core.engine.pool import PoolSize
 from headway.core.engine.recorder import CudaRecorder, Recorder
-from headway.core.engine.runner import Launched, Runner
+from headway.core.engine.runner import Runner
 from headway.core.engine.step import StepInput
 from headway.core.engine.warming import Warming
+from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.selector import BackendSource, Selector
@@ -63,10 +67,11 @@ class LocalExecutor:
         costs: Mapping[AttentionSpec, CostTable] | None = None,
         compile_ahead: CompileAhead | None = None,
         max_decode_len: int = 1,
+        hosts: HostRows | None = None,
     ) -> None:
         """specs: of the model's layers, with the cache's element type as asked for. config: with its device's options filled in.
 
-        sampling, costs, compile_ahead: see `Engine`. max_decode_len: query tokens of a decode, drafts included.
+        sampling, costs, compile_ahead, hosts: see `Engine`. max_decode_len: query tokens of a decode, drafts included.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
@@ -104,8 +109,9 @@ class LocalExecutor:
         of_layers = [writers[layout.name] for layout in layouts]
         self.attention = PagedAttention(specs, self.caches, of_layers, pages.groups, latents, selector.gathering)
         """What the model calls; outside of steps only its shapes may be asked for."""
+        self._hosts = hosts or HostRows(None, {})
         of_rows = block_size, config.max_num_seqs, max_model_len
-        self._runner = Runner(model, self.attention, selector, sampling, *of_rows, pages.groups)
+        self._runner = Runner(model, self.attention, selector, sampling, *of_rows, pages.groups, self._hosts)
         self._device = device
         self._config = config
         self._compile_ahead = compile_ahead
@@ -170,6 +176,10 @@ class LocalExecutor:
         The logits are overwritten by the next step. None ends it.
         """
         self._runner.observe = look
+
+    def prepare(self, params: SamplingParams) -> Future[None] | None:
+        """See `HostRows.prepare`."""
+        return self._hosts.prepare(params)
 
     def launch(self, step: StepInput) -> Launched:
         """Start a step. On a CPU it has run when this returns."""

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import torch
 
@@ -15,12 +16,15 @@ from headway.core.engine.blocks import BlockManager
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.deltas import OutputDelta
 from headway.core.engine.drafting import Drafting
+from headway.core.engine.entrance import Entrance
 from headway.core.engine.executor import Executor, InFlight
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.prepare import prepare
 from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence, Status
 from headway.core.engine.stats import EngineStats
+from headway.core.engine.step import Found
+from headway.core.engine.usage import CacheUsage, cache_usage
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import NOT_A_TOKEN
 
@@ -54,6 +58,7 @@ class EngineLoop:
         caching, chunk = config.enable_prefix_caching, pool.smallest_chunk
         self.blocks = BlockManager(pool.num_pages, block_size, caching, groups, chunk)
         self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
+        self._entrance = Entrance(self.scheduler, config.enable_prefix_caching)
         self._executor = executor
         self._eos = eos_token_ids
         self._drafting = drafting
@@ -69,24 +74,28 @@ class EngineLoop:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request still wants tokens."""
-        return self.scheduler.has_unfinished or bool(self._unreported)
+        return self.scheduler.has_unfinished or self._entrance.occupied or bool(self._unreported)
 
     def add_request(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams) -> None:
         """Queue a request, whose n completions come as deltas of `step`.
 
         :raises PromptError: see `PromptLimits.check`.
-        :raises ConfigError: a request of this id is unfinished.
+        :raises ConfigError: a request of this id is unfinished, or parameters ask for what this model or process has not.
         """
         self.limits.check(prompt_token_ids)
+        self.limits.check_params(params)
         if request_id in self._live:
             raise ConfigError("request_id", "an id that no unfinished request has", repr(request_id))
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
+        ready = self._executor.prepare(params)
         seqs = []
-        for index in range(params.n):
+        for index in range(params.num_drawn):
             seed = self._draw_seed() if params.seed is None else params.seed + index
             seqs.append(Sequence(request_id, index, prompt_token_ids, params, stops, self.capacity.max_model_len, seed))
-            self.scheduler.add(seqs[-1])
+            if index == 0 and params.prompt_logprobs is not None:
+                params = replace(params, prompt_logprobs=None)  # the first completion's are everybody's
         self._live[request_id] = seqs
+        self._entrance.add(list(seqs), ready)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one completion of it, and free its pages; no delta tells of it.
@@ -111,11 +120,14 @@ class EngineLoop:
         """
         started, waited = time.perf_counter(), self.stats.wait_seconds
         self._read_until(1)  # more are left only by an interrupt
+        self._let_in()
         drafting = self._drafting
         if drafting is not None:
             drafting.plan(() if self._in_flight else self.scheduler.running)
         scheduled = self.scheduler.schedule()
-        assert scheduled or self._in_flight or self._unreported, "nothing to schedule although something is unfinished"
+        assert scheduled or self._in_flight or self._unreported or self._entrance.occupied, (
+            "nothing to schedule although something is unfinished"
+        )
         failure: Exception | None = None
         if scheduled:
             step = prepare(scheduled, self.blocks.groups)
@@ -128,6 +140,7 @@ class EngineLoop:
                 sampling = seqs if step.goes_on else [each.seq for each in scheduled if each.samples]
                 self._in_flight.append((launched, seqs, sampling))
                 self.scheduler.launched(scheduled)
+                self._entrance.launched(scheduled)
                 self.stats.count(step, launched)
         ahead = self._ahead and bool(scheduled) and failure is None and (drafting is None or drafting.rests)
         self._read_until(1 if ahead else 0)
@@ -139,6 +152,20 @@ class EngineLoop:
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.wait_seconds - waited)
         deltas, self._unreported = self._unreported, []
         return deltas
+
+    def _let_in(self) -> None:
+        """Hand requests that are prepared to the scheduler, and end those that cannot be."""
+        idle = not (self.scheduler.has_unfinished or self._in_flight or self._unreported)
+        for seqs, reason in self._entrance.poll(idle):
+            for seq in seqs:
+                seq.fail(reason)
+                self._unreported.append(_delta(seq, []))
+            self._remove(seqs)
+
+    def cache_usage(self) -> CacheUsage:
+        """Who uses the cache at this moment."""
+        pages = self.capacity.pool.page_format
+        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.running)
 
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))
@@ -159,22 +186,28 @@ class EngineLoop:
             return
         self.stats.wait_seconds += time.perf_counter() - started
         ended: list[Sequence] = []
-        read, report = self.scheduler.read, self._unreported.append
-        for seq, tokens in zip(sampling, sampled.token_lists(), strict=True):
+        read, report, found = self.scheduler.read, self._unreported.append, sampled.found
+        if found is not None:
+            _keep_prompt_logprobs(step, found)
+        for index, (seq, tokens) in enumerate(zip(sampling, sampled.token_lists(), strict=True)):
             if seq.status is Status.FINISHED:
                 read(seq, [])
                 continue
-            nan = tokens[-1] == NOT_A_TOKEN
+            fault, known = tokens[-1], len(seq.token_ids)
             if seq.num_unverified and self._drafting is not None:
                 self.stats.num_accepted_tokens += len(tokens) - 1
                 self._drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
-            new = read(seq, tokens[:-1] if nan else tokens)
-            if nan and not seq.finished:
-                found = in_flight.first_nan or "HEADWAY_DEBUG=1 says which layer made the first"
-                seq.fail(f"the logits of token {seq.num_tokens} hold a NaN; {found}")
+            new = read(seq, tokens[:-1] if fault < 0 else tokens)
+            if fault < 0 and not seq.finished:
+                seq.fail(_reason(seq, fault, found.errors.get(index) if found else None, in_flight.first_nan))
             if seq.finished:
                 ended.append(seq)
-            report(_delta(seq, new))
+            delta = _delta(seq, new)
+            if found is not None:
+                logprobs = tuple(found.logprobs.get(index, ())[: len(new)])
+                prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
+                delta = delta._replace(logprobs=logprobs, prompt_logprobs=prompt)
+            report(delta)
         self._remove(ended)
 
     def _recover(self, step: list[ScheduledSequence], error: Exception) -> None:
@@ -211,6 +244,7 @@ class EngineLoop:
         if not ended:
             return
         self.scheduler.remove_finished()
+        self._entrance.ended(ended)
         for seq in ended:
             if self._drafting is not None:
                 self._drafting.finish(seq)
@@ -222,3 +256,22 @@ class EngineLoop:
 
 def _delta(seq: Sequence, tokens: list[int]) -> OutputDelta:
     return OutputDelta(seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens)
+
+
+def _reason(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:
+    """Why a sequence has no next token. fault: what stands in the token's place. error: what the sampler says of it."""
+    if error is not None:
+        return error
+    if fault == NOT_A_TOKEN:
+        found = first_nan or "HEADWAY_DEBUG=1 says which layer made the first"
+        return f"the logits of token {seq.num_tokens} hold a NaN; {found}"
+    return f"token {seq.num_tokens}: what the request forbids leaves no token; its parameters exclude each other here"
+
+
+def _keep_prompt_logprobs(step: Items[Sequence], found: Found) -> None:
+    """Append what a step has found of prompts; a prompt that is computed again brings nothing new."""
+    for index, (position, entries) in found.prompt_logprobs.items():
+        seq = step[index]
+        known = len(seq.prompt_logprobs)
+        assert position - 1 <= known, "a part of the prompt was spared"
+        seq.prompt_logprobs += entries[known - (position - 1) :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -11,8 +12,7 @@ from headway.core.contract.backend import Backends
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.latent import latent_layers, value_head_dims
 from headway.core.contract.model import Model
-from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import greedy, sample
+from headway.core.sampling.sampler import Draws, keep_top, sample
 
 _SPARE = 256 * 2**20
 """Bytes left for what no trial shows: libraries' own workspaces, and graphs beside their activations."""
@@ -74,4 +74,5 @@ def run_trial(model: Model, num_tokens: int, num_seqs: int, device: torch.device
     positions = torch.arange(num_tokens, device=device) % model.max_position_embeddings
     count = min(num_seqs, num_tokens)
     logits = model.compute_logits(model(ids, positions, attention)[:count])
-    sample(logits, greedy(logits), [SamplingParams(top_p=0.9)] * count, [0] * count, [0] * count)
+    likely = keep_top(logits.float(), torch.zeros(count, device=device), torch.full((count,), 0.9, device=device))
+    sample(likely, Draws(numpy.ones(count, dtype=numpy.float32), numpy.zeros(count, dtype=numpy.int64)))

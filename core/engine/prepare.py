@@ -8,7 +8,15 @@ import numpy
 
 from headway.core.engine.groups import CacheGroup
 from headway.core.engine.scheduler import ScheduledSequence
+from headway.core.engine.sequence import Sequence as Completion
 from headway.core.engine.step import NEWEST, NewPages, PageCopy, StartedRow, StepInput
+from headway.core.sampling.needs import OF_TOKENS, need_of
+
+
+def _started(row: int, seq: Completion) -> StartedRow:
+    tokens = tuple(seq.token_ids) if need_of(seq.params) & OF_TOKENS else ()
+    stops = tuple(seq.stop_token_ids) if seq.params.min_tokens else ()
+    return StartedRow(row, seq.params, seq.seed, tokens, seq.num_prompt_tokens, stops)
 
 
 def prepare(step: list[ScheduledSequence], groups: Sequence[CacheGroup]) -> StepInput:
@@ -23,7 +31,7 @@ def prepare(step: list[ScheduledSequence], groups: Sequence[CacheGroup]) -> Step
             row = seq.row
             assert row is not None, "a scheduled sequence has a row"
             if not seq.started:
-                started.append(StartedRow(row, seq.params, seq.seed))
+                started.append(_started(row, seq))
                 seq.started = True
             for group, start, pages in seq.table_changes:
                 new_pages.append(NewPages(row, start, pages, group))

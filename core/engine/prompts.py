@@ -19,8 +19,9 @@ from headway.core.contract.backend import Backends
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.engine.graph import GraphStep, name_of
 from headway.core.engine.recorder import Recorder
-from headway.core.engine.rows import Draws, Rows
+from headway.core.engine.rows import Rows
 from headway.core.engine.step import StepInput
+from headway.core.sampling.sampler import Draws
 
 log = logging.getLogger("headway")
 

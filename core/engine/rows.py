@@ -1,26 +1,14 @@
-"""What an executor knows of the sequence in each row: its block tables, and how its tokens are sampled."""
+"""What an executor knows of the sequence in each row: its block tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 
 from headway.core.engine.groups import CacheGroup
 from headway.core.engine.step import StepInput
-from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import filters, keys_of, scale_of
-
-
-class Draws(NamedTuple):
-    """How the tokens of some rows are chosen."""
-
-    scales: NDArray[numpy.float32]
-    """[rows]: 1 / temperature, 0 for greedy."""
-    keys: NDArray[numpy.int64]
-    """[rows]: what decides the random numbers."""
 
 
 class Rows:
@@ -31,17 +19,9 @@ class Rows:
         self.tables: list[NDArray[numpy.int32]] = [numpy.zeros((max_num_seqs, max_blocks), dtype=numpy.int32) for _ in groups]
         """Block table of each row, for each cache group; what is beyond a sequence's blocks is left from others."""
         self._groups = tuple(groups)
-        self.params = [SamplingParams()] * max_num_seqs
-        self.seeds = [0] * max_num_seqs
-        self._seeds = numpy.zeros(max_num_seqs, dtype=numpy.uint64)
-        self._scales = numpy.zeros(max_num_seqs, dtype=numpy.float32)
-        self._filters = numpy.zeros(max_num_seqs, dtype=numpy.bool_)
 
     def update(self, step: StepInput) -> None:
         """Take in what a step tells."""
-        for row, params, seed in step.started:
-            self.params[row], self.seeds[row] = params, seed
-            self._seeds[row], self._scales[row], self._filters[row] = seed % 2**64, scale_of(params), filters(params)
         for row, start, pages, number in step.new_pages:
             group, table = self._groups[number], self.tables[number]
             if group.page_stride == 1:  # a page is a block
@@ -49,12 +29,6 @@ class Rows:
             else:
                 first, blocks = start * group.blocks_per_page, group.blocks_of(pages)
                 table[row, first : first + len(blocks)] = blocks[: table.shape[1] - first]
-
-    def draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws | None:
-        """What `SamplingOps.choose` takes for tokens at these positions; None where a row leaves out unlikely tokens."""
-        if self._filters[rows].any():
-            return None
-        return Draws(self._scales[rows], keys_of(self._seeds[rows], positions).view(numpy.int64))
 
     def blocks(self, rows: NDArray[numpy.int32], seq_lens: NDArray[numpy.int32], block_size: int) -> list[NDArray[numpy.int32]]:
         """The block tables of a step, by group: [num_seqs, blocks of the longest], 0 past a sequence's own blocks."""

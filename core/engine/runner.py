@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -20,51 +21,36 @@ from headway.core.engine.copies import copy_slots
 from headway.core.engine.graph import DecodeGraph, GraphStep
 from headway.core.engine.graphs import DecodeGraphs
 from headway.core.engine.groups import CacheGroup
+from headway.core.engine.host_rows import HostRows
+from headway.core.engine.launched import Extras, Launched, PromptScores
 from headway.core.engine.pieces import PieceGraphs
+from headway.core.engine.places import drafts_by_row, logit_indices, positions_of, sampled_at
+from headway.core.engine.prompt_scores import PromptScorer
 from headway.core.engine.prompts import PromptGraph, PromptGraphs
 from headway.core.engine.recorder import Recorder
-from headway.core.engine.rows import Draws, Rows
-from headway.core.engine.step import NEWEST, Sampled, StepInput
+from headway.core.engine.rows import Rows
+from headway.core.engine.step import NEWEST, StepInput
+from headway.core.engine.token_sampler import Chosen, TokenSampler
 from headway.core.engine.verify_graph import VerifyGraph
-from headway.core.engine.verifying import VerifyGraphs, verify_drafts
-from headway.core.sampling.sampler import SamplingOps, sample
-from headway.core.sampling.verification import Verified
+from headway.core.engine.verifying import VerifyGraphs
+from headway.core.sampling.logprobs import Scores
+from headway.core.sampling.sampler import Draws, SamplingOps
+from headway.core.sampling.verification import verify
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step that the device has been given; see `InFlight`."""
+class _Ran(NamedTuple):
+    """A step that has been launched, its results on the device."""
 
+    chosen: Chosen
     tokens: Tensor
-    """int64 [rows], or [rows, drafts + 1], in host memory and in the order of `order`; valid once `done`."""
-    counts: Tensor | None
-    """int64 [rows], likewise; None: every row has one token."""
-    order: NDArray[numpy.int64] | None
-    """Which of the step's sampling sequences each row is; None: they are in order."""
-    done: torch.cuda.Event | None
-    """None where the step ran at once."""
-    backends: tuple[str, ...] = ()
-    graph: bool = False
+    """As in `Launched`."""
+    owners: NDArray[numpy.int64]
+    """[rows of logits]: which of the step's sampling sequences each belongs to."""
+    counts: Tensor | None = None
+    prompts: Sequence[PromptScores] = ()
     piecewise: bool = False
-    no_graph: str = ""
-    compiled: tuple[str, ...] = ()
-    first_nan: str | None = None
-
-    def wait(self) -> Sampled:
-        """The sampled tokens; waits for the device."""
-        if self.done is not None:
-            self.done.synchronize()
-        tokens = self.tokens.numpy()
-        if tokens.ndim == 1:
-            tokens = tokens[:, None]
-        if self.order is not None:  # a graph's rows, and those have no drafts
-            ordered = numpy.empty_like(tokens)
-            ordered[self.order] = tokens
-            tokens = ordered
-        counts = numpy.ones(len(tokens), dtype=numpy.int64) if self.counts is None else self.counts.numpy()
-        return Sampled(tokens, counts)
 
 
 class Runner:
@@ -84,8 +70,9 @@ class Runner:
         max_num_seqs: int,
         max_model_len: int,
         groups: Sequence[CacheGroup],
+        hosts: HostRows | None = None,
     ) -> None:
-        """groups: the cache groups of the layers."""
+        """groups: the cache groups of the layers. hosts: serves grammars and logits processors; None: no request has any."""
         self._model = model
         self._attention = attention
         self._selector = selector
@@ -97,6 +84,9 @@ class Runner:
         self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
         self._max_model_len = max_model_len
         self._rows = Rows(max_num_seqs, -(-max_model_len // block_size), groups)
+        self._hosts = hosts or HostRows(None, {})
+        self._sampler = TokenSampler(sampling, max_num_seqs, model.vocab_size, self._device, self._hosts)
+        self._prompt_scorer = PromptScorer(model, self._device)
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
         self._verifying: VerifyGraphs | None = None
@@ -143,68 +133,109 @@ class Runner:
         if self._compilations is not None:
             self._compilations.take()  # for others in this process
         self._rows.update(step)
+        self._sampler.update(step.started)
+        self._prompt_scorer.update(step.started)
         if step.copies:
             copy_slots(self._attention.caches, self._groups, step.copies)
         graph, no_graph = self._graph(step)
-        order, verified, piecewise = None, None, False
+        sampling = step.rows if step.goes_on else step.rows[step.samples]
         if isinstance(graph, VerifyGraph):
-            verified = self._replay_verification(graph, step)
-            tokens = verified.tokens
-        elif graph is not None:
-            positions = step.context_lens + step.query_lens
-            if isinstance(graph, PromptGraph):
-                draws = self._draws(step.rows, positions)
-                logits, best = graph.replay(step, self._rows, draws)
-            else:
-                # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
-                order = numpy.argsort(-step.context_lens, kind="stable")
-                step = replace(step, rows=step.rows[order], context_lens=step.context_lens[order])
-                positions = step.context_lens + 1
-                draws = self._draws(step.rows, positions)
-                logits, best = graph.replay(step.rows, step.context_lens, self._rows, draws)
-            if self.observe is not None:
-                self.observe(step.rows, logits)
-            tokens = best if draws is not None else self._sample(logits, best, step.rows, positions)
-            if tokens is not best:  # those are in their places already
-                self._newest.index_copy_(0, graph.rows[: step.num_seqs], tokens)
+            ran = self._verify(graph, step)
         else:
-            logits, piecewise = self._run(step)
-            if self._graphs is not None and not piecewise and self._pieces.largest:
-                no_graph = f"more than {self._pieces.largest} tokens"
-            rows, positions = _sampled_at(step)
-            if self.observe is not None:
-                self.observe(rows, logits)
-            tokens = self._sample(logits, self._sampling.greedy(logits), rows, positions)
-            newest = tokens
-            if step.num_draft_tokens.any():
-                verified = verify_drafts(step, tokens)
-                newest = verified.newest
-            self._newest.index_copy_(0, upload(torch.from_numpy(step.rows[step.samples]).long(), self._device), newest)
+            ran = self._launch(step, sampling) if graph is None else self._replay(graph, step)
+        if graph is None and self._graphs is not None and not ran.piecewise and self._pieces.largest:
+            no_graph = f"more than {self._pieces.largest} tokens"
         backends = graph.backends if graph is not None else self._attention.serving
         compiled = self._compilations.take_late() if self._compilations is not None else ()
-        counts, done = None, None
-        if verified is not None:
-            tokens, counts = verified.tokens, self._to_host(verified.counts)
-        tokens = self._to_host(tokens)
+        tokens = self._to_host(ran.tokens)
+        counts = None if ran.counts is None else self._to_host(ran.counts)
+        extras, done = self._extras(ran), None
         if self._device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        graphs = graph is not None, piecewise, no_graph
-        return Launched(tokens, counts, order, done, backends, *graphs, compiled, self._attention.first_nan)
+        chosen, order = ran.chosen, None if graph is None or isinstance(graph, VerifyGraph) else ran.owners
+        graphs = graph is not None, ran.piecewise, no_graph
+        slower = chosen.after_model, chosen.waited_for, chosen.wait_seconds
+        first_nan = self._attention.first_nan
+        launched = Launched(tokens, counts, order, done, backends, *graphs, compiled, first_nan, *slower, extras)
+        self._hosts.launched(launched, sampling)
+        return launched
 
-    def _replay_verification(self, graph: VerifyGraph, step: StepInput) -> Verified:
-        rows, positions = _sampled_at(step)
+    def _replay(self, graph: DecodeGraph | PromptGraph, step: StepInput) -> _Ran:
+        """Run a step as a graph, and choose those of its tokens that the graph has not chosen."""
+        order: NDArray[numpy.int64] = numpy.argsort(-step.context_lens, kind="stable")
+        if isinstance(graph, PromptGraph):
+            positions = step.query_lens
+            draws = self._draws(step.rows, positions)
+            logits, best = graph.replay(step, self._rows, draws)
+        else:
+            # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
+            step = replace(step, rows=step.rows[order], context_lens=step.context_lens[order])
+            positions = step.context_lens + 1
+            draws = self._draws(step.rows, positions)
+            logits, best = graph.replay(step.rows, step.context_lens, self._rows, draws)
+        if self.observe is not None:
+            self.observe(step.rows, logits)
+        chosen = self._sampler.sample(logits, step.rows, positions, best, drawn=draws is not None)
+        if chosen.tokens is not best:  # those are in their places already
+            self._newest.index_copy_(0, graph.rows[: step.num_seqs], chosen.tokens)
+        return _Ran(chosen, chosen.tokens, order)
+
+    def _launch(self, step: StepInput, sampling: NDArray[numpy.int32]) -> _Ran:
+        """Run a step in pieces or as single launches. sampling: rows of the sequences that sample."""
+        hidden, piecewise = self._run(step)
+        prompts = self._prompt_scorer.score(step, hidden)
+        wanted = logit_indices(step)
+        if len(wanted) < len(hidden):  # none, in the middle of a prompt
+            hidden = hidden.index_select(0, upload(torch.from_numpy(wanted), self._device))
+        logits = self._model.compute_logits(hidden)
+        return self._choose(step, logits, sampling, prompts, piecewise)
+
+    def _verify(self, graph: VerifyGraph, step: StepInput) -> _Ran:
+        """Run a step as a graph that verifies; tokens that it cannot choose are chosen, and held against the drafts, after it."""
+        rows, positions = sampled_at(step)
         draws = self._draws(rows, positions)
         verified = graph.replay(step, self._rows, draws)
-        if self.observe is None and draws is not None:
-            return verified
-        logits = graph.logits_of(step)
+        if self.observe is not None or draws is None or not self._sampler.plain(step.rows):
+            return self._choose(step, graph.logits_of(step), step.rows)
+        return _Ran(Chosen(verified.tokens), verified.tokens, numpy.arange(step.num_seqs), verified.counts)
+
+    def _choose(
+        self,
+        step: StepInput,
+        logits: Tensor,
+        sampling: NDArray[numpy.int32],
+        prompts: Sequence[PromptScores] = (),
+        piecewise: bool = False,
+    ) -> _Ran:
+        """Choose the tokens of a step, and hold them against its drafts. sampling: rows of the sequences that sample."""
+        rows, positions = sampled_at(step)
         if self.observe is not None:
             self.observe(rows, logits)
-        if draws is None:  # tokens are drawn, and held against the drafts, after the graph
-            verified = verify_drafts(step, self._sample(logits, self._sampling.greedy(logits), rows, positions))
-            self._newest.index_copy_(0, upload(torch.from_numpy(step.rows).long(), self._device), verified.newest)
-        return verified
+        owners: NDArray[numpy.int64] = numpy.arange(len(sampling))
+        drafts = drafts_by_row(step) if step.num_draft_tokens.any() else {}
+        if drafts:
+            owners = numpy.repeat(owners, step.num_draft_tokens[step.samples] + 1)
+            self._sampler.note_drafts(step)
+        chosen = self._sampler.sample(logits, rows, positions, drafts=drafts)
+        tokens, counts, newest = chosen.tokens, None, chosen.tokens
+        if drafts:
+            verified = verify(tokens, [drafts.get(row, ()) for row in sampling.tolist()])
+            tokens, counts, newest = verified.tokens, verified.counts, verified.newest
+        self._newest.index_copy_(0, upload(torch.from_numpy(sampling).long(), self._device), newest)
+        return _Ran(chosen, tokens, owners, counts, prompts, piecewise)
+
+    def _extras(self, ran: _Ran) -> Extras | None:
+        """What the step brings beyond tokens, on its way to the host."""
+        chosen, prompts = ran.chosen, ran.prompts
+        if chosen.scores is None and not prompts and not chosen.errors:
+            return None
+        scores = None if chosen.scores is None else self._scores_to_host(chosen.scores)
+        listed = [replace(each, scores=self._scores_to_host(each.scores)) for each in prompts]
+        return Extras(chosen.errors, scores, chosen.scored, listed, ran.owners)
+
+    def _scores_to_host(self, scores: Scores) -> Scores:
+        return Scores(*map(self._to_host, scores))
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if self._device.type == "cpu":
@@ -220,13 +251,15 @@ class Runner:
         if step.num_draft_tokens.any():
             return self._verifying.for_step(step)
         prompt = self._prompts.for_step(step)
+        if self._prompt_scorer.wants(step):
+            return None, "prompt_logprobs"
         if prompt is not None:
             return prompt, ""
         kv_len = int(step.context_lens.sum()) // step.num_seqs + 1
         return self._graphs.for_step(step, lambda size: self._selector.backends_for(Phase.DECODE, size, 1, kv_len))
 
     def _run(self, step: StepInput) -> tuple[Tensor, bool]:
-        """The step in pieces or as single launches: logits of the tokens after which something is sampled; whether in pieces."""
+        """The model over a step, in pieces or as single launches: hidden states of all its tokens; whether in pieces."""
         tables = self._rows.blocks(step.rows, step.context_lens + step.query_lens, self._block_size)
         decode_lens = step.num_draft_tokens + 1 if step.num_draft_tokens.any() else 1
         lens = step.query_lens, step.context_lens
@@ -237,10 +270,7 @@ class Runner:
         self._attention.begin(metadata, prefill, decode)
         in_pieces = self._pieces.run(input_ids, positions)
         hidden = self._model(input_ids, positions, self._attention) if in_pieces is None else in_pieces
-        wanted = _logit_indices(step)
-        if len(wanted) < len(hidden):  # none, in the middle of a prompt
-            hidden = hidden.index_select(0, upload(torch.from_numpy(wanted), self._device))
-        return self._model.compute_logits(hidden), in_pieces is not None
+        return hidden, in_pieces is not None
 
     def _backends(self, part: AttentionMetadata | None, phase: Phase) -> Backends:
         """Those that serve a part of the step; `phase` is that of a part without sequences."""
@@ -253,45 +283,12 @@ class Runner:
         """Token ids and positions [num_tokens] on the device; tokens the host has not seen come from `_newest`."""
         rows = numpy.repeat(step.rows, step.query_lens)
         numbers = numpy.empty((3, step.num_tokens), dtype=numpy.int64)
-        numbers[0], numbers[1], numbers[2] = step.token_ids, _positions(step), rows
+        numbers[0], numbers[1], numbers[2] = step.token_ids, positions_of(step), rows
         ids, positions, places = upload(torch.from_numpy(numbers), self._device)
         if (step.token_ids == NEWEST).any():
             ids = torch.where(ids == NEWEST, self._newest.index_select(0, places).clamp_min(0), ids)
         return ids, positions
 
     def _draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws | None:
-        """How a graph chooses all of a step's tokens; None where it can choose the most likely ones alone."""
-        return None if self._sampling.choose is None else self._rows.draws(rows, positions)
-
-    def _sample(self, logits: Tensor, best: Tensor, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Tensor:
-        params, seeds = self._rows.params, self._rows.seeds
-        listed: list[int] = rows.tolist()
-        listed_params = [params[row] for row in listed]
-        return sample(logits, best, listed_params, [seeds[row] for row in listed], positions.tolist(), self._sampling.draw)
-
-
-def _positions(step: StepInput) -> NDArray[numpy.int64]:
-    """Position in its sequence of every new token: int64 [num_tokens]."""
-    starts = numpy.cumsum(step.query_lens, dtype=numpy.int64) - step.query_lens
-    positions: NDArray[numpy.int64] = numpy.arange(step.num_tokens) + numpy.repeat(step.context_lens - starts, step.query_lens)
-    return positions
-
-
-def _logit_indices(step: StepInput) -> NDArray[numpy.int64]:
-    """Which new tokens something is sampled after: the last of each sampling sequence, and with d drafts the d before it."""
-    counts = numpy.where(step.samples, step.num_draft_tokens + 1, 0)
-    ends = numpy.cumsum(step.query_lens, dtype=numpy.int64)
-    if not step.num_draft_tokens.any():
-        last: NDArray[numpy.int64] = ends[step.samples] - 1
-        return last
-    indices: NDArray[numpy.int64] = numpy.repeat(ends - numpy.cumsum(counts), counts)
-    return indices + numpy.arange(len(indices))
-
-
-def _sampled_at(step: StepInput) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
-    """Row and position of every token that is sampled."""
-    indices = _logit_indices(step)
-    if len(indices) == step.num_tokens == step.num_seqs:
-        return step.rows, step.context_lens + 1
-    rows = numpy.repeat(step.rows, step.query_lens)[indices]
-    return rows, (_positions(step)[indices] + 1).astype(numpy.int32)
+        """How a graph chooses a step's tokens; None where it can choose the most likely ones alone."""
+        return None if self._sampling.choose is None else self._sampler.draws(rows, positions)

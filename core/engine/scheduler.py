@@ -72,6 +72,10 @@ class Scheduler:
         """Queue a sequence."""
         self.waiting.append(seq)
 
+    def add_first(self, seqs: list[Sequence]) -> None:
+        """Queue sequences before all others that wait."""
+        self.waiting.extendleft(reversed(seqs))
+
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step: sequences that prefill or extend first, then those that decode.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 
 
@@ -75,7 +76,8 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.seed = seed
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_len = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        most = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
+        self.max_len = min(most, max_model_len)
         """Tokens of prompt and output at which it ends."""
         self.token_ids = list(prompt_token_ids)
         self.num_pending = 0
@@ -89,6 +91,8 @@ class Sequence:
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache spared, at first admission."""
         self.num_preemptions = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Of the prompt's tokens from the second on, as far as they have come, where they are wanted."""
         self.tables: list[PageTable] = []
         """One for each cache group while it holds pages; kept by the block manager, as are the next six."""
         self.capacity = 0
@@ -139,6 +143,11 @@ class Sequence:
             and not self.draft_token_ids
             and not self.num_unverified
         )
+
+    @property
+    def computes_whole_prompt(self) -> bool:
+        """Whether the logits after every token of the prompt are still wanted, so that none may be spared."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def prompt_token_ids(self) -> list[int]:

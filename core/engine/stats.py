@@ -41,6 +41,11 @@ class EngineStats:
     """Steps that were replays of CUDA graphs with attention launched between them, by the reason why they were not one graph."""
     steps_without_drafts: Counter[str] = field(default_factory=Counter)
     """Where tokens are guessed: the steps that verified no guess, by reason."""
+    steps_after_model: Counter[str] = field(default_factory=Counter)
+    """Steps some of whose tokens were chosen after the model or its graph, kernel by kernel, by what requests asked for."""
+    steps_waiting: Counter[str] = field(default_factory=Counter)
+    """Steps whose tokens could not be chosen before the host had read the step before, by what requests asked for. The model
+    itself was under way meanwhile."""
     compilations: Counter[str] = field(default_factory=Counter)
     """Triton kernels that were compiled after the engine was ready, by name: each has delayed a step."""
 
@@ -50,6 +55,9 @@ class EngineStats:
         self.num_graph_steps += launched.graph
         self.steps_by_backend.update(launched.backends)
         self.compilations.update(launched.compiled)
+        self.steps_after_model.update(launched.after_model)
+        self.steps_waiting.update(launched.waited_for)
+        self.wait_seconds += launched.wait_seconds
         if launched.no_graph:
             (self.steps_in_pieces if launched.piecewise else self.steps_without_graph)[launched.no_graph] += 1
         if step.goes_on:  # the commonest step, counted without masks: the host's time counts where a step is short

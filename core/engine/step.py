@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 
+from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 
 NEWEST = -1
@@ -20,6 +22,11 @@ class StartedRow(NamedTuple):
     row: int
     params: SamplingParams
     seed: int
+    token_ids: tuple[int, ...] = ()
+    """The tokens known so far, where the parameters ask for more than a draw from them (`needs.OF_TOKENS`)."""
+    num_prompt_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """What min_tokens keeps from coming."""
 
 
 class NewPages(NamedTuple):
@@ -77,14 +84,28 @@ class StepInput:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a step has found out beyond tokens."""
+
+    errors: Mapping[int, str]
+    """Which of the sampling sequences cannot go on, and why."""
+    logprobs: Mapping[int, list[TokenLogprobs]]
+    """Of a sampling sequence's tokens, refused drafts included."""
+    prompt_logprobs: Mapping[int, tuple[int, list[TokenLogprobs]]]
+    """Of tokens of a prompt, by the sequence's place in the step: the first one's position, and one entry for each."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """The tokens of a step, for the sequences that sample, in the step's order."""
 
     tokens: NDArray[numpy.int64]
-    """[rows, drafts + 1]: the verified drafts and the token after them; NOT_A_TOKEN where the logits hold a NaN."""
+    """[rows, drafts + 1]: the verified drafts and the token after them; NOT_A_TOKEN where the logits hold a NaN, and
+    NO_TOKEN_LEFT where nothing may come."""
     counts: NDArray[numpy.int64]
     """[rows]: how many of them hold: 1 without drafts."""
+    found: Found | None = None
 
     def token_lists(self) -> list[list[int]]:
         """The tokens that hold, of each row."""

@@ -22,8 +22,9 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.transfer import upload
 from headway.core.engine.graph import GraphStep, name_of, recorded
 from headway.core.engine.recorder import Recorder
-from headway.core.engine.rows import Draws, Rows
+from headway.core.engine.rows import Rows
 from headway.core.engine.step import NEWEST, StepInput
+from headway.core.sampling.sampler import Draws
 from headway.core.sampling.verification import Verified
 
 log = logging.getLogger("headway")

@@ -6,16 +6,13 @@ import logging
 import time
 from itertools import pairwise
 
-import numpy
 import torch
-from torch import Tensor
 
 from headway.core.contract.metadata import Phase
 from headway.core.engine.graph import GraphStep, name_of
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.step import StepInput
 from headway.core.engine.verify_graph import FILL_CONTEXT, VerifyGraph, VerifyInputs
-from headway.core.sampling.verification import Verified, verify
 from headway.core.select.selector import Selector
 from headway.core.speculation.times import WIDTHS
 
@@ -85,13 +82,3 @@ class VerifyGraphs:
         if int((step.context_lens + step.query_lens).min()) <= width:
             return None, "drafts beside a sequence shorter than the graph"
         return self._graphs[width, size], ""
-
-
-def verify_drafts(step: StepInput, tokens: Tensor) -> Verified:
-    """Hold the drafts of the sampling sequences against what was sampled in their places."""
-    guessed: list[list[int]] = []
-    ends = numpy.cumsum(step.query_lens).tolist()
-    for end, count, samples in zip(ends, step.num_draft_tokens.tolist(), step.samples.tolist(), strict=True):
-        if samples:
-            guessed.append(step.token_ids[end - count : end].tolist())
-    return verify(tokens, guessed)

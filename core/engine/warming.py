@@ -18,8 +18,9 @@ from headway.core.contract.warmup import Lengths, StepLimits, fits, powers
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.graph import name_of
 from headway.core.engine.groups import CacheGroup
+from headway.core.engine.launched import Launched
 from headway.core.engine.pool import PoolSize
-from headway.core.engine.runner import Launched, Runner
+from headway.core.engine.runner import Runner
 from headway.core.engine.step import NewPages, StartedRow, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.selector import Selector
@@ -30,6 +31,7 @@ _SAMPLED = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.7),
     SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01),
+    SamplingParams(temperature=0.0, repetition_penalty=1.1, logprobs=1),
 )
 """The ways in which tokens are chosen; sequences of a step take them in turn."""
 _SMALL = 2048

@@ -29,13 +29,24 @@ class Detokenizer:
     text-generation-inference and vLLM.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """stop: texts that end the sequence, once it has more than min_tokens; include_stop: they stay in `text`."""
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stop, self._include_stop, self._min_tokens = tuple(stop), include_stop, min_tokens
+        self._skip_special = skip_special_tokens
         self._ids: list[int] = []
         self._window = 0
         self._read = 0
         self.text = ""
+        self.stopped_by: str | None = None
+        """The stop text that has ended the sequence."""
 
     @property
     def num_tokens(self) -> int:
@@ -47,35 +58,43 @@ class Detokenizer:
         self._ids += tokens
 
     def append(self, token: int) -> bool:
-        """Take one token; True if a stop text is complete, in which case `text` ends before it."""
+        """Take one token; True if a stop text is complete, in which case `text` ends before it, or with it."""
         self._ids.append(token)
-        self._grow(final=False)
-        return self._cut()
+        return self._grow(final=False)
 
     def flush(self) -> str:
         """The whole text, with whatever was held back."""
-        self._grow(final=True)
-        self._cut()
+        if self.stopped_by is None:
+            self._grow(final=True)
         return self.text
 
-    def _grow(self, final: bool) -> None:
-        before = self._tokenizer.decode(self._ids[self._window : self._read], skip_special_tokens=True)
-        after = self._tokenizer.decode(self._ids[self._window :], skip_special_tokens=True)
+    def _grow(self, final: bool) -> bool:
+        """Add the newest tokens' text; True if it completes a stop text."""
+        before = self._decode(self._ids[self._window : self._read])
+        after = self._decode(self._ids[self._window :])
+        known = len(self.text)
         if len(after) > len(before) and (final or not after.endswith("\N{REPLACEMENT CHARACTER}")):
             self.text += after[len(before) :]
             self._window, self._read = self._read, len(self._ids)
+        return len(self.text) > known and len(self._ids) > self._min_tokens and self._cut(known)
 
-    def _cut(self) -> bool:
-        found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        return bool(found)
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+
+    def _cut(self, known: int) -> bool:
+        """End the text at the first stop text that ends in it after its first `known` characters."""
+        places = [(self.text.find(stop, max(known - len(stop) + 1, 0)), stop) for stop in self._stop]
+        found = min((place for place in places if place[0] >= 0), default=None)
+        if found is not None:
+            at, self.stopped_by = found
+            self.text = self.text[: at + len(self.stopped_by)] if self._include_stop else self.text[:at]
+        return found is not None
 
     @property
     def safe_text(self) -> str:
         """The text less an end that may turn out to be the start of a stop text: what can be shown already."""
         held = 0
-        for stop in self._stop:
+        for stop in () if self._include_stop else self._stop:
             for size in range(min(len(stop) - 1, len(self.text)), held, -1):
                 if self.text.endswith(stop[:size]):
                     held = size

@@ -3,17 +3,51 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.unknown import knows_its_fields
+from headway.core.sampling.structured import StructuredOutputsParams
+
+MOST_BIAS = 100.0
+"""The largest logit_bias; the softmax of anything beyond is 0 or 1."""
+
+_BEAMS: Final = "not supported: best_of draws several completions and returns the likeliest n"
+_ELSEWHERE: Final = {
+    "guided_decoding": "Headway calls it structured_outputs",
+    "logit_processors": "it is called logits_processors",
+    "use_beam_search": _BEAMS,
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "output_kind": "leave it out: LLM.generate returns whole outputs, and LLM.stream what is new",
+    "stream_interval": "leave it out: LLM.stream yields after every step",
+    "spaces_between_special_tokens": "not supported: the tokenizer's own decoding is used; see skip_special_tokens",
+    "flat_logprobs": "not supported: logprobs come as dicts by token id",
+    "logprob_token_ids": "not supported yet: logprobs=-1 returns those of all tokens",
+    "prompt_logprob_token_ids": "not supported yet: prompt_logprobs=-1 returns those of all tokens",
+    "prompt_logprob_start": "not supported yet: prompt_logprobs covers the whole prompt",
+    "repetition_detection": "not supported yet: repetition_penalty makes repeated tokens less likely",
+    "thinking_token_budget": "not supported yet: max_tokens bounds the whole completion",
+    "skip_reading_prefix_cache": "not supported for one request: enable_prefix_caching=False is for all",
+    "max_new_tokens": "it is called max_tokens",
+    "do_sample": "temperature=0 is greedy",
+}
+"""Names that vLLM or transformers use -> what to write here."""
+
+LogitsProcessor = Callable[..., Any]
+"""(token_ids, logits) -> logits, or (prompt_token_ids, token_ids, logits) -> logits: the request's output so far, and the next
+token's logits, float32 [vocab_size], on the engine's device."""
 
 
+@knows_its_fields(_ELSEWHERE, "docs/sampling.md")
 @dataclass(frozen=True)
 class SamplingParams:
     """Names and meanings are vLLM's. Checked when made: a bad value raises ConfigError and never reaches the engine."""
 
     n: int = 1
-    """Completions of the prompt."""
+    """Completions of the prompt, which is computed once."""
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_p: float = 1.0
@@ -26,26 +60,115 @@ class SamplingParams:
     """Makes the request's tokens repeatable whatever else runs beside it; None: drawn from the engine's seed."""
     stop: tuple[str, ...] | list[str] | str | None = None
     """Texts that end the completion; they are cut off."""
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
     """Tokens that end the completion, beside the model's own."""
     ignore_eos: bool = False
     """Go on past the model's end-of-text tokens."""
-    max_tokens: int = 16
+    max_tokens: int | None = 16
+    """None: as many as the model's length leaves."""
+    min_tokens: int = 0
+    """Until this many tokens are written, no end-of-text token, stop token or stop text ends the completion."""
+    best_of: int | None = None
+    """Completions that are drawn, of which the n with the largest sum of log-probabilities are returned; None: n."""
+    repetition_penalty: float = 1.0
+    """Divides the logits above 0 of tokens in prompt and output, and multiplies those below (Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output holds."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output holds, once for each time."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id -> what is added to its logit, from -100 to 100."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that may come; None: all."""
+    bad_words: Sequence[str] | None = ()
+    """Texts whose last token may not come after the others, in the output alone."""
+    bad_words_token_ids: Sequence[Sequence[int]] | None = ()
+    """The same as token ids; `LLM` fills it in from bad_words."""
+    logits_processors: Sequence[str | LogitsProcessor] | None = ()
+    """Functions that change the logits before a token is chosen, or names under which plugins registered some."""
+    extra_args: Mapping[str, Any] | None = None
+    """What a plugin's logits processor may want to know of the request."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the completion must have."""
+    logprobs: int | None = None
+    """Log-probabilities returned for each token: the chosen token's, and those of this many most likely; -1: all tokens."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. The prompt is then computed without the prefix cache."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop text, or the text of the stop token, at the end of the completion's text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    detokenize: bool = True
+    """Make a text of the tokens."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many of the prompt's last tokens."""
 
     def __post_init__(self) -> None:
-        self._need("stop", isinstance(self.stop, (str, tuple, list, type(None))), "a text or a list of texts")
-        self._need("stop_token_ids", isinstance(self.stop_token_ids, (tuple, list, type(None))), "a list of token ids")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        self._need("n", _whole(self.n) and self.n >= 1, "a whole number of at least 1")
+        self._make_tuples()
+        self._check_counts()
         self._need("temperature", _number(self.temperature) and self.temperature >= 0, "a number of at least 0", "0 is greedy")
         self._need("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1", "1 keeps every token")
         self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "a whole number of at least -1", "-1 keeps every token")
         self._need("min_p", _number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1")
-        self._need("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of at least 1")
         self._need("seed", self.seed is None or is_seed(self.seed), SEED_RANGE)
+        penalty = self.repetition_penalty
+        self._need("repetition_penalty", _number(penalty) and penalty > 0, "a number above 0", "1 changes nothing")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            self._need(name, _number(value) and -2 <= value <= 2, "a number from -2 to 2", "0 changes nothing")
+        self._check_tokens()
+        form = self.structured_outputs
+        self._need("structured_outputs", form is None or isinstance(form, StructuredOutputsParams), "a StructuredOutputsParams")
+        self._need("extra_args", self.extra_args is None or isinstance(self.extra_args, Mapping), "a mapping")
+        known = all(callable(each) or isinstance(each, str) for each in self.logits_processors or ())
+        self._need("logits_processors", known, "a list of functions, or of names that plugins registered")
+
+    def _make_tuples(self) -> None:
+        self._need("stop", isinstance(self.stop, (str, tuple, list, type(None))), "a text or a list of texts")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        for name, need in _LISTS.items():
+            value = getattr(self, name)
+            self._need(name, value is None or (isinstance(value, Sequence) and not isinstance(value, (str, bytes))), need)
+            object.__setattr__(self, name, tuple(value or ()))
         self._need("stop", all(isinstance(text, str) and text for text in self.stop or ()), "texts that are not empty")
-        self._need("stop_token_ids", all(_whole(token) for token in self.stop_token_ids), "token ids")
+        self._need("bad_words", all(isinstance(text, str) and text for text in self.bad_words or ()), "texts that are not empty")
+
+    def _check_counts(self) -> None:
+        self._need("n", _whole(self.n) and self.n >= 1, "a whole number of at least 1")
+        most = self.max_tokens
+        self._need("max_tokens", most is None or (_whole(most) and most >= 1), "a whole number of at least 1, or None")
+        room = "at least 0" if most is None else f"from 0 to max_tokens={most}"
+        fits = _whole(self.min_tokens) and 0 <= self.min_tokens <= (self.min_tokens if most is None else most)
+        self._need("min_tokens", fits, f"a whole number, {room}")
+        best = self.best_of
+        self._need(
+            "best_of", best is None or (_whole(best) and best >= self.n), f"a whole number of at least n={self.n}, or None"
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            fits = value is None or (_whole(value) and value >= -1)
+            self._need(name, fits, "a whole number of at least -1, or None", "-1 returns all")
+        kept = self.truncate_prompt_tokens
+        fits = kept is None or (_whole(kept) and kept >= 1)
+        self._need("truncate_prompt_tokens", fits, "a whole number of at least 1, or None")
+
+    def _check_tokens(self) -> None:
+        self._need("stop_token_ids", _ids(self.stop_token_ids), "token ids")
+        if self.allowed_token_ids is not None:
+            allowed = self.allowed_token_ids
+            listed = isinstance(allowed, Sequence) and not isinstance(allowed, (str, bytes)) and len(allowed) > 0
+            self._need("allowed_token_ids", listed and _ids(allowed), "a list of at least one token id, or None")
+            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
+        words = self.bad_words_token_ids or ()
+        listed = all(isinstance(word, Sequence) and len(word) > 0 and _ids(word) for word in words)
+        self._need("bad_words_token_ids", listed, "lists of at least one token id")
+        bias = self.logit_bias
+        fits = bias is None or (
+            isinstance(bias, Mapping)
+            and _ids(tuple(bias))
+            and all(_number(value) and abs(value) <= MOST_BIAS for value in bias.values())
+        )
+        self._need("logit_bias", fits, f"a mapping from token ids to numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}")
 
     def _need(self, name: str, ok: bool, need: str, hint: str = "") -> None:
         if not ok:
@@ -56,6 +179,19 @@ class SamplingParams:
         """Whether the most likely token is taken."""
         return self.temperature == 0
 
+    @property
+    def num_drawn(self) -> int:
+        """Completions that the engine computes."""
+        return self.n if self.best_of is None else self.best_of
+
+
+_LISTS: Final = {
+    "stop_token_ids": "a list of token ids",
+    "bad_words": "a list of texts",
+    "bad_words_token_ids": "a list of lists of token ids",
+    "logits_processors": "a list of functions, or of names that plugins registered",
+}
+"""Fields that hold a tuple, empty for None -> what they take."""
 
 SEED_RANGE = "a whole number from -2**63 to 2**63 - 1"
 """Leaves room for the numbers added for the other completions of a prompt."""
@@ -68,6 +204,10 @@ def is_seed(value: object) -> bool:
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _ids(values: Sequence[object] | None) -> bool:
+    return all(_whole(value) and value >= 0 for value in values or ())  # type: ignore[operator]
 
 
 def _number(value: object) -> bool:

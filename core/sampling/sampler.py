@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -16,6 +16,8 @@ from headway.core.sampling.params import SamplingParams
 
 NOT_A_TOKEN = -1
 """Stands for the token of a row whose logits hold a NaN."""
+NO_TOKEN_LEFT = -2
+"""Stands for the token of a row in which no token may come."""
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -49,80 +51,67 @@ TORCH_SAMPLING = SamplingOps()
 """torch's operations, on any device."""
 
 
-def sample(
-    logits: Tensor,
-    best: Tensor,
-    params: Sequence[SamplingParams],
-    seeds: Sequence[int],
-    positions: Sequence[int],
-    draw: Draw = draw,
-) -> Tensor:
+class Draws(NamedTuple):
+    """How the tokens of some rows are chosen."""
+
+    scales: NDArray[numpy.float32]
+    """[rows]: 1 / temperature, 0 for greedy."""
+    keys: NDArray[numpy.int64]
+    """[rows]: what decides the random numbers, see `keys_of`."""
+
+
+def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best: Tensor | None = None) -> Tensor:
     """Next token of each row: int64 [rows], NOT_A_TOKEN where a logit is NaN.
 
-    logits: [rows, vocab_size]; best: what `greedy` made of them. seeds, positions: of each row its request's seed and the place
-    of the token in its sequence. A row's token depends on its own logits, parameters, seed and position only: neither batching,
-    nor preemption, nor a token that is sampled in advance and dropped changes another.
+    logits: [rows, vocab_size]; best: what `greedy` made of them, where that is known. A row's token depends on its own logits,
+    scale and key only: neither batching, nor preemption, nor a token that is sampled in advance and dropped changes another.
     """
-    rows = [row for row, each in enumerate(params) if not each.greedy]
-    if not rows:
-        return best
-    sampled = [params[row] for row in rows]
+    if not draws.scales.any():
+        return ops.greedy(logits) if best is None else best
+    if ops.choose is not None:
+        packed = numpy.stack([draws.keys, draws.scales.astype(numpy.float64).view(numpy.int64)])
+        keys, bits = upload(torch.from_numpy(packed), logits.device)
+        return ops.choose(logits, bits.view(torch.float64).float(), keys)
+    best = ops.greedy(logits) if best is None else best
+    rows = numpy.flatnonzero(draws.scales)
     # One copy for all that the device needs of the host: a copy costs more than what it carries.
-    packed = numpy.empty((3, len(rows)), dtype=numpy.int64)
-    packed[0] = rows
-    packed[1] = keys_of([seeds[row] for row in rows], [positions[row] for row in rows]).view(numpy.int64)
-    packed[2] = numpy.array([_scale(each.temperature) for each in sampled]).view(numpy.int64)
+    packed = numpy.stack([rows, draws.keys[rows], draws.scales[rows].astype(numpy.float64).view(numpy.int64)])
     at, keys, bits = upload(torch.from_numpy(packed), logits.device)
-    scales = bits.view(torch.float64).float()
-    some = len(rows) < len(params)
-    chosen = logits.index_select(0, at) if some else logits
-    if any(filters(each) for each in sampled):
-        chosen, scales = _keep_likely(chosen.float() * scales[:, None], sampled), torch.ones_like(scales)
-    drawn = draw(chosen, scales, keys)
+    some = len(rows) < len(logits)
+    drawn = ops.draw(logits.index_select(0, at) if some else logits, bits.view(torch.float64).float(), keys)
     drawn = torch.where((best.index_select(0, at) if some else best) == NOT_A_TOKEN, NOT_A_TOKEN, drawn)
     return best.index_copy(0, at, drawn) if some else drawn
 
 
-def filters(params: SamplingParams) -> bool:
-    """Whether a draw leaves out unlikely tokens."""
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-
-
 def scale_of(params: SamplingParams) -> float:
-    """What `SamplingOps.choose` takes for a row: 0 where it is greedy, else 1 / temperature."""
-    return 0.0 if params.greedy else _scale(params.temperature)
+    """1 / temperature, 0 for greedy; kept where it is neither 0 nor infinite as a float32.
+
+    Times a logit of -inf or of 0 those would be NaN.
+    """
+    return 0.0 if params.greedy else max(1 / max(params.temperature, 2.0**-100), 2.0**-100)
 
 
-def _scale(temperature: float) -> float:
-    """1 / temperature, kept where it is neither 0 nor infinite as a float32: times a logit of -inf or of 0 those are NaN."""
-    return max(1 / max(temperature, 2.0**-100), 2.0**-100)
+def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set what top_k and top_p leave out to -inf; top_k first, then top_p over what it kept. The most likely token stays.
 
-
-def _keep_likely(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Set what top_k, top_p and min_p leave out to -inf."""
-
-    def column(values: list[float]) -> Tensor:
-        return upload(torch.tensor(values, dtype=logits.dtype), logits.device)[:, None]
-
-    if any(each.top_k > 0 or each.top_p < 1 for each in params):
-        logits = _keep_top(logits, params, column([each.top_p for each in params]))
-    if any(each.min_p > 0 for each in params):
-        floor = logits.amax(-1, keepdim=True) + column([each.min_p for each in params]).log()
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    return logits
-
-
-def _keep_top(logits: Tensor, params: Sequence[SamplingParams], top_p: Tensor) -> Tensor:
-    """Set what top_k and top_p leave out to -inf; top_k first, then top_p over what it kept. The most likely token stays."""
+    logits: float32 [rows, vocab_size]; top_k, top_p: [rows]. A top_k below 1 keeps all tokens, as a top_p of 1 does.
+    """
     vocab = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True)
-    kept = torch.tensor([each.top_k if each.top_k > 0 else vocab for each in params])
-    dropped = torch.arange(vocab, device=logits.device) >= upload(kept, logits.device)[:, None]
+    kept = torch.where(top_k > 0, top_k, vocab)[:, None]
+    dropped = torch.arange(vocab, device=logits.device) >= kept
     likely = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
     # The sum before a token already suffices. It may round up to 1, which must cut no row that is here for its neighbours only.
+    top_p = top_p[:, None]
     dropped |= (likely.cumsum(dim=-1) - likely >= top_p) & (top_p < 1)
     dropped[:, 0] = False
     return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
+
+
+def keep_above(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Set tokens that are less likely than min_p, [rows], times the most likely one to -inf."""
+    floor = logits.amax(-1, keepdim=True) + min_p[:, None].log()
+    return logits.masked_fill(logits < floor, -torch.inf)
 
 
 LANES = 128

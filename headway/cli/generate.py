@@ -16,6 +16,9 @@ from headway.core.sampling.params import SamplingParams
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headway.core.engine.usage import CacheUsage
     from headway.llm import LLM
     from headway.outputs import RequestOutput
     from headway.prompts import Prompt
@@ -34,6 +37,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampled text repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the completion. Repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end-of-text token.")] = False,
+    show_cache: Annotated[
+        bool, typer.Option("--show-cache", help="Draw the cache's blocks as they were at the last token, by sequence and group.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the text is complete.")] = False,
 ) -> None:
     """Continue PROMPT, token by token; then say how fast."""
@@ -57,7 +63,18 @@ def generate(
         llm = LLM(**engine)
     loaded = time.perf_counter() - started
     request = llm.chat_prompt(prompt) if chat else prompt
-    output = _write(llm, request, params, shown=not as_json)
+    usages: list[CacheUsage] = []
+
+    def look() -> None:
+        usage = llm.engine.cache_usage()
+        if usage.sequences or not usages:  # after the last token nobody holds anything
+            usages[:] = [usage]
+
+    output = _write(llm, request, params, not as_json, look if show_cache else None)
+    if usages:
+        from headway.cli.cache_picture import picture
+
+        err.print(picture(usages[0]))
     if as_json:
         print(json.dumps(_record(prompt, output, loaded, llm), indent=2))
         return
@@ -68,7 +85,9 @@ def generate(
     err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool) -> RequestOutput:
+def _write(
+    llm: LLM, request: Prompt, params: SamplingParams, shown: bool, after_step: Callable[[], None] | None
+) -> RequestOutput:
     """Generate, and show the text as it grows.
 
     :raises BackendError: a backend raised in the middle of a step.
@@ -76,6 +95,8 @@ def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool) -> Re
     begun, last = False, None
     for text, output in llm.stream(request, params):
         last = output
+        if after_step is not None:
+            after_step()
         text = text if begun else text.lstrip()  # a completion starts with the space after the prompt
         begun = begun or bool(text)
         if shown:

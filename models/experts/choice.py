@@ -39,4 +39,4 @@ def rule(num_tokens: int, config: ExpertsConfig) -> str:
     if num_tokens <= 2:
         return "triton.rows"
     pairs = num_tokens * config.num_slots / config.num_all
-    return "triton.tiles16" if pairs <= 12 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"
+    return "triton.tiles16" if pairs <= 8 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"

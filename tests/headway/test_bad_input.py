@@ -462,7 +462,6 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
         {"temperature": float("nan")},
         {"top_p": None},
         {"top_k": 1.5},
-        {"max_tokens": None},
         {"seed": 0.5},
         {"seed": 2**64},
         {"seed": -(2**64)},
@@ -471,6 +470,31 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
         {"stop": 3},
         {"stop_token_ids": ["a"]},
         {"stop_token_ids": 3},
+        {"min_tokens": 17},
+        {"min_tokens": -1},
+        {"best_of": 1, "n": 2},
+        {"repetition_penalty": 0},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -3},
+        {"frequency_penalty": float("nan")},
+        {"logit_bias": {3: 101}},
+        {"logit_bias": {-3: 1}},
+        {"logit_bias": [3]},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": 3},
+        {"bad_words": "word"},
+        {"bad_words": [""]},
+        {"bad_words_token_ids": [[]]},
+        {"logits_processors": [3]},
+        {"logprobs": -2},
+        {"logprobs": True},
+        {"prompt_logprobs": 1.5},
+        {"structured_outputs": {"regex": "a"}},
+        {"truncate_prompt_tokens": 0},
+        {"extra_args": []},
+        {"use_beam_search": True},
+        {"guided_decoding": None},
+        {"max_token": 3},
     ],
     ids=str,
 )
@@ -516,7 +540,7 @@ def test_an_unknown_argument_of_llm_gets_the_nearest_of_ours() -> None:
         "frobnicate": "docs/options.md lists them",
     }.items():
         with pytest.raises(ConfigError, match=f"^{name}: needs an option of LLM, got '{name}'.*{re.escape(words)}"):
-            LLM("no such model", **{name: 1})
+            LLM("no such model", **{name: 2})
 
 
 def test_every_error_is_a_headway_error() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headway.core.engine.loop import EngineLoop
+from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 
 
@@ -17,6 +18,8 @@ class Written:
     finish_reason: str | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def drain(engine: EngineLoop, written: dict[tuple[str, int], Written] | None = None) -> dict[tuple[str, int], Written]:
@@ -27,6 +30,8 @@ def drain(engine: EngineLoop, written: dict[tuple[str, int], Written] | None = N
             one = written.setdefault((delta.request_id, delta.completion), Written())
             assert one.finish_reason is None, "a delta after the last"
             one.token_ids += delta.new_token_ids
+            one.logprobs += delta.logprobs
+            one.prompt_logprobs += delta.prompt_logprobs
             one.finish_reason, one.error, one.num_cached_tokens = delta.finish_reason, delta.error, delta.num_cached_tokens
     engine.blocks.check_integrity([])
     assert engine.blocks.num_free == engine.blocks.num_pages

@@ -60,8 +60,15 @@ def install(folder: Path, name: str, source: str, version: str = "1.0", entry_po
     (info / "entry_points.txt").write_text(f"[headway]\n{name} = {name}\n" if entry_points is None else entry_points)
 
 
-def save_tiny_model(folder: Path) -> Path:
-    """A Llama of two layers with random weights as transformers saves it: 256 positions, 300 tokens of ASCII text."""
+CHAT = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A chat template."""
+
+
+def save_tiny_model(folder: Path, positions: int = 256, chat: bool = False) -> Path:
+    """A Llama of two layers with random weights as transformers saves it: 300 tokens of ASCII text. chat: with a template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -80,7 +87,7 @@ def save_tiny_model(folder: Path) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=64,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
         initializer_range=0.5,  # far from uniform logits, so that greedy choices are no near-ties
         bos_token_id=None,
         eos_token_id=wrapped.eos_token_id,
@@ -88,6 +95,8 @@ def save_tiny_model(folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
+    if chat:
+        wrapped.chat_template = CHAT
     wrapped.save_pretrained(folder)
     return folder
 

@@ -55,21 +55,3 @@ class PiecesTape(Tape):
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
         return lambda: run() and None
-
-
-class Again(Tape):
-    """Records a step by running it again: what a graph does, where there is none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-        """The batch sizes that were replayed, in order."""
-
-    def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        graph: Any = run.__self__  # type: ignore[attr-defined]
-
-        def replay() -> None:
-            self.sizes.append(graph.size)
-            run()
-
-        return replay

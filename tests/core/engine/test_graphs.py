@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from driving import generate
-from headway.core.contract.backend import BackendInfo, Backends, GraphLevel
+from headway.core.contract.backend import Backends, GraphLevel
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.blocks import BlockManager
@@ -32,10 +32,9 @@ from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
-from headway.registry import create_registry, hookimpl
-from taping import Again
+from headway.registry import create_registry
 from tiny import TinyModel
-from walk import Walk
+from walking import Again, Walk, WalkPlugin
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
@@ -148,12 +147,6 @@ def test_a_step_that_is_no_replay_is_told_why(caplog: pytest.LogCaptureFixture) 
         assert [why(step_of(*[decode] * 3, goes_on=True)) for _ in range(2)] == ["more than 2 sequences"] * 2
     (record,) = caplog.records
     assert "a decode step of 3 sequences is launched kernel by kernel, for the largest captured batch is 2" in record.message
-
-
-class WalkPlugin:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("walk", "for tests", lambda: Walk, api_version=2)]
 
 
 def engine(**options: object) -> Engine:
@@ -281,15 +274,13 @@ def test_what_is_captured_is_one_rule() -> None:
 
 
 def test_a_graph_draws_for_the_rows_that_want_it() -> None:
-    """Beside greedy ones, in one pass; a step with a row that leaves out unlikely tokens draws after its graph."""
-    drawn: list[int] = []
+    """Beside greedy ones, in one pass; a row that leaves out unlikely tokens is drawn after the graph, and it alone."""
+    changed: list[int] = []
 
     def choose(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+        if logits.untyped_storage().nbytes() == 4 * len(logits) * (TinyModel.vocab_size + 1):  # nobody's column beside the others
+            changed.append(len(logits))
         return torch.where(scales == 0, greedy(logits), draw(logits, scales, keys))
-
-    def outside(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
-        drawn.append(len(logits))
-        return draw(logits, scales, keys)
 
     settings = [{"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.5}, {"top_k": 4}]
     wishes = [
@@ -298,9 +289,11 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     prompts = [[3, 1], [4, 1, 5], [9, 2, 6], [5]]
     made = engine()
     registry = create_registry([WalkPlugin()], load_entry_points=False)
-    fast = Engine(TinyModel(), registry, made.config, sampling=SamplingOps(draw=outside, choose=choose))
+    fast = Engine(TinyModel(), registry, made.config, sampling=SamplingOps(choose=choose))
     fast.executor.capture(Again())
     expected = [each.token_ids for each in generate(made, prompts, wishes)]
     assert [each.token_ids for each in generate(fast, prompts, wishes)] == expected
-    assert drawn == [3] * 7, "while the row with top_k runs; the two steps after it draw inside"
+    assert changed == [1] * 7, "while the row with top_k runs; the two steps after it draw inside"
+    assert fast.stats.steps_after_model == {"top_k or top_p": 7}
+    assert not fast.stats.steps_waiting
     assert fast.stats.num_graph_steps == 8

@@ -18,10 +18,10 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
 from headway.core.speculation.proposer import Proposer
 from headway.registry import create_registry, hookimpl
-from taping import Again, Tape
+from taping import Tape
 from tiny import TinyModel
 from told import Told, told_of
-from walk import Walk
+from walking import Again, Walk
 
 
 class Wide(Walk):

@@ -22,7 +22,8 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.warmup import Lengths, StepLimits, fits, lattice, powers
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
-from headway.core.engine.runner import Launched, Runner
+from headway.core.engine.launched import Launched
+from headway.core.engine.runner import Runner
 from headway.core.engine.step import StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookimpl

@@ -74,3 +74,35 @@ def test_bytes_that_are_no_text_end_tokenizers_own_stream_and_not_ours() -> None
     for token in tokens:
         detokenizer.append(token)
     assert detokenizer.flush().endswith(" the")
+
+
+@pytest.mark.parametrize("pieces", [["the E", "N", "D of it"], ["the ", "END of it"], ["t", "he", " END"]], ids=str)
+def test_a_stop_text_is_found_across_tokens_and_may_stay(pieces: list[str]) -> None:
+    for include, expected in ((False, "the "), (True, "the END")):
+        detokenizer = Detokenizer(Pieces(pieces), ["never", "END"], include_stop=include)
+        stopped = [detokenizer.append(number) for number in range(len(pieces))]
+        assert any(stopped)
+        assert (detokenizer.text, detokenizer.stopped_by) == (expected, "END")
+
+
+class Pieces:
+    """Token n is the n-th of some texts."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(self._pieces[token] for token in token_ids)
+
+
+def test_no_stop_text_counts_before_there_are_enough_tokens() -> None:
+    pieces = ["a END", " b", " END", " c END d"]
+    detokenizer = Detokenizer(Pieces(pieces), ["END"], min_tokens=3)
+    assert [detokenizer.append(number) for number in range(4)] == [False, False, False, True]
+    assert detokenizer.text == "a END b END c "
+
+
+def test_the_stop_text_that_begins_first_ends_the_text() -> None:
+    detokenizer = Detokenizer(Pieces(["x", "bcd"]), ["cd", "bc"])
+    assert [detokenizer.append(0), detokenizer.append(1)] == [False, True]
+    assert (detokenizer.text, detokenizer.stopped_by) == ("x", "bc")

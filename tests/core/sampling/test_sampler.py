@@ -11,13 +11,10 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, _exponential, _keep_top, _philox, greedy, keys_of, sample
+from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, _exponential, _philox, keep_top, keys_of
+from taking import take
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -50.0])
-
-
-def take(logits: torch.Tensor, params: list[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    return sample(logits, greedy(logits), params, seeds, positions)
 
 
 def draws(params: SamplingParams, count: int = 4000) -> torch.Tensor:
@@ -132,10 +129,9 @@ def test_keys_are_splitmix64() -> None:
 def test_a_neighbours_top_k_cuts_nothing_from_a_row_without_limits() -> None:
     """The sum of its probabilities rounds up to 1 long before its end."""
     logits = torch.randn(2, 50000, generator=torch.Generator().manual_seed(2)) * 5
-    wishes = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=5)]
     likely = logits[0].softmax(-1).sort(descending=True).values
     assert float((likely.cumsum(-1) - likely)[-1]) >= 1
-    kept = _keep_top(logits, wishes, torch.ones(2, 1)).isfinite().sum(-1)
+    kept = keep_top(logits, torch.tensor([0.0, 5.0]), torch.ones(2)).isfinite().sum(-1)
     assert kept.tolist() == [50000, 5]
 
 

@@ -1,18 +1,40 @@
-"""A backend that may be captured, in a few lines of torch."""
+"""A backend that decodes in graphs on any device, and a stand-in for the graphs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import AttentionBackend, BackendInfo, GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.engine.graph import DecodeGraph
+from headway.registry import hookimpl
+from taping import Tape
+
+
+class Again(Tape):
+    """Records a step by running it again: what a graph does, where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        """The batch sizes that were replayed, in order."""
+
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        graph: DecodeGraph = run.__self__  # type: ignore[attr-defined]
+
+        def replay() -> None:
+            self.sizes.append(graph.size)
+            run()
+
+        return replay
 
 
 class Walk(AttentionBackend):
@@ -45,3 +67,9 @@ class Walk(AttentionBackend):
                 one = SimpleNamespace(seq_lens=torch.tensor([kv_len]), block_table=plan.block_table[row : row + 1])
                 one.block_size = plan.block_size
                 Walk.decode(self, q[token : token + 1], cache, one, out[token : token + 1])  # type: ignore[arg-type]
+
+
+class WalkPlugin:
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        return [BackendInfo("walk", "for tests", lambda: Walk, api_version=2)]

@@ -1,0 +1,78 @@
+"""Sequences on their way to the scheduler: until their request is prepared, and until a sibling has computed their prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from headway.core.engine.scheduler import ScheduledSequence, Scheduler
+from headway.core.engine.sequence import Sequence as Completion
+
+
+class Entrance:
+    """Holds sequences back that cannot run yet, or had better not.
+
+    Of a request with several completions the first goes ahead; the others follow once its prompt is under way, and find it in the
+    prefix cache: whole blocks are shared, and the part of a block is copied, so that the prompt is computed once.
+    """
+
+    def __init__(self, scheduler: Scheduler, shares_prompts: bool) -> None:
+        """shares_prompts: whether there is a prefix cache."""
+        self._scheduler, self._shares = scheduler, shares_prompts
+        self._preparing: list[tuple[Future[None], list[Completion]]] = []
+        self._siblings: dict[str, list[Completion]] = {}
+
+    @property
+    def occupied(self) -> bool:
+        """Whether anybody is held back."""
+        return bool(self._preparing or self._siblings)
+
+    def add(self, seqs: list[Completion], ready: Future[None] | None) -> None:
+        """Take the completions of a request. ready: when it is prepared; None: it is."""
+        if ready is not None:
+            self._preparing.append((ready, seqs))
+            return
+        ahead = 1 if self._shares else len(seqs)
+        for seq in seqs[:ahead]:
+            self._scheduler.add(seq)
+        if seqs[ahead:]:
+            self._siblings[seqs[0].request_id] = seqs[ahead:]
+
+    def poll(self, idle: bool) -> list[tuple[list[Completion], str]]:
+        """Let prepared requests go on; returns the completions of those that cannot be prepared, with the reason.
+
+        idle: nothing else is to be done, so wait for the first of them.
+        """
+        if not self._preparing:
+            return []
+        if idle:
+            wait([ready for ready, _ in self._preparing], return_when=FIRST_COMPLETED)
+        failed = []
+        done = [each for each in self._preparing if each[0].done()]
+        self._preparing = [each for each in self._preparing if each not in done]
+        for ready, seqs in done:
+            error = ready.exception()
+            if error is None:
+                self.add(seqs, None)
+            else:
+                failed.append((seqs, str(error)))
+        return failed
+
+    def launched(self, step: Iterable[ScheduledSequence]) -> None:
+        """Let those follow whose sibling's prompt is under way to its end."""
+        if not self._siblings:
+            return
+        for seq, _, _, samples, _ in step:
+            if samples and seq.request_id in self._siblings:
+                self._scheduler.add_first(self._siblings.pop(seq.request_id))
+
+    def ended(self, seqs: Sequence[Completion]) -> None:
+        """Forget sequences that ended; those that waited for one of them wait no longer."""
+        if not self.occupied:
+            return
+        kept = [(ready, [seq for seq in waiting if not seq.finished]) for ready, waiting in self._preparing]
+        self._preparing = [each for each in kept if each[1]]
+        for seq in seqs:
+            waiting = [other for other in self._siblings.pop(seq.request_id, ()) if not other.finished]
+            if waiting and seq not in waiting:
+                self.add(waiting, None)

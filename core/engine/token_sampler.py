@@ -1,0 +1,184 @@
+"""From a step's logits to its tokens, as the parameters of each row want them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.transfer import upload
+from headway.core.engine.host_rows import HostRows
+from headway.core.engine.step import StartedRow, StepInput
+from headway.core.sampling.logprobs import Scores, score
+from headway.core.sampling.needs import OF_HISTORY, ON_HOST, SHAPING, Need, need_of, reasons_of
+from headway.core.sampling.sampler import NO_TOKEN_LEFT, NOT_A_TOKEN, Draws, SamplingOps, keys_of, sample, scale_of
+from headway.core.sampling.shaper import LogitsShaper, Shaped
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The tokens of a step on the device, and what belongs to them."""
+
+    tokens: Tensor
+    """int64 [rows of logits]."""
+    after_model: tuple[str, ...] = ()
+    """What some of the rows asked for that is done after the model, kernel by kernel."""
+    waited_for: tuple[str, ...] = ()
+    """What some of the rows asked for that needs the tokens of the step before on the host."""
+    wait_seconds: float = 0.0
+    """How long the host waited for those."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """Row of logits -> why its sequence cannot go on."""
+    scores: Scores | None = None
+    """Log-probabilities of the rows that want them."""
+    scored: Sequence[tuple[int, int]] = ()
+    """For each of those its row of logits, and how many of the most likely tokens it wants."""
+
+
+class TokenSampler:
+    """Keeps how the tokens of each row are chosen.
+
+    What depends on a row's own numbers and on tokens that the device knows is done there, so that a step is launched before the
+    one before it is read. A grammar or a logits processor must see the token before: the host then waits for it between the
+    model's launch and the sampler's, and works while the device computes the model.
+    """
+
+    def __init__(
+        self, ops: SamplingOps, max_num_seqs: int, vocab_size: int, device: torch.device, hosts: HostRows | None = None
+    ) -> None:
+        self._ops, self._vocab_size, self._device = ops, vocab_size, device
+        self._hosts = hosts or HostRows(None, {})
+        self._shaper = LogitsShaper(vocab_size, device)
+        self._seeds = numpy.zeros(max_num_seqs, dtype=numpy.uint64)
+        self._scales = numpy.zeros(max_num_seqs, dtype=numpy.float32)
+        self._needs = numpy.zeros(max_num_seqs, dtype=numpy.int32)
+        self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)
+        """Prompt tokens and min_tokens: the shortest that a row's sequence may become."""
+        self._num_logprobs = numpy.zeros(max_num_seqs, dtype=numpy.int64)
+
+    def update(self, started: Sequence[StartedRow]) -> None:
+        """Sequences begin in rows."""
+        for each in started:
+            row, params = each.row, each.params
+            need = need_of(params)
+            self._seeds[row], self._scales[row], self._needs[row] = each.seed % 2**64, scale_of(params), need
+            self._least_len[row] = each.num_prompt_tokens + params.min_tokens
+            self._num_logprobs[row] = self._vocab_size if params.logprobs == -1 else params.logprobs or 0
+            if need & SHAPING:
+                self._shaper.start(row, params, need, each.token_ids, each.num_prompt_tokens, each.stop_token_ids)
+            self._hosts.start(each, bool(need & ON_HOST))
+
+    def draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws:
+        """How a graph chooses the tokens at these positions; a row whose logits change first is greedy there, at less cost."""
+        scales = self._scales[rows]
+        needs = self._needs[rows]
+        if needs.any():
+            scales[(needs & SHAPING) != 0] = 0
+        return Draws(scales, self._keys(rows, positions))
+
+    def plain(self, rows: NDArray[numpy.int32]) -> bool:
+        """Whether these rows want nothing but a draw from their logits."""
+        return not self._needs[rows].any()
+
+    def _keys(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> NDArray[numpy.int64]:
+        return keys_of(self._seeds[rows], positions).view(numpy.int64)
+
+    def note_drafts(self, step: StepInput) -> None:
+        """Write a step's drafts down where penalties or bad words count them; those that are refused are overwritten."""
+        ends = numpy.cumsum(step.query_lens)
+        for index in numpy.flatnonzero(step.num_draft_tokens):
+            row, count = int(step.rows[index]), int(step.num_draft_tokens[index])
+            if self._needs[row] & OF_HISTORY:
+                last = int(step.context_lens[index] + step.query_lens[index])
+                rows = numpy.full(count, row, dtype=numpy.int64)
+                self._shaper.note(rows, numpy.arange(last - count, last), step.token_ids[ends[index] - count : ends[index]])
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: NDArray[numpy.int32],
+        positions: NDArray[numpy.int32],
+        best: Tensor | None = None,
+        drawn: bool = False,
+        drafts: Mapping[int, Sequence[int]] | None = None,
+    ) -> Chosen:
+        """Choose a token for each row of logits [rows, vocab_size].
+
+        rows, positions: the sequence of each, and where in it the token will stand. best: tokens that a graph has chosen: as
+        `draws` says if drawn, else greedily. drafts: by row, the guesses that a step verifies, for whose logits a row stands more
+        than once.
+        """
+        needs = self._needs[rows]
+        tokens = best if drawn and best is not None else sample(logits, self.draws(rows, positions), self._ops, best)
+        if not needs.any():
+            return Chosen(tokens)
+        needs[positions >= self._least_len[rows]] &= ~Need.MIN_TOKENS
+        at = numpy.flatnonzero(needs & SHAPING)
+        asked = int(numpy.bitwise_or.reduce(needs))
+        waited, errors = 0.0, dict[int, str]()
+        if len(at):
+            shaped = Shaped(at, rows[at].astype(numpy.int64), positions[at].astype(numpy.int64), needs[at])
+            changed, waited, errors = self._shape(logits, shaped, drafts or {})
+            tokens = self._choose(changed, tokens, shaped)
+        noted = numpy.flatnonzero(needs & OF_HISTORY)
+        if len(noted):
+            some = tokens if len(noted) == len(tokens) else tokens.index_select(0, self._up(noted))
+            self._shaper.note(rows[noted].astype(numpy.int64), positions[noted].astype(numpy.int64), some)
+        scores, scored = self._score(logits, tokens, rows, needs)
+        reasons = reasons_of(asked & ~Need.PROMPT_LOGPROBS), reasons_of(asked & ON_HOST)
+        return Chosen(tokens, *reasons, waited, {int(at[row]): why for row, why in errors.items()}, scores, scored)
+
+    def _shape(self, logits: Tensor, shaped: Shaped, drafts: Mapping[int, Sequence[int]]) -> tuple[Tensor, float, dict[int, str]]:
+        """The changed logits; how long the host waited for them; and why some of their rows cannot go on."""
+        hosted = shaped.having(ON_HOST)
+        if not len(hosted):
+            return self._shaper.shape(logits, shaped, None, None), 0.0, {}
+        began = time.perf_counter()
+        self._hosts.catch_up()
+        waited = time.perf_counter() - began
+        rows, lens = shaped.rows[hosted].tolist(), shaped.lens[hosted].tolist()
+        masked, masks = self._hosts.masks(rows, lens, drafts)
+        errors: dict[int, str] = {}
+
+        def process(changing: Tensor) -> None:
+            own = changing if len(hosted) == len(changing) else changing.index_select(0, self._up(hosted))
+            failed = self._hosts.process(rows, lens, drafts, own)
+            if own is not changing:
+                changing.index_copy_(0, self._up(hosted), own)
+            errors.update({int(hosted[number]): why for number, why in failed.items()})
+
+        bits = None if masks is None else (hosted[masked], masks)
+        return self._shaper.shape(logits, shaped, bits, process), waited, errors
+
+    def _choose(self, changed: Tensor, tokens: Tensor, shaped: Shaped) -> Tensor:
+        """The tokens, with those of rows whose logits have changed chosen anew."""
+        scales = (self._scales[shaped.rows] > 0).astype(numpy.float32)  # the temperature is in the logits already
+        chosen = sample(
+            changed, Draws(scales, self._keys(shaped.rows.astype(numpy.int32), shaped.lens.astype(numpy.int32))), self._ops
+        )
+        chosen = torch.where(changed.amax(-1) == -torch.inf, NO_TOKEN_LEFT, chosen)
+        some = len(shaped.at) < len(tokens)
+        at = self._up(shaped.at) if some else None
+        before = tokens if at is None else tokens.index_select(0, at)
+        chosen = torch.where(before == NOT_A_TOKEN, NOT_A_TOKEN, chosen)  # a mask may have hidden the NaN
+        return chosen if at is None else tokens.index_copy(0, at, chosen)
+
+    def _score(
+        self, logits: Tensor, tokens: Tensor, rows: NDArray[numpy.int32], needs: NDArray[numpy.int32]
+    ) -> tuple[Scores | None, list[tuple[int, int]]]:
+        at = numpy.flatnonzero(needs & Need.LOGPROBS)
+        if not len(at):
+            return None, []
+        wanted = self._num_logprobs[rows[at]]
+        if len(at) < len(logits):
+            index = self._up(at)
+            logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
+        return score(logits, tokens, int(wanted.max())), list(zip(at.tolist(), wanted.tolist(), strict=True))
+
+    def _up(self, numbers: NDArray[numpy.int64]) -> Tensor:
+        return upload(torch.from_numpy(numbers), self._device)

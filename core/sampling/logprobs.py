@@ -1,0 +1,58 @@
+"""Log-probabilities of tokens, and their ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token of those that might have come; fields are vLLM's."""
+
+    logprob: float
+    """Of the softmax of the model's own logits, before temperature, penalties and anything else."""
+    rank: int | None = None
+    """1 for the most likely token."""
+    decoded_token: str | None = None
+    """Its text."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one place in a sequence: the token that stands there, then the most likely ones. Plain data."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+    """Of the first token; the others' are 1, 2, 3, ..."""
+
+
+class Scores(NamedTuple):
+    """Of several places, as tensors."""
+
+    token_ids: Tensor
+    """int64 [places, k + 1]: the token itself, then the k most likely ones."""
+    logprobs: Tensor
+    """float32, likewise."""
+    ranks: Tensor
+    """int64 [places]: of the token itself."""
+
+    def at(self, place: int, k: int) -> TokenLogprobs:
+        """One place, with the k most likely tokens; on the host."""
+        ids, logprobs = self.token_ids[place, : k + 1], self.logprobs[place, : k + 1]
+        return TokenLogprobs(tuple(ids.tolist()), tuple(logprobs.tolist()), int(self.ranks[place]))
+
+
+def score(logits: Tensor, tokens: Tensor, k: int) -> Scores:
+    """Log-probabilities of tokens, int64 [rows], and of the k most likely of each row. logits: [rows, vocab_size].
+
+    A token's rank is how many are at least as likely, as vLLM counts.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, tokens.clamp_min(0)[:, None])
+    ranks = (logprobs >= own).sum(-1)
+    values, ids = logprobs.topk(k, dim=-1)
+    return Scores(torch.cat([tokens[:, None], ids], 1), torch.cat([own, values], 1), ranks)

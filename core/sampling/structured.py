@@ -1,0 +1,77 @@
+"""What form a completion is to have: a JSON schema, a regular expression, one of several texts, or a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.unknown import knows_its_fields
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+_ELSEWHERE: Final = {
+    "structural_tag": "not supported yet: grammar can say where a schema begins and ends",
+    "backend": "leave it out: Headway compiles all forms with llguidance",
+    "json_schema": "it is called json",
+    "disable_fallback": "leave it out: nothing falls back",
+}
+
+
+@knows_its_fields(_ELSEWHERE, "docs/sampling.md")
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The form of a completion. Exactly one of the first five is given; names and meanings are vLLM's."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as a dict or as its text."""
+    regex: str | None = None
+    """A regular expression that the whole text matches."""
+    choice: Sequence[str] | None = None
+    """Texts of which the completion is one."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    disable_any_whitespace: bool = False
+    """JSON without spaces and line breaks between its parts."""
+    disable_additional_properties: bool = False
+    """No properties in objects that a JSON schema does not name, where it does not say whether there may be others."""
+    whitespace_pattern: str | None = None
+    """A regular expression for the space between the parts of JSON."""
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise ConfigError("structured_outputs", f"exactly one of {', '.join(_KINDS)}", ", ".join(given) or "none of them")
+        if isinstance(self.json, str):
+            try:
+                parsed = json.loads(self.json)
+            except ValueError as error:
+                raise ConfigError("structured_outputs.json", "a JSON schema", f"a text that is not JSON ({error})") from None
+            object.__setattr__(self, "json", parsed)
+        elif self.json is not None and not isinstance(self.json, (Mapping, bool)):
+            self._refuse("json", "a JSON schema, as a dict or a text")
+        if self.choice is not None:
+            texts = () if isinstance(self.choice, str) else tuple(self.choice)
+            if not texts or not all(isinstance(text, str) and text for text in texts):
+                self._refuse("choice", "a list of texts that are not empty")
+            object.__setattr__(self, "choice", texts)
+        for kind in ("regex", "grammar"):
+            value = getattr(self, kind)
+            if value is not None and not (isinstance(value, str) and value):
+                self._refuse(kind, "a text that is not empty")
+        if self.json_object not in (None, True):
+            self._refuse("json_object", "True, or None for another form")
+        if self.whitespace_pattern is not None and not isinstance(self.whitespace_pattern, str):
+            self._refuse("whitespace_pattern", "a regular expression")
+
+    def _refuse(self, field: str, need: str) -> None:
+        raise ConfigError(f"structured_outputs.{field}", need, repr(getattr(self, field)))
+
+    @property
+    def key(self) -> str:
+        """Equal for equal forms, as a text."""
+        return json.dumps([getattr(self, field) for field in self.__dataclass_fields__], sort_keys=True, default=dict)

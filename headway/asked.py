@@ -1,0 +1,74 @@
+"""From the parameters that a caller gives to those that an engine reads: bad words as token ids, a model's own defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from headway.core.contract.errors import ConfigError
+from headway.core.sampling.params import SamplingParams
+
+_DEFAULTS: Final = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Name in generation_config.json -> ours."""
+
+
+def default_params(folder: Path) -> SamplingParams:
+    """What the model's generation_config.json recommends, as vLLM reads it; SamplingParams() where it says nothing."""
+    path = folder / "generation_config.json"
+    read = json.loads(path.read_text()) if path.is_file() else {}
+    return SamplingParams(**{ours: read[name] for name, ours in _DEFAULTS.items() if read.get(name) is not None})
+
+
+def resolve(params: SamplingParams, tokenizer: Any, model: str) -> SamplingParams:
+    """The same parameters for the engine, which knows no texts.
+
+    tokenizer: None where the model has none.
+
+    :raises ConfigError: something needs a tokenizer.
+    """
+    if tokenizer is None:
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name):
+                ids = {"stop": "stop_token_ids need none", "bad_words": "bad_words_token_ids need none"}
+                raise ConfigError(name, "a model with a tokenizer, to see texts", model, ids.get(name, ""))
+    if not params.bad_words:
+        return params
+    words = [tuple(word) for word in params.bad_words_token_ids or ()]
+    for text in params.bad_words:
+        words += word_token_ids(text, tokenizer)
+    return replace(params, bad_words_token_ids=tuple(words))
+
+
+def word_token_ids(text: str, tokenizer: Any) -> list[tuple[int, ...]]:
+    """A word's tokens at the start of a text and, where they differ in the first token alone, in its middle (after a space)."""
+    plain, spaced = (tuple(tokenizer(before + text.lstrip(), add_special_tokens=False)["input_ids"]) for before in ("", " "))
+    if not plain:
+        raise ConfigError("bad_words", "texts that the tokenizer knows", repr(text))
+    same_rest = len(plain) == len(spaced) and plain[0] != spaced[0]
+    return [plain, spaced] if same_rest else [plain]
+
+
+def params_of(
+    given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
+) -> list[SamplingParams]:
+    """One for each of `count` prompts.
+
+    :raises ConfigError: another number of them, or something else.
+    """
+    listed = list(given) if isinstance(given, Sequence) else [default if given is None else given] * count
+    if len(listed) != count:
+        raise ConfigError("sampling_params", f"one, or one for each of the {count} prompts", len(listed))
+    wrong = next((each for each in listed if not isinstance(each, SamplingParams)), None)
+    if wrong is not None:
+        raise ConfigError("sampling_params", "SamplingParams", f"a {type(wrong).__name__}")
+    return listed

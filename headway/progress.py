@@ -1,0 +1,172 @@
+"""A request and its completions on their way: texts, stop texts, times and log-probabilities."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from headway.core.engine.deltas import OutputDelta
+from headway.core.sampling.detokenizer import Detokenizer, NoTokenizer, Tokenizer
+from headway.core.sampling.logprobs import Logprob, TokenLogprobs
+from headway.core.sampling.params import SamplingParams
+from headway.outputs import CompletionOutput, LogprobsByToken, RequestMetrics, RequestOutput
+
+
+@dataclass
+class Progress:
+    """How far the requests of one call are."""
+
+    num_completions: int = 0
+    num_finished: int = 0
+    num_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all completions of all its requests have ended."""
+        return self.num_finished == self.num_completions
+
+
+class Completion:
+    """One completion on its way."""
+
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self._params, self._tokenizer = params, tokenizer
+        stops = params.include_stop_str_in_output, params.min_tokens
+        shown = tokenizer if params.detokenize else NoTokenizer()
+        self.text = Detokenizer(shown, params.stop or (), *stops, params.skip_special_tokens)
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self._scores: list[float] = []
+        self._logprobs: list[LogprobsByToken] = []
+
+    @property
+    def score(self) -> float:
+        """Sum of its tokens' log-probabilities: what best_of goes by."""
+        return sum(self._scores)
+
+    def take(self, delta: OutputDelta) -> None:
+        """Take in what a step has added."""
+        self.token_ids += delta.new_token_ids
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+        for each in delta.logprobs:
+            self._scores.append(each.logprobs[0])
+            if self._params.logprobs is not None:
+                self._logprobs.append(by_token(each, self._tokenizer))
+        if delta.finish_reason == "stop" and delta.new_token_ids[-1] in (self._params.stop_token_ids or ()):
+            self.stop_reason = delta.new_token_ids[-1]
+
+    def read(self, watched: bool) -> bool:
+        """Detokenise what is new, where somebody looks at it; True if a stop text has ended the completion."""
+        text, tokens = self.text, self.token_ids
+        if not (watched or self.finish_reason):
+            return False
+        hidden = self.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        new = tokens[text.num_tokens : -1 if hidden else None]  # the token that ends a text is not part of it
+        if not watched:
+            text.extend(new)
+            return False
+        for token in new:
+            if text.append(token) and self.error is None:
+                for each in (tokens, self._scores, self._logprobs):
+                    del each[text.num_tokens :]
+                self.finish_reason, self.stop_reason = "stop", text.stopped_by
+                return True
+        return False
+
+    def output(self, index: int) -> CompletionOutput:
+        """What the caller sees, under this number."""
+        asked = self._params.logprobs is not None
+        return CompletionOutput(
+            index,
+            self.text.text,
+            list(self.token_ids),
+            self.score if asked else None,
+            list(self._logprobs) if asked else None,
+            self.finish_reason,
+            self.stop_reason,
+            self.error,
+        )
+
+
+class RequestState:
+    """A request on its way: what its deltas have brought."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Items[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        progress: Progress,
+        streamed: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.params = params
+        self.completions = [Completion(index, params, tokenizer) for index in range(params.num_drawn)]
+        self.watched = streamed or bool(params.stop)
+        """Whether the text is read as it grows, or a stop text may come; else it is made when the completion ends."""
+        self.num_cached_tokens = 0
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[LogprobsByToken | None] = [None]
+        self._progress = progress
+        progress.num_completions += params.num_drawn
+        self._num_unfinished = params.num_drawn
+        self.arrival_time = time.perf_counter()
+        self.first_token_time: float | None = None
+        self.finished_time: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all completions have ended."""
+        return self._num_unfinished == 0
+
+    def take(self, delta: OutputDelta, now: float) -> bool:
+        """Take in a delta that was read at a time; True if a stop text ends the completion, of which the engine knows nothing."""
+        completion = self.completions[delta.completion]
+        if completion.finish_reason is not None:  # a stop text has ended it before the engine heard of that
+            return False
+        if delta.new_token_ids and self.first_token_time is None:
+            self.first_token_time, self.num_cached_tokens = now, delta.num_cached_tokens
+        self._prompt_logprobs += [by_token(each, self._tokenizer) for each in delta.prompt_logprobs]
+        completion.take(delta)
+        self._progress.num_tokens += len(delta.new_token_ids)
+        stopped = completion.read(self.watched)
+        if completion.finish_reason is not None:
+            completion.text.flush()
+            self._num_unfinished -= 1
+            self._progress.num_finished += 1
+            if self.finished:
+                self.finished_time = now
+        return stopped
+
+    def output(self) -> RequestOutput:
+        """What the caller sees: of more completions than were asked for, those with the largest sum of log-probabilities."""
+        shown = self.completions
+        if len(shown) > self.params.n:
+            shown = sorted(shown, key=lambda each: (each.error is not None, -each.score))[: self.params.n]
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            list(self.prompt_token_ids),
+            [completion.output(index) for index, completion in enumerate(shown)],
+            self.finished,
+            RequestMetrics(self.arrival_time, self.first_token_time, self.finished_time),
+            self.num_cached_tokens,
+            None if self.params.prompt_logprobs is None else list(self._prompt_logprobs),
+        )
+
+
+def by_token(found: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsByToken:
+    """Log-probabilities of one place by token id, each with its own text."""
+    ranks = (found.rank, *range(1, len(found.token_ids)))
+    listed: LogprobsByToken = {}
+    for token, logprob, rank in zip(found.token_ids, found.logprobs, ranks, strict=True):
+        listed.setdefault(token, Logprob(logprob, rank, tokenizer.decode([token], skip_special_tokens=False)))
+    return listed

@@ -1,0 +1,118 @@
+"""Scripts in the manner of vLLM's documentation run here with nothing changed but the import."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headway import LLM, SamplingParams
+from headway.core.contract.errors import ConfigError
+from sandbox import save_tiny_model
+
+SCRIPTS = sorted((Path(__file__).parent / "vllm_scripts").glob("*.py"))
+MODELS = ("facebook/opt-125m", "Qwen/Qwen2.5-0.5B-Instruct")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the scripts' models are: each the tiny one."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_model(folder / "tiny", positions=512, chat=True)
+    for name in MODELS:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(folder / "tiny")
+    return folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_runs_with_another_import(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: Path
+) -> None:
+    if script.stem == "structured_outputs":
+        pytest.importorskip("llguidance")
+    monkeypatch.chdir(models)
+    text, count = re.subn(r"^from vllm(\.\w+)* import", "from headway import", script.read_text(), flags=re.MULTILINE)
+    assert count >= 1
+    assert "vllm" not in text
+    exec(compile(text, str(script), "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out, "a script shows what it found"
+
+
+def test_there_are_ten() -> None:
+    assert len(SCRIPTS) == 10
+
+
+@pytest.fixture(scope="module")
+def llm(models: Path) -> LLM:
+    return LLM(str(models / "tiny"), kv_cache_memory="1MiB", num_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"lora_request": "adapter"}, "lora_request: needs an option of LLM.generate.*merge the adapter"),
+        ({"priority": [1]}, "priority: needs .*first come, first served"),
+        ({"prompt_token_ids": [[1]]}, "prompt_token_ids: needs .*pass them as prompts"),
+        ({"params": SamplingParams()}, "params: needs .*it is called sampling_params"),
+        ({"use_tqmd": True}, "use_tqmd: needs .*did you mean use_tqdm?"),
+    ],
+    ids=str,
+)
+def test_a_keyword_of_vllm_that_is_not_here_is_refused_with_what_comes_nearest(
+    llm: LLM, keywords: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        llm.generate("the", **keywords)
+    assert not llm.engine.has_unfinished
+
+
+def test_what_vllms_llm_has_and_ours_has_not_says_what_does_it_here(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'beam_search'.*best_of"):
+        llm.beam_search  # noqa: B018
+    assert not hasattr(llm, "embed")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("guided_decoding", "structured_outputs"),
+        ("use_beam_search", "best_of"),
+        ("max_new_tokens", "max_tokens"),
+        ("repetition_penality", "did you mean repetition_penalty?"),
+    ],
+)
+def test_an_unknown_parameter_of_sampling_gets_the_nearest_of_ours(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}: needs an option of SamplingParams, got '{name}'.*{re.escape(words)}"):
+        SamplingParams(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dtype"),
+    [("dtype", "half", "float16"), ("dtype", "float", "float32"), ("dtype", "bfloat16", "bfloat16")],
+)
+def test_an_element_type_may_have_vllms_name(models: Path, name: str, value: str, dtype: str) -> None:
+    llm = LLM(
+        str(models / "tiny"), kv_cache_memory="1MiB", num_threads=1, quantization=None, tensor_parallel_size=1, **{name: value}
+    )
+    assert str(llm.model.decoder.attention_specs[0].dtype) == f"torch.{dtype}"
+
+
+def test_defaults_are_those_of_the_models_generation_config(models: Path, tmp_path: Path) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(models / "tiny", tmp_path / "model"))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 5, "eos_token_id": 0}')
+    llm = LLM(str(folder), kv_cache_memory="1MiB", num_threads=1)
+    default = llm.get_default_sampling_params()
+    assert (default.temperature, default.top_k, default.max_tokens) == (0.6, 20, 5)
+    assert len(llm.generate("the", use_tqdm=False)[0].outputs[0].token_ids) <= 5
+
+
+def test_a_request_that_is_refused_takes_those_before_it_along(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="logit_bias: needs token ids from 0 to 299, got 300"):
+        llm.generate(["the", "fox"], [SamplingParams(), SamplingParams(logit_bias={300: 1})], use_tqdm=False)
+    assert not llm.engine.has_unfinished
+    with pytest.raises(ConfigError, match="best_of: needs None or n=1 in a stream, got 2"):
+        next(llm.stream("the", SamplingParams(best_of=2)))

@@ -1,0 +1,43 @@
+"""Tokens from logits, as an engine's runner takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+import torch
+
+from headway.core.engine.host_rows import HostRows
+from headway.core.engine.step import StartedRow
+from headway.core.engine.token_sampler import Chosen, TokenSampler
+from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+
+
+def choose(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    tokens: Sequence[Sequence[int]] | None = None,
+    num_prompt_tokens: int = 0,
+    stops: Sequence[int] = (),
+    ops: SamplingOps = TORCH_SAMPLING,
+    hosts: HostRows | None = None,
+) -> Chosen:
+    """One row a sequence. tokens: those before, of which the first are the prompt."""
+    sampler = TokenSampler(ops, len(params), logits.shape[1], logits.device, hosts)
+    before = tokens or [()] * len(params)
+    sampler.update(
+        [
+            StartedRow(row, each, seeds[row], tuple(before[row]), num_prompt_tokens, tuple(stops))
+            for row, each in enumerate(params)
+        ]
+    )
+    rows = numpy.arange(len(params), dtype=numpy.int32)
+    return sampler.sample(logits, rows, numpy.array(positions, dtype=numpy.int32))
+
+
+def take(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """The tokens."""
+    return choose(logits, params, seeds, positions).tokens

@@ -1,0 +1,1 @@
+../../headway/vllm_names.py
