@@ -23,7 +23,7 @@ from headway.core.engine.host_rows import HostRows  # noqa: E402
 from headway.core.sampling.grammar import GrammarCompiler  # noqa: E402
 from sandbox import save_tiny_model  # noqa: E402
 from schemas import SchemaMaker  # noqa: E402
-from told import Told
+from told import Told  # noqa: E402
 
 MOST = 1500
 """Tokens of the longest JSON."""
