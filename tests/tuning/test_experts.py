@@ -68,7 +68,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_fastest_right_way_serves_and_is_remembered(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headway")
-    slow, fast, few = Fake("slow", 4e-3), Fake("fast", 1e-3), Fake("few", 0.0, most=2)
+    slow, fast, few = Fake("slow", 1.2e-3), Fake("fast", 3e-4), Fake("few", 0.0, most=2)
     wrong, failing = Fake("wrong", 0.0, off=1.3), Fake("failing", 0.0, fails=True)
     kind = kind_of(slow, fast, few, wrong, failing)
     choose_experts([kind], 60.0)
