@@ -27,6 +27,13 @@ class Peer:
     name: str
     version: str
     make: MakeLayer
+    plain_gate: bool = False
+    """Whether its call, as it is made here, takes neither biases nor a clamped gate (gpt-oss's)."""
+
+    def refusal(self, config: ExpertsConfig) -> str:
+        """Why a layer is not timed; empty if it is."""
+        clamped = config.biases or config.swiglu_limit is not None
+        return "its plain call takes neither biases nor a clamped gate" if self.plain_gate and clamped else ""
 
 
 def grouped_mm() -> Peer:
@@ -60,16 +67,13 @@ def vllm() -> Peer:
     library: Any = import_module("vllm.model_executor.layers.fused_moe.fused_moe")
 
     def make(config: ExpertsConfig, weights: ExpertWeights) -> Layer:
-        if weights.gate_up_bias is not None or config.swiglu_limit is not None:
-            raise NotImplementedError("biases and a clamped gate are not set up here")
-
         def layer(routed: Routed) -> Tensor:
             found: Tensor = library.fused_experts(routed.x, weights.gate_up, weights.down, routed.weights, routed.experts)
             return found
 
         return layer
 
-    return Peer("vllm.fused_experts", metadata.version("vllm"), make)
+    return Peer("vllm.fused_experts", metadata.version("vllm"), make, plain_gate=True)
 
 
 def flashinfer() -> Peer:
@@ -77,8 +81,6 @@ def flashinfer() -> Peer:
     library: Any = import_module("flashinfer.fused_moe")
 
     def make(config: ExpertsConfig, weights: ExpertWeights) -> Layer:
-        if weights.gate_up_bias is not None or config.swiglu_limit is not None:
-            raise NotImplementedError("biases and a clamped gate are not set up here")
         gate, up = weights.gate_up.chunk(2, dim=1)
         up_gate = torch.cat([up, gate], dim=1)
 
@@ -92,7 +94,7 @@ def flashinfer() -> Peer:
 
         return layer
 
-    return Peer("flashinfer.cutlass_fused_moe", metadata.version("flashinfer-python"), make)
+    return Peer("flashinfer.cutlass_fused_moe", metadata.version("flashinfer-python"), make, plain_gate=True)
 
 
 PEERS: dict[str, Callable[[], Peer]] = {"torch": grouped_mm, "vllm": vllm, "flashinfer": flashinfer}

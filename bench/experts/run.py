@@ -177,12 +177,11 @@ class RandomLayer:
         for method in methods:
             yield timed(method.name, *self._calls(method, x, routed[method.name]))
         for peer in peers:
-            try:
-                call = partial(peer.make(config, self._weights), given)
-            except NotImplementedError as error:
-                yield empty.model_copy(update={"way": peer.name, "peer": True, "reason": str(error)})
+            refusal = peer.refusal(config)
+            if refusal:
+                yield empty.model_copy(update={"way": peer.name, "peer": True, "reason": refusal})
             else:
-                yield timed(peer.name, call, given, None)
+                yield timed(peer.name, partial(peer.make(config, self._weights), given), given, None)
 
     def _calls(self, method: Method, x: Tensor, routed: Routed) -> tuple[Products, Routed, Callable[[], object]]:
         """A method's products alone, and the whole layer. Both add to what is there, so the first sum is the answer."""

@@ -55,3 +55,13 @@ class PiecesTape(Tape):
 
     def record(self, run: Callable[[], object]) -> Callable[[], None]:
         return lambda: run() and None
+
+
+class AsItIs(Tape):
+    """Decodes and prompts are run again in place of a replay, over the static inputs; pieces are taped."""
+
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        def replay() -> None:
+            run()
+
+        return replay

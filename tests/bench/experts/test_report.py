@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from experts import CONFIGS, Layer
-from headway.bench.experts.peers import grouped_mm, installed
+from headway.bench.experts.peers import Peer, grouped_mm, installed
 from headway.bench.experts.results import ExpertsCell, ExpertsReport, read_report
 from headway.cli.app import app
 from headway.cli.bench_experts import print_report, ratios
 from headway.core.contract.errors import ConfigError
+from headway.models.experts.config import ExpertsConfig
 from headway.testing.json_files import write_json
 from headway.testing.origin import Origin
 from headway.tuning.device import DeviceInfo, identify_device
@@ -91,3 +93,12 @@ def test_the_peer_that_is_torch_alone_is_right(name: str) -> None:
     found = grouped_mm().make(CONFIGS[name], weights)(Routed(x, routing.experts, routing.weights, None, 0))
     expected = PlainExperts(CONFIGS[name], weights).apply(x, routing, lambda rows, of: of(rows))
     assert (found - expected).float().norm() / expected.float().norm() < 2e-2
+
+
+def test_a_peer_without_biases_and_a_clamped_gate_says_so() -> None:
+    peer = Peer("one", "1.0", lambda config, weights: lambda routed: routed.x, plain_gate=True)
+    plain = ExpertsConfig(8, 2, 16)
+    assert peer.refusal(plain) == ""
+    for config in (replace(plain, biases=True), replace(plain, swiglu_limit=7.0)):
+        assert "neither biases nor a clamped gate" in peer.refusal(config)
+        assert replace(peer, plain_gate=False).refusal(config) == ""

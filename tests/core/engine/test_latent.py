@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from driving import generate
 from headway.backends.sdpa import SDPAMath
-from headway.core.contract.backend import AttentionBackend, BackendInfo, GraphLevel
+from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.latent import phases_of, spec_in
 from headway.core.contract.layout import LayerCache
@@ -27,9 +26,10 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.select.selector import Selector
 from headway.models.config import LatentConfig
 from headway.models.latent import PlainLatentLayer
-from headway.registry import Registry, create_registry, hookimpl
+from headway.registry import Registry, create_registry
 from headway.testing.broken.plain import Plain, PlainPlan
-from taping import Tape
+from registering import registering
+from taping import AsItIs
 
 HEADS = 3
 SIZES = LatentConfig(kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
@@ -149,26 +149,10 @@ class Uniform(Plain):
             start += query_len
 
 
-class Plugin:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("plain", "for tests", lambda: Uniform, api_version=2)]
-
-
-class Again(Tape):
-    """Decodes and prompts are run again, pieces are taped."""
-
-    def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        def replay() -> None:
-            run()
-
-        return replay
-
-
 def test_graphs_of_decodes_and_prompts_and_pieces_of_the_rest(expected: list[list[int]]) -> None:
-    registry = create_registry([Plugin()], load_entry_points=False)
+    registry = registering(plain=Uniform)
     engine = Engine(LatentModel(), registry, replace(CONFIG, attn_backend="plain"))
-    engine.executor.capture(Again())
+    engine.executor.capture(AsItIs())
     assert [written.token_ids for written in generate(engine, PROMPTS, GREEDY)] == expected
     alone = [generate(engine, [prompt], GREEDY)[0].token_ids for prompt in PROMPTS[:1]]
     assert alone == expected[:1]
@@ -197,14 +181,8 @@ class NoPrompts(SDPAMath):
     capabilities = replace(SDPAMath.capabilities, dense_prefill=False)
 
 
-class Both:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo(each.name, "for tests", lambda each=each: each, api_version=2) for each in (NoLatents, NoPrompts)]
-
-
 def test_each_phase_asks_for_its_spec_alone() -> None:
-    registry = create_registry([Both()], load_entry_points=False)
+    registry = registering(**{each.name: each for each in (NoLatents, NoPrompts)})
     expanded = {ABSORBED: EXPANDED}
     assert {phase: spec_in(phase, ABSORBED, expanded) for phase in Phase} == {
         Phase.PREFILL: EXPANDED,

@@ -10,24 +10,18 @@ import pytest
 import torch
 
 from driving import generate
-from headway.core.contract.backend import BackendInfo, GraphLevel
+from headway.core.contract.backend import GraphLevel
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
 from headway.core.sampling.params import SamplingParams
-from headway.registry import create_registry, hookimpl
 from headway.testing.broken.plain import Plain
+from registering import registering
 from taping import Tape
 from tiny import TinyModel
 
 
 class Uniform(Plain):
     graph_level = GraphLevel.UNIFORM
-
-
-class Plugin:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("plain", "for tests", lambda: Uniform, api_version=2)]
 
 
 class Again(Tape):
@@ -54,7 +48,7 @@ class Again(Tape):
 
 def engine(**options: object) -> Engine:
     config = EngineConfig(attn_backend="plain", block_size=8, max_num_batched_tokens=40, max_model_len=48, max_num_seqs=4)
-    registry = create_registry([Plugin()], load_entry_points=False)
+    registry = registering(plain=Uniform)
     return Engine(TinyModel(), registry, replace(config, kv_cache_memory=30 * 8 * 512, **options))
 
 

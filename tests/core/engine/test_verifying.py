@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from driving import generate
-from headway.core.contract.backend import BackendInfo, GraphLevel
+from headway.core.contract.backend import GraphLevel
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
 from headway.core.speculation.proposer import Proposer
-from headway.registry import create_registry, hookimpl
+from registering import registering
 from taping import Tape
 from tiny import TinyModel
 from told import Told, told_of
@@ -37,16 +37,10 @@ class Wide(Walk):
             self.prefill(q, q, q, cache, plan, out)  # type: ignore[arg-type]
 
 
-class Plugin:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("wide", "for tests", lambda: Wide, api_version=2)]
-
-
 CONFIG = EngineConfig(
     attn_backend="wide", block_size=8, max_num_batched_tokens=40, max_model_len=64, max_num_seqs=6, kv_cache_memory=2**18
 )
-REGISTRY = create_registry([Plugin()], load_entry_points=False)
+REGISTRY = registering(wide=Wide)
 
 
 def choose(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
@@ -158,12 +152,7 @@ def test_a_backend_that_cannot_be_captured_wide_is_named(caplog: pytest.LogCaptu
         name = "wide"
         graph_level = GraphLevel.DECODE
 
-    class NarrowPlugin:
-        @hookimpl
-        def headway_register_backends(self) -> list[BackendInfo]:
-            return [BackendInfo("wide", "for tests", lambda: Narrow, api_version=2)]
-
-    registry = create_registry([NarrowPlugin()], load_entry_points=False)
+    registry = registering(wide=Narrow)
     engine = Engine(TinyModel(), registry, CONFIG, proposer=Told(lambda _: [1]), measured=False)
     with caplog.at_level("WARNING", "headway"):
         engine.executor.capture(Again())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from random import Random
@@ -11,7 +10,7 @@ from random import Random
 import pytest
 
 from driving import Written, generate
-from headway.core.contract.backend import BackendInfo, GraphLevel
+from headway.core.contract.backend import GraphLevel
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
@@ -19,9 +18,10 @@ from headway.core.engine.groups import NULL_PAGE, CacheGroup
 from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
-from headway.registry import Registry, create_registry, hookimpl
+from headway.registry import Registry
 from headway.testing.broken.plain import Plain
-from taping import Tape
+from registering import registering
+from taping import AsItIs
 from told import Told
 from windowed import MODELS
 
@@ -78,29 +78,13 @@ class Uniform(Plain):
     graph_level = GraphLevel.UNIFORM
 
 
-class Plugin:
-    @hookimpl
-    def headway_register_backends(self) -> list[BackendInfo]:
-        return [BackendInfo("plain", "for tests", lambda: Uniform, api_version=2)]
-
-
-class Again(Tape):
-    """Runs decodes and lone prompts again in place of a replay, over the static inputs."""
-
-    def record(self, run: Callable[[], object]) -> Callable[[], None]:
-        def replay() -> None:
-            run()
-
-        return replay
-
-
 @pytest.mark.parametrize("name", ["two windows", "all windowed"])
 def test_graphs_have_a_table_and_slots_for_each_group(name: str) -> None:
     """Replayed decodes, lone prompts and pieces write the tokens of the reference, overlapped."""
-    registry = create_registry([Plugin()], load_entry_points=False)
+    registry = registering(plain=Uniform)
     config = replace(CONFIG, attn_backend="plain", async_scheduling=True, max_num_seqs=6)
     engine = Engine(MODELS[name], registry, config)
-    engine.executor.capture(Again())
+    engine.executor.capture(AsItIs())
     alone = generate(engine, PROMPTS[:1], GREEDY)
     assert engine.stats.num_graph_steps == engine.stats.num_steps
     together = generate(engine, PROMPTS, GREEDY)
