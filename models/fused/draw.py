@@ -35,7 +35,7 @@ class FusedSampling:
     def _choose(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None) -> Tensor:
         """logits: rows may be strided, their elements may not."""
         rows, vocab_size = logits.shape
-        # While kernels are compiled ahead nothing fills it, and tokens are looked up in tables: those must be tokens all the same.
+        # While kernels are compiled ahead nothing fills it, and yet its tokens are looked up in tables.
         make = torch.empty if AHEAD.get() is None else torch.zeros
         chosen = make(rows, dtype=torch.int64, device=self._device)
         if rows == 0:
