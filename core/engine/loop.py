@@ -14,7 +14,7 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.config import EngineConfig
-from headway.core.engine.deltas import OutputDelta
+from headway.core.engine.deltas import OutputDelta, delta_of
 from headway.core.engine.drafting import Drafting
 from headway.core.engine.entrance import Entrance
 from headway.core.engine.executor import Executor, InFlight
@@ -122,8 +122,8 @@ class EngineLoop:
         self._read_until(1)  # more are left only by an interrupt
         self._let_in()
         drafting = self._drafting
-        if drafting is not None:
-            drafting.plan(() if self._in_flight else self.scheduler.running)
+        if drafting is not None and drafting.plan(() if self._in_flight else self.scheduler.running):
+            self.scheduler.part()
         scheduled = self.scheduler.schedule()
         assert scheduled or self._in_flight or self._unreported or self._entrance.occupied, (
             "nothing to schedule although something is unfinished"
@@ -136,9 +136,7 @@ class EngineLoop:
             except Exception as error:  # whatever a backend raises
                 failure = error
             else:
-                seqs = [each.seq for each in scheduled]
-                sampling = seqs if step.goes_on else [each.seq for each in scheduled if each.samples]
-                self._in_flight.append((launched, seqs, sampling))
+                self._in_flight.append((launched, scheduled.seqs, scheduled.sampling))
                 self.scheduler.launched(scheduled)
                 self._entrance.launched(scheduled)
                 self.stats.count(step, launched)
@@ -147,7 +145,7 @@ class EngineLoop:
         if drafting is not None:
             drafting.stepped(scheduled, ahead or not self._ahead, self.stats)
         if failure is not None:
-            self._recover(scheduled, failure)
+            self._recover(list(scheduled), failure)
         self.stats.num_preemptions = self.scheduler.num_preemptions
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.wait_seconds - waited)
         deltas, self._unreported = self._unreported, []
@@ -185,8 +183,16 @@ class EngineLoop:
             self._fail(step, error)
             return
         self.stats.wait_seconds += time.perf_counter() - started
+        plain = sampled.plain_tokens()
+        if plain is not None:
+            self._take(sampling, plain)
+            return
         ended: list[Sequence] = []
         read, report, found = self.scheduler.read, self._unreported.append, sampled.found
+        plain = sampled.plain_tokens()
+        if plain is not None:
+            self._read_plain(sampling, plain)
+            return
         if found is not None:
             _keep_prompt_logprobs(step, found)
         for index, (seq, tokens) in enumerate(zip(sampling, sampled.token_lists(), strict=True)):
@@ -208,6 +214,23 @@ class EngineLoop:
                 prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
                 delta = delta._replace(logprobs=logprobs, prompt_logprobs=prompt)
             report(delta)
+        self._remove(ended)
+
+    def _take(self, sampling: list[Sequence], tokens: list[int]) -> None:
+        """Append one token to each sequence: what most steps bring, with no more work for each than that takes."""
+        ended: list[Sequence] = []
+        report = self._unreported.append
+        for seq, token in zip(sampling, tokens, strict=True):
+            if seq.together:
+                seq.append(token)
+                report(delta_of((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), ())))
+            elif seq.finished:
+                self.scheduler.read(seq, [])
+                continue
+            else:
+                report(_delta(seq, self.scheduler.read(seq, [token])))
+            if seq.finish_reason is not None:
+                ended.append(seq)
         self._remove(ended)
 
     def _recover(self, step: list[ScheduledSequence], error: Exception) -> None:
@@ -255,7 +278,7 @@ class EngineLoop:
 
 
 def _delta(seq: Sequence, tokens: list[int]) -> OutputDelta:
-    return OutputDelta(seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens)
+    return delta_of((seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens, (), ()))
 
 
 def _reason(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:

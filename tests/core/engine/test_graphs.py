@@ -27,7 +27,7 @@ from headway.core.engine.graphs import DecodeGraphs, capture_sizes
 from headway.core.engine.prepare import prepare
 from headway.core.engine.prompts import PromptGraphs
 from headway.core.engine.rows import Rows
-from headway.core.engine.scheduler import ScheduledSequence, Scheduler
+from headway.core.engine.scheduler import Schedule, Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.params import SamplingParams
@@ -95,7 +95,7 @@ def test_a_replay_is_fed_what_the_metadata_says(prompts: list[list[int]], spare:
         scheduler.remove_finished()
 
 
-def check(inputs: StaticInputs, rows: Rows, step: list[ScheduledSequence], told: StepInput) -> None:
+def check(inputs: StaticInputs, rows: Rows, step: Schedule, told: StepInput) -> None:
     inputs.device.fill_(99)
     count, (lens_cpu, table_cpu) = len(step), inputs.fill(ROWS, told.rows, told.context_lens, rows)
     longs, ints, (table,), _ = inputs.views(inputs.device, ROWS)
