@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from headway.core.sampling.logprobs import TokenLogprobs
 
@@ -27,7 +25,3 @@ class OutputDelta(NamedTuple):
     """One for each of new_token_ids, where they are wanted."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt's tokens from the second on, where they are wanted: with the first token of completion 0."""
-
-
-delta_of: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, OutputDelta)
-"""An OutputDelta of all its fields, without the call in Python that its constructor makes: every token comes in one."""

@@ -198,7 +198,6 @@ class Scheduler:
         self._batch.add(joining)
         return Schedule(prompts + decodes, self._batch)
 
-
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Tokens that a waiting sequence gets in this step; 0 if there is no room, and then it holds nothing."""
         for partly in (True, False):  # what is copied is held beside the copy: perhaps there is room without

@@ -183,7 +183,7 @@ class Sequence:
 
     @property
     def lasts_until(self) -> int:
-        """Computed tokens from which on it cannot go on decoding as it is: its pages are full, or its last token is on its way."""
+        """Computed tokens at which it cannot go on decoding as it is: its pages are full, or its last token is on its way."""
         return min(self.capacity, self.max_len - 1)
 
     @property
