@@ -67,6 +67,7 @@ class _HostBuffer:
         self.batch, self.sent = batch, self.flat[:end]
         self.seq_lens, self.tables = ints[1], tables
         self.longs, self.ints, self.rows_of = longs.numpy(), ints.numpy(), tables.numpy()
+        self.rows_of.fill(0)  # another size has left its numbers there
         self.at: NDArray[numpy.int64] = numpy.full(batch, -1, dtype=numpy.int64)
         """[batch]: whose block table each row holds; -1: nobody's yet."""
         self.filled = 0

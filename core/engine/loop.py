@@ -20,7 +20,7 @@ from headway.core.engine.entrance import Entrance
 from headway.core.engine.executor import Executor, InFlight
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.prepare import prepare
-from headway.core.engine.reading import delta_of, keep_prompt_logprobs, reason_for
+from headway.core.engine.reading import delta_of, keep_prompt_logprobs, made, reason_for
 from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence, Status
 from headway.core.engine.stats import EngineStats
@@ -197,10 +197,6 @@ class EngineLoop:
             return
         ended: list[Sequence] = []
         read, report, found = self.scheduler.read, self._unreported.append, sampled.found
-        plain = sampled.plain_tokens()
-        if plain is not None:
-            self._read_plain(sampling, plain)
-            return
         if found is not None:
             keep_prompt_logprobs(step, found)
         for index, (seq, tokens) in enumerate(zip(sampling, sampled.token_lists(), strict=True)):
@@ -231,7 +227,7 @@ class EngineLoop:
         for seq, token in zip(sampling, tokens, strict=True):
             if seq.together:
                 seq.append(token)
-                report(delta_of(seq, (token,)))
+                report(made((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), ())))
             elif seq.finished:
                 self.scheduler.read(seq, [])
                 continue

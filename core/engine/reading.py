@@ -12,14 +12,14 @@ from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import Found
 from headway.core.sampling.sampler import NOT_A_TOKEN
 
-_delta: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, OutputDelta)
+made: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, OutputDelta)
 """An OutputDelta of all its fields, without the call in Python that its constructor makes: every token comes in one."""
 
 
 def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
     """What is told of a sequence that has got these tokens, or ended without any."""
     told = seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens, (), ()
-    return _delta(told)
+    return made(told)
 
 
 def reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:
