@@ -245,7 +245,11 @@ class LLM:
     def _step(self, progress: Progress) -> None:
         """Run one step, unless another call's steps have finished this call's requests. All requests advance with it."""
         if not progress.finished:
-            for request_id, index in self._processor.process(self.engine.step()):
+            deltas = self.engine.step()
+            started = time.perf_counter()
+            stopped = self._processor.process(deltas)
+            self.engine.stats.output_seconds += time.perf_counter() - started
+            for request_id, index in stopped:
                 self.engine.abort(request_id, index)
 
     @contextmanager
