@@ -27,10 +27,9 @@ class OutputProcessor:
         prompt_token_ids: Items[int],
         params: SamplingParams,
         progress: Progress,
-        streamed: bool = False,
     ) -> RequestState:
-        """Begin a request. progress: of the call it belongs to. streamed: somebody reads its text as it grows."""
-        state = RequestState(request_id, prompt, prompt_token_ids, params, self._tokenizer, progress, streamed)
+        """Begin a request. progress: of the call it belongs to."""
+        state = RequestState(request_id, prompt, prompt_token_ids, params, self._tokenizer, progress)
         self._requests[request_id] = state
         return state
 

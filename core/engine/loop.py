@@ -22,7 +22,7 @@ from headway.core.engine.limits import PromptLimits
 from headway.core.engine.prepare import prepare
 from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence, Status
-from headway.core.engine.stats import EngineStats
+from headway.core.engine.stats import EngineSnapshot, EngineStats
 from headway.core.engine.step import Found
 from headway.core.engine.usage import CacheUsage, cache_usage
 from headway.core.sampling.params import SamplingParams
@@ -166,6 +166,15 @@ class EngineLoop:
         """Who uses the cache at this moment."""
         pages = self.capacity.pool.page_format
         return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.running)
+
+    def snapshot(self) -> EngineSnapshot:
+        """What it does at this moment, and has done."""
+        blocks, scheduler = self.blocks, self.scheduler
+        running, waiting = len(scheduler.running), len(scheduler.waiting) + self._entrance.num_waiting
+        used = blocks.num_pages - blocks.num_free
+        return EngineSnapshot(
+            time.perf_counter(), running, waiting, blocks.num_pages, used, blocks.num_cached, self.stats.snapshot()
+        )
 
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))

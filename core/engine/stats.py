@@ -81,3 +81,23 @@ class EngineStats:
     def __sub__(self, earlier: Self) -> Self:
         """What was done since `earlier`."""
         return type(self)(**{each.name: getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """An engine at one moment, between two steps."""
+
+    time: float
+    """Seconds on the clock of time.perf_counter."""
+    num_running: int
+    """Sequences that steps serve."""
+    num_waiting: int
+    """Sequences that have not begun, or were preempted."""
+    num_blocks: int
+    """Of the pool. Where a model has several cache groups, blocks are here its pages."""
+    num_used_blocks: int
+    """Held by sequences."""
+    num_cached_blocks: int
+    """Held by nobody, and found again by an equal prefix."""
+    totals: EngineStats
+    """What it has done since it started."""
