@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from headway.assembly import assemble
 from headway.core.engine.stats import EngineSnapshot
-from headway.core.sampling.params import RequestOutputKind, SamplingParams
+from headway.core.sampling.params import SamplingParams
 from headway.driver import EngineDriver
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.engine_thread import EngineDeadError, EngineThread
-from headway.intake import CheckedRequest, check_priority, check_streamed, template_options
+from headway.intake import CheckedRequest, check_streamed, template_options
 from headway.outputs import RequestOutput
 from headway.prompts import Message, Prompt
 from headway.streams import Mailbox, Mailboxes, RequestStream
@@ -148,16 +148,17 @@ class AsyncLLM:
         :raises ConfigError: the id is taken.
         :raises EngineDeadError: the engine has ended or is being drained.
         """
-        check_priority(priority)
-        if request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            check_streamed(request.params)
+        self.engine.limits.check_priority(priority)
+        check_streamed(request.params)
         if self._draining:
             raise EngineDeadError("the engine takes no more requests, because it is being drained")
         box = self._mailboxes.of(asyncio.get_running_loop(), self.model.tokenizer, partial(_abort, self._thread))
         request_id = self.driver.claim(request_id)
         stream = box.open(request_id, request, partial(self._close, box, request_id))
         try:
-            added = self._thread.call(lambda engine: engine.add_request(request_id, request.prompt_token_ids, request.resolved))
+            added = self._thread.call(
+                lambda engine: engine.add_request(request_id, request.prompt_token_ids, request.resolved, priority)
+            )
         except EngineDeadError:
             stream.close()
             raise

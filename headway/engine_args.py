@@ -106,7 +106,6 @@ _ONE_DEVICE: Final = "not supported yet, because Headway runs a model on one dev
 _PLAIN_WEIGHTS: Final = "not supported yet, because Headway computes with float32, bfloat16 or float16 weights; see dtype"
 _OWN_TOKENIZER: Final = "the tokenizer of the model's folder is used; skip_tokenizer_init=True loads none"
 _OWN_CODE: Final = "not supported: Headway never runs code that a model brings; leave it out"
-_FIRST_COME: Final = "not supported yet, because requests are served first come, first served"
 _NO_LOG: Final = "leave it out: RequestOutput.metrics has the times of each request"
 
 VLLM_OPTIONS: Final = {
@@ -142,8 +141,7 @@ VLLM_OPTIONS: Final = {
     "limit_mm_per_prompt": "not supported yet, because models read text alone",
     "disable_log_stats": _NO_LOG,
     "disable_log_requests": _NO_LOG,
-    "scheduling_policy": _FIRST_COME,
-    "max_num_partial_prefills": _FIRST_COME,
+    "max_num_partial_prefills": "not supported: prompts are served one after the other; max_num_batched_tokens bounds a step",
     "long_prefill_token_threshold": "max_num_batched_tokens bounds the tokens of a step, and so the chunks of long prompts",
     "guided_decoding_backend": "leave it out: llguidance compiles all forms of structured outputs",
     "structured_outputs_config": "leave it out: llguidance compiles all forms of structured outputs",
@@ -164,7 +162,6 @@ _NOTHING_ASKED: Final[dict[str, tuple[object, ...]]] = {
     **dict.fromkeys(("trust_remote_code", "enable_lora", "enable_expert_parallel", "enable_sleep_mode"), (False,)),
     **dict.fromkeys(("task", "runner"), ("auto", "generate")),
     "tokenizer_mode": ("auto",),
-    "scheduling_policy": ("fcfs",),
 }
 """Options of vLLM's -> the values with which they ask for what Headway does anyway; None is one for all of them."""
 

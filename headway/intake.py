@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from headway.asked import default_params, params_of, resolve
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.limits import PromptLimits
-from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.models.loader import LoadedModel
 from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_prompts
 
@@ -97,11 +97,5 @@ def check_streamed(params: SamplingParams) -> None:
 
     :raises ConfigError: best_of is larger than n, for which completion is returned shows at the end alone.
     """
-    if params.num_drawn > params.n:
-        raise ConfigError("best_of", f"None or n={params.n} in a stream", params.best_of, "see LLM.generate")
-
-
-def check_priority(priority: object) -> None:
-    """:raises ConfigError: it is no whole number."""
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        raise ConfigError("priority", "a whole number; lower ones run earlier", repr(priority))
+    if params.num_drawn > params.n and params.output_kind is not RequestOutputKind.FINAL_ONLY:
+        raise ConfigError("best_of", f"None or n={params.n} in a stream", params.best_of, "or output_kind=FINAL_ONLY")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, overload
 
 from tqdm import tqdm
 
+from headway.asked import priorities_of
 from headway.assembly import assemble
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
@@ -18,7 +19,7 @@ from headway.intake import check_streamed, template_options
 from headway.outputs import RequestOutput
 from headway.processor import OutputProcessor
 from headway.progress import Progress, RequestState
-from headway.prompts import Message, Prompt
+from headway.prompts import Message, Prompt, is_one
 from headway.vllm_names import check_keywords, missing_attribute
 
 
@@ -47,21 +48,22 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
         **others: object,
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs come in their order.
 
         prompts: a text, token ids (also an array), {"prompt": text}, {"prompt_token_ids": ids}, a tokenizer's output, or a list
-        of these. sampling_params: one for all, or one for each; None: `get_default_sampling_params`. others: keywords of vLLM's,
-        of which those that ask for something are refused.
+        of these. sampling_params: one for all, or one for each; None: `get_default_sampling_params`. priority: one for
+        all, or one for each; see scheduling_policy. others: keywords of vLLM's; those that ask for something are refused.
 
         A request whose schema cannot be compiled, or whose logits processor raises, ends alone, with finish_reason "error".
 
         :raises PromptError: an empty or too long prompt; it is found before anything runs, so nothing is lost.
         :raises ConfigError: a keyword or a parameter that cannot work, likewise.
         """
-        check_keywords("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm"))
-        requests, progress = self._add(prompts, sampling_params)
+        check_keywords("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "priority"))
+        requests, progress = self._add(prompts, sampling_params, priority)
         with (
             self._ended(requests),
             tqdm(total=progress.num_completions, desc="Processed prompts", disable=not use_tqdm) as bar,
@@ -74,24 +76,57 @@ class LLM:
                 bar.set_postfix_str(f"{progress.num_tokens / (time.perf_counter() - started):.1f} tok/s", refresh=False)
         return [request.output() for request in requests]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[tuple[str, RequestOutput]]:
-        """Complete one prompt and yield (new text of completion 0, output so far) after every step.
+    @overload
+    def stream(  # type: ignore[overload-overlap]  # a text is a sequence of texts
+        self, prompts: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0
+    ) -> Iterator[tuple[str, RequestOutput]]: ...
+
+    @overload
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> Iterator[tuple[int, RequestOutput]]: ...
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> Iterator[tuple[str | int, RequestOutput]]:
+        """Complete one prompt, or several at once, and yield an output of each whenever a step has added to it.
+
+        Yields (new text of completion 0, output) for one prompt, and (index of the prompt, output) for a list of them. An output
+        holds all completions so far, or what SamplingParams.output_kind says. A request ends where the iterator is closed, and by
+        `abort`, between two outputs or from another thread.
 
         :raises ConfigError: best_of is larger than n, for which completion is returned shows at the end alone.
         """
-        if sampling_params is not None:
-            check_streamed(sampling_params)
-        requests, progress = self._add([prompt], sampling_params)
-        (request,) = requests
-        shown, finished = 0, False
+        requests, progress = self._add(prompts, sampling_params, priority, streamed=True)
+        one, shown = len(requests) == 1 and is_one(prompts), 0
         with self._ended(requests):
-            while not finished:
+            unread = dict(enumerate(requests))
+            while unread:
                 with self.driver.turns:
                     self._step(progress)
-                    output = request.output()
-                finished, text = output.finished, output.outputs[0].text
-                yield text[shown:], output
-                shown = len(text)
+                    outputs = [(index, state.next_output()) for index, state in unread.items() if state.has_news]
+                for index, output in outputs:
+                    if output.finished:
+                        del unread[index]
+                    text = requests[0].completions[0].shown_text if one else ""
+                    yield (text[shown:] if one else index), output
+                    shown = len(text)
+
+    def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests of `stream` or `generate`, from any thread; their completions have finish_reason "abort".
+
+        A request that is unknown or has ended is left alone.
+        """
+        with self.driver.turns:
+            for each in [request_id] if isinstance(request_id, str) else request_id:
+                self._processor.abort(each)
+                self.engine.abort(each)
 
     def chat(
         self,
@@ -150,15 +185,20 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None = None,
+        streamed: bool = False,
     ) -> tuple[list[RequestState], Progress]:
         checked = self.driver.intake.check(prompts, sampling_params)
+        priorities = priorities_of(priority, len(checked))
+        for each in checked if streamed else ():
+            check_streamed(each.params)
         requests: list[RequestState] = []
         progress = Progress()
         with self.driver.turns, self._ended_if_refused(requests):
-            for each in checked:
+            for each, own in zip(checked, priorities, strict=True):
                 request_id = self.driver.claim()
                 requests.append(self._processor.add(request_id, each.prompt, each.prompt_token_ids, each.params, progress))
-                self.engine.add_request(request_id, each.prompt_token_ids, each.resolved)
+                self.engine.add_request(request_id, each.prompt_token_ids, each.resolved, own)
         return requests, progress
 
     def _step(self, progress: Progress) -> None:

@@ -37,6 +37,12 @@ class OutputProcessor:
         """Forget a request; further deltas of it are dropped."""
         self._requests.pop(request_id, None)
 
+    def abort(self, request_id: str) -> None:
+        """End a request of which the engine will tell nothing more."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.abort()
+
     def process(self, deltas: Iterable[OutputDelta]) -> list[tuple[str, int]]:
         """Take in what a step of the engine has returned.
 

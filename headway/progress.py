@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headway.core.engine.deltas import OutputDelta
 from headway.core.sampling.detokenizer import Detokenizer, NoTokenizer, Tokenizer
 from headway.core.sampling.logprobs import Logprob, TokenLogprobs
-from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestMetrics, RequestOutput
 
 
@@ -129,6 +129,7 @@ class RequestState:
         self.completions = [Completion(index, params, tokenizer) for index in range(params.num_drawn)]
         self.watched = bool(params.stop)
         """Whether a stop text may come; else the text is made when an output is, or when the completion ends."""
+        self._changed = False
         self.num_cached_tokens = 0
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsByToken | None] = [None]
@@ -147,6 +148,7 @@ class RequestState:
     def take(self, delta: OutputDelta, now: float) -> bool:
         """Take in a delta that was read at a time; True if a stop text ends the completion, of which the engine knows nothing."""
         completion = self.completions[delta.completion]
+        self._changed = True
         if completion.finish_reason is not None:  # a stop text has ended it before the engine heard of that
             return False
         if delta.new_token_ids and self.first_token_time is None:
@@ -161,7 +163,7 @@ class RequestState:
 
     def abort(self) -> None:
         """End the completions that run, with finish_reason "abort"."""
-        now = time.perf_counter()
+        now, self._changed = time.perf_counter(), True
         for completion in self.completions:
             if completion.finish_reason is None:
                 completion.finish_reason = "abort"
@@ -175,6 +177,19 @@ class RequestState:
         if self.finished:
             self.finished_time = now
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something for a reader since the last `next_output`, by what the request's output_kind asks for."""
+        return self._changed and (self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY)
+
+    def next_output(self) -> RequestOutput:
+        """What a reader sees next: all so far, or what is new."""
+        self._changed = False
+        if self.params.output_kind is not RequestOutputKind.DELTA:
+            return self.output()
+        self._read()
+        return self._output([new for completion in self.completions if (new := completion.new_output()) is not None])
+
     def output(self) -> RequestOutput:
         """What the caller sees: of more completions than were asked for, those with the largest sum of log-probabilities."""
         shown = self.completions
@@ -182,11 +197,6 @@ class RequestState:
             shown = sorted(shown, key=lambda each: (each.error is not None, -each.score))[: self.params.n]
         self._read()
         return self._output([completion.output(index) for index, completion in enumerate(shown)])
-
-    def new_output(self) -> RequestOutput:
-        """What is new since the last call of it, of the completions that have something new."""
-        self._read()
-        return self._output([new for completion in self.completions if (new := completion.new_output()) is not None])
 
     def _read(self) -> None:
         for completion in self.completions:

@@ -8,7 +8,6 @@ from threading import Lock
 
 from headway.core.engine.deltas import OutputDelta
 from headway.core.sampling.detokenizer import Tokenizer
-from headway.core.sampling.params import RequestOutputKind
 from headway.intake import CheckedRequest
 from headway.outputs import RequestOutput
 from headway.processor import OutputProcessor
@@ -51,7 +50,7 @@ class RequestStream:
         self._news.clear()
         error = self._error
         if error is None:
-            output = self._output()
+            output = self.state.next_output()
             if not output.finished:
                 return output
         self.close()
@@ -68,7 +67,7 @@ class RequestStream:
 
     def wake(self) -> None:
         """Have the reader look again, if there is something to be read."""
-        if self.state.finished or self.state.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+        if self.state.has_news:
             self._news.set()
 
     def fail(self, error: BaseException) -> None:
@@ -81,10 +80,6 @@ class RequestStream:
         """End the stream with an output of what there is, whose unfinished completions have finish_reason "abort"."""
         self.state.abort()
         self.wake()
-
-    def _output(self) -> RequestOutput:
-        kind = self.state.params.output_kind
-        return self.state.new_output() if kind is RequestOutputKind.DELTA else self.state.output()
 
 
 class Mailbox:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import count
 
 import torch
 
@@ -57,7 +58,8 @@ class EngineLoop:
         groups, block_size = pool.page_format.groups, pool.page_format.block_size
         caching, chunk = config.enable_prefix_caching, pool.smallest_chunk
         self.blocks = BlockManager(pool.num_pages, block_size, caching, groups, chunk)
-        self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
+        options = config.max_num_seqs, config.enable_chunked_prefill, limits.by_priority
+        self.scheduler = scheduler(self.blocks, config.step_tokens, *options)
         self._entrance = Entrance(self.scheduler, config.enable_prefix_caching)
         self._executor = executor
         self._eos = eos_token_ids
@@ -69,6 +71,7 @@ class EngineLoop:
         """Steps that have been launched and not read yet, with their sequences and those of them that sample."""
         self._unreported: list[OutputDelta] = []
         """What `step` is to return; it outlives an interrupt."""
+        self._arrivals = count()
         self._seeds = torch.Generator().manual_seed(config.seed)
 
     @property
@@ -76,22 +79,24 @@ class EngineLoop:
         """Whether any request still wants tokens."""
         return self.scheduler.has_unfinished or self._entrance.occupied or bool(self._unreported)
 
-    def add_request(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams) -> None:
-        """Queue a request, whose n completions come as deltas of `step`.
+    def add_request(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, priority: int = 0) -> None:
+        """Queue a request, whose n completions come as deltas of `step`. priority: see EngineConfig.scheduling_policy.
 
         :raises PromptError: see `PromptLimits.check`.
         :raises ConfigError: a request of this id is unfinished, or parameters ask for what this model or process has not.
         """
         self.limits.check(prompt_token_ids)
         self.limits.check_params(params)
+        self.limits.check_priority(priority)
         if request_id in self._live:
             raise ConfigError("request_id", "an id that no unfinished request has", repr(request_id))
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         ready = self._executor.prepare(params)
-        seqs = []
+        seqs, turn = [], (priority, next(self._arrivals))
         for index in range(params.num_drawn):
             seed = self._draw_seed() if params.seed is None else params.seed + index
-            seqs.append(Sequence(request_id, index, prompt_token_ids, params, stops, self.capacity.max_model_len, seed))
+            longest = self.capacity.max_model_len
+            seqs.append(Sequence(request_id, index, prompt_token_ids, params, stops, longest, seed, turn))
             if index == 0 and params.prompt_logprobs is not None:
                 params = replace(params, prompt_logprobs=None)  # the first completion's are everybody's
         self._live[request_id] = seqs

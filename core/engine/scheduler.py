@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from headway.core.contract.metadata import Phase
@@ -35,6 +37,8 @@ class ScheduledSequence(NamedTuple):
 _scheduled: Callable[[tuple[Sequence, int, int, bool, int]], ScheduledSequence] = partial(tuple.__new__, ScheduledSequence)
 """A ScheduledSequence of its fields, without the call in Python that its constructor makes: there is one for every decode."""
 
+_turn = attrgetter("turn")
+
 
 class Scheduler:
     """Continuous batching with a token budget: who runs goes on, then who waits is admitted, first come first served.
@@ -42,6 +46,7 @@ class Scheduler:
     A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi), once the pool has room for all
     of it: a part of a prompt would only take pages from those that run, to be preempted for them. When the pool runs dry, the
     youngest running sequence gives its pages back and waits at the head of the queue, to be computed again (vLLM's recompute).
+    Where priorities count, it is the youngest of the lowest priority; who runs is not preempted for who waits.
 
     `schedule` may be called while earlier steps are still running on the device: tokens those will sample count as pending. What
     it frees may be handed out at once, because the device runs steps in order.
@@ -53,11 +58,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         enable_chunked_prefill: bool = True,
+        by_priority: bool = False,
     ) -> None:
+        """by_priority: both queues are kept in the order of `Sequence.turn`, else in that of arrival."""
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
+        self._by_priority = by_priority
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -70,11 +78,22 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
-        self.waiting.append(seq)
+        self._insert(self.waiting, seq)
 
     def add_first(self, seqs: list[Sequence]) -> None:
-        """Queue sequences before all others that wait."""
-        self.waiting.extendleft(reversed(seqs))
+        """Queue sequences before all others that wait; where priorities count, before all others of the same."""
+        if self._by_priority:
+            for seq in seqs:
+                insort(self.waiting, seq, key=_turn)
+        else:
+            self.waiting.extendleft(reversed(seqs))
+
+    def _insert(self, queue: deque[Sequence] | list[Sequence], seq: Sequence) -> None:
+        """Put a sequence where its turn is."""
+        if self._by_priority:
+            insort(queue, seq, key=_turn)
+        else:
+            queue.append(seq)
 
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step: sequences that prefill or extend first, then those that decode.
@@ -117,7 +136,7 @@ class Scheduler:
             if count == 0:
                 break
             seq = self.waiting.popleft()
-            self.running.append(seq)
+            self._insert(self.running, seq)
             seq.status, seq.row = Status.RUNNING, self._free_rows.pop()
             scheduled = ScheduledSequence(seq, count, seq.num_computed, count == seq.num_to_compute)
             (decodes if scheduled.phase is Phase.DECODE else prompts).append(scheduled)
@@ -160,7 +179,7 @@ class Scheduler:
         seq.status, seq.draft_token_ids = Status.WAITING, []
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        self.add_first([seq])
         return seq
 
     def _release(self, seq: Sequence) -> None:
