@@ -18,6 +18,7 @@ from headway.heap import freeze_heap
 from headway.models.device_operations import compile_ahead, fastest_sampling
 from headway.models.loader import LoadedModel, load_model
 from headway.registry import Registry, create_registry
+from headway.stats_log import StatsLog
 from headway.threads import set_threads
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.device import resolve_device
@@ -39,6 +40,8 @@ class Assembly(NamedTuple):
     """CPU threads; None on a GPU."""
     model: LoadedModel
     engine: Engine
+    stats_log: StatsLog | None
+    """What logs statistics, where they are asked for."""
 
 
 def assemble(args: EngineArgs) -> Assembly:
@@ -80,4 +83,5 @@ def assemble(args: EngineArgs) -> Assembly:
     proposer = None if speculate is None else speculate.make(ProposerOptions())
     engine = Engine(decoder, registry, *made_for, proposer, compile_ahead=ahead, hosts=hosts, kv_scales=scales)
     freeze_heap()
-    return Assembly(registry, device, num_threads, model, engine)
+    stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
+    return Assembly(registry, device, num_threads, model, engine, stats_log)

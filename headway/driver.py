@@ -44,6 +44,8 @@ class EngineDriver:
     def step(self) -> None:
         """Run one step of the engine. The caller has the turn."""
         deltas = self.engine.step()
+        if self.assembly.stats_log is not None:
+            self.assembly.stats_log.stepped(self.engine)
         for listen in self._listeners:
             for request_id, index in listen(deltas):
                 self.engine.abort(request_id, index)

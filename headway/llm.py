@@ -12,6 +12,7 @@ from tqdm import tqdm
 from headway.asked import priorities_of
 from headway.assembly import assemble
 from headway.core.contract.errors import ConfigError
+from headway.core.engine.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
 from headway.driver import EngineDriver
 from headway.engine_args import EngineArgs, takes_arguments_of
@@ -36,7 +37,7 @@ class LLM:
         :raises HeadwayError: anything the caller can put right, in one line.
         """
         assembly = assemble(EngineArgs.of(*model, **options))
-        self.registry, self.device, self.num_threads, self.model, self.engine = assembly
+        self.registry, self.device, self.num_threads, self.model, self.engine, _ = assembly
         self.tokenizer = self.model.tokenizer
         self.driver = EngineDriver(assembly)
         """What this LLM and others share that run on its engine; see AsyncLLM.from_llm."""
@@ -163,6 +164,11 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends: what `generate` takes where it is given none."""
         return self.driver.intake.default_params()
+
+    def stats(self) -> EngineSnapshot:
+        """What the engine does at this moment and has done since it started, read between two steps."""
+        with self.driver.turns:
+            return self.engine.snapshot()
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""

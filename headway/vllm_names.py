@@ -36,7 +36,7 @@ _METHODS: Final = {
     "wake_up": "del llm frees the device's memory",
     "collective_rpc": "Headway runs a model in this process: llm.model.decoder is it",
     "apply_model": "Headway runs a model in this process: llm.model.decoder is it",
-    "get_metrics": "llm.engine.stats has the engine's counters",
+    "get_metrics": "llm.stats() has the engine's counters",
     "llm_engine": "it is called engine",
     "set_tokenizer": "the tokenizer of the model's folder is used",
 }

@@ -154,6 +154,8 @@ class EngineLoop:
         if failure is not None:
             self._recover(scheduled, failure)
         self.stats.num_preemptions = self.scheduler.num_preemptions
+        self.stats.num_prompt_tokens = self.scheduler.num_prompt_tokens
+        self.stats.num_cached_tokens = self.scheduler.num_cached_tokens
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.wait_seconds - waited)
         deltas, self._unreported = self._unreported, []
         return deltas
@@ -203,6 +205,7 @@ class EngineLoop:
         read, report, found = self.scheduler.read, self._unreported.append, sampled.found
         if found is not None:
             _keep_prompt_logprobs(step, found)
+        num_new = 0
         for index, (seq, tokens) in enumerate(zip(sampling, sampled.token_lists(), strict=True)):
             if seq.status is Status.FINISHED:
                 read(seq, [])
@@ -212,6 +215,7 @@ class EngineLoop:
                 self.stats.num_accepted_tokens += len(tokens) - 1
                 self._drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
             new = read(seq, tokens[:-1] if fault < 0 else tokens)
+            num_new += len(new)
             if fault < 0 and not seq.finished:
                 seq.fail(_reason(seq, fault, found.errors.get(index) if found else None, in_flight.first_nan))
             if seq.finished:
@@ -222,6 +226,7 @@ class EngineLoop:
                 prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
                 delta = delta._replace(logprobs=logprobs, prompt_logprobs=prompt)
             report(delta)
+        self.stats.num_output_tokens += num_new
         self._remove(ended)
 
     def _recover(self, step: list[ScheduledSequence], error: Exception) -> None:

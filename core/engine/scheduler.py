@@ -69,6 +69,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        """Of sequences at their first admission; those that the prefix cache spared."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -152,6 +154,8 @@ class Scheduler:
             if count and able and self.blocks.reserve(seq, self._room(seq, count)):
                 if seq.num_preemptions == 0:
                     seq.num_cached_tokens = spared
+                    self.num_prompt_tokens += seq.num_prompt_tokens
+                    self.num_cached_tokens += spared
                 return count
             copies = bool(seq.prefix_copies)
             self.blocks.release(seq)

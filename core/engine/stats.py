@@ -20,6 +20,12 @@ class EngineStats:
     num_prefill_tokens: int = 0
     """Tokens computed beyond those of decoding sequences."""
     num_decode_tokens: int = 0
+    num_output_tokens: int = 0
+    """Tokens that completions got."""
+    num_prompt_tokens: int = 0
+    """Of sequences that were admitted, each counted once."""
+    num_cached_tokens: int = 0
+    """Those of them that the prefix cache spared."""
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     """Guesses that steps have verified."""
@@ -100,4 +106,4 @@ class EngineSnapshot:
     num_cached_blocks: int
     """Held by nobody, and found again by an equal prefix."""
     totals: EngineStats
-    """What it has done since it started."""
+    """What it has done since it started: subtract those of an earlier snapshot to see a stretch of time."""
