@@ -119,13 +119,14 @@ class LLM:
                     yield (text[shown:] if one else index), output
                     shown = len(text)
 
-    def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests of `stream` or `generate`, from any thread; their completions have finish_reason "abort".
+    def abort(self, request_id: str | Iterable[str] | None = None) -> None:
+        """End requests of `stream` and `generate`, from any thread; their completions have finish_reason "abort". None: all.
 
         A request that is unknown or has ended is left alone.
         """
         with self.driver.turns:
-            for each in [request_id] if isinstance(request_id, str) else request_id:
+            ids = self._processor.request_ids if request_id is None else request_id
+            for each in [ids] if isinstance(ids, str) else ids:
                 self._processor.abort(each)
                 self.engine.abort(each)
 

@@ -37,6 +37,11 @@ class OutputProcessor:
         """Forget a request; further deltas of it are dropped."""
         self._requests.pop(request_id, None)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all requests that have not been removed."""
+        return list(self._requests)
+
     def abort(self, request_id: str) -> None:
         """End a request of which the engine will tell nothing more."""
         state = self._requests.get(request_id)

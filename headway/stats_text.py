@@ -41,13 +41,13 @@ def stats_line(now: EngineSnapshot, before: EngineSnapshot) -> str:
 def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
     """All of it, a line for each subject; counts are those since `before`."""
     done = now.totals - before.totals
-    seconds = now.time - before.time
-    found = _share(done.num_cached_tokens, done.num_prompt_tokens)
+    seconds = done.host_seconds + done.wait_seconds
+    found, rate = _share(done.num_cached_tokens, done.num_prompt_tokens), _rate(done.num_output_tokens, seconds)
     lines = [
         f"sequences  {now.num_running:,} running, {now.num_waiting:,} waiting; {done.num_preemptions:,} preemptions",
         f"blocks     {now.num_used_blocks:,} of {now.num_blocks:,} used, {now.num_cached_blocks:,} cached",
         f"prompts    {done.num_prompt_tokens:,} tokens, {done.num_cached_tokens:,} of them ({found}) found in the cache",
-        f"output     {done.num_output_tokens:,} tokens in {seconds:.1f} s: {_rate(done.num_output_tokens, seconds)} tokens/s",
+        f"output     {done.num_output_tokens:,} tokens in {seconds:.1f} s of work: {rate} tokens/s",
     ]
     if done.num_draft_tokens or done.steps_without_drafts:
         held = f"{done.num_accepted_tokens:,} of {done.num_draft_tokens:,} guesses held in {done.num_draft_steps:,} steps"

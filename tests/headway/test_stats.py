@@ -34,7 +34,7 @@ def test_the_numbers_of_a_snapshot_are_those_of_the_engine(tiny_model_folder: Pa
     done = end.totals - start.totals
     assert (done.num_output_tokens, done.num_prompt_tokens, done.num_cached_tokens) == (16, 66, 32)
     page = "\n".join(stats_page(end, start))
-    for words in ("66 tokens, 32 of them (48%)", "16 tokens in", "0 running, 0 waiting", "16 sdpa", "3 cached"):
+    for words in ("66 tokens, 32 of them (48%)", "16 tokens in", "s of work", "0 running, 0 waiting", "16 sdpa", "3 cached"):
         assert words in page
     line = stats_line(end, during)
     assert line.startswith("run 0 | ")
