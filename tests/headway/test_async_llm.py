@@ -12,7 +12,7 @@ from weakref import ref
 
 import pytest
 
-from headway import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
+from headway import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, PromptError
 from sandbox import save_tiny_model
 
@@ -43,6 +43,12 @@ async def read(stream: AsyncGenerator[RequestOutput, None]) -> list[RequestOutpu
 def plain(output: RequestOutput) -> list[tuple[int, str, list[int], str | None]]:
     """Completions without their log-probabilities, whose last bits depend on the batch."""
     return [(each.index, each.text, each.token_ids, each.finish_reason) for each in output.outputs]
+
+
+def _raising(token_ids: list[int], logits: object) -> object:
+    if len(token_ids) == 3:
+        raise ValueError("no such row")
+    return logits
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
@@ -162,6 +168,21 @@ def test_a_bad_request_ends_alone_before_anything_is_queued(llm: LLM, served: As
         assert (await read(served.generate([1], GREEDY, "taken")))[-1].finished, "an id is free once its request has ended"
 
     asyncio.run(run())
+
+
+def test_a_fault_inside_a_request_ends_it_alone(llm: LLM, served: AsyncLLM) -> None:
+    (alone,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    wrong = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="(a"))
+    raises = SamplingParams(temperature=0, max_tokens=8, logits_processors=[_raising])
+
+    async def run() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(read(served.generate([1, 2, 3], params)) for params in (GREEDY, wrong, raises)))
+
+    good, uncompiled, raised = (outputs[-1] for outputs in asyncio.run(run()))
+    assert plain(good) == plain(alone)
+    for output, words in ((uncompiled, "regex"), (raised, "no such row")):
+        assert output.outputs[0].finish_reason == "error"
+        assert words in str(output.outputs[0].error)
 
 
 def test_chat_renders_the_template_off_the_loop(llm: LLM, served: AsyncLLM) -> None:
