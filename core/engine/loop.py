@@ -37,7 +37,8 @@ class EngineLoop:
 
     With config.async_scheduling a step is launched before the one before it has been read, so that the host's work hides behind
     the device's; tokens then come one call later, and one sampled past the end of a sequence is dropped. While tokens are guessed
-    it does not, for guesses are made from tokens that the host has seen.
+    a step is read before the next is launched, for guesses are made from tokens that the host has seen; what the client does with
+    its tokens hides behind the next all the same.
     """
 
     def __init__(
@@ -125,9 +126,10 @@ class EngineLoop:
         """
         stats, clock = self.stats, time.perf_counter
         started, waited = clock(), stats.wait_seconds
-        self._read_until(1)  # more are left only by an interrupt
+        drafting = self._drafting  # which guesses from tokens that have been read
+        self._read_until(1 if drafting is None or drafting.rests else 0)  # more than one are left only by an interrupt
         self._let_in()
-        began, drafting = clock(), self._drafting
+        began = clock()
         if drafting is not None and drafting.plan(() if self._in_flight else self.scheduler.running):
             self.scheduler.part()
         scheduled = self.scheduler.schedule()
@@ -149,10 +151,10 @@ class EngineLoop:
                 self._entrance.launched(scheduled)
                 stats.count(step, launched)
                 stats.launch_seconds += clock() - prepared - launched.wait_seconds
-        ahead = self._ahead and bool(scheduled) and failure is None and (drafting is None or drafting.rests)
+        ahead = self._ahead and bool(scheduled) and failure is None
         self._read_until(1 if ahead else 0)
         if drafting is not None:
-            drafting.stepped(scheduled, ahead or not self._ahead, stats)
+            drafting.stepped(scheduled, not ahead, stats)
         if failure is not None:
             self._recover(list(scheduled), failure)
         stats.num_preemptions = self.scheduler.num_preemptions
