@@ -188,7 +188,10 @@ class EngineLoop:
         try:
             sampled = in_flight.wait()
         except Exception as error:  # a kernel's fault shows when the host waits for it
-            self._fail(step, error)
+            lost = [seq for _, seqs, _ in self._in_flight for seq in seqs]  # later steps have read what the fault has left
+            while len(self._in_flight) > 1:
+                self._in_flight.pop()
+            self._fail(lost, error)
             return
         self.stats.wait_seconds += time.perf_counter() - started
         plain = sampled.plain_tokens()
@@ -258,7 +261,7 @@ class EngineLoop:
 
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
         """End the sequences of a step for a fault in it."""
-        failed = [seq for seq in step if not seq.finished]
+        failed = [seq for seq in dict.fromkeys(step) if not seq.finished]
         log.error("a step of %d sequences failed: %s", len(failed), error)
         for seq in failed:
             seq.fail(str(error))
