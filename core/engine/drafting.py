@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from headway.core.engine.config import MAX_DRAFT_TOKENS
-from headway.core.engine.scheduler import Schedule
+from headway.core.engine.schedule import Schedule
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.stats import EngineStats
 from headway.core.speculation.proposer import Proposer, SequenceProposer

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import count
 
 import torch
 
@@ -20,10 +21,11 @@ from headway.core.engine.entrance import Entrance
 from headway.core.engine.executor import Executor, InFlight
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.prepare import prepare
-from headway.core.engine.reading import delta_of, keep_prompt_logprobs, made, reason_for
-from headway.core.engine.scheduler import ScheduledSequence, Scheduler
+from headway.core.engine.reading import delta_of, keep_prompt_logprobs, made, reason_for, with_logprobs
+from headway.core.engine.schedule import ScheduledSequence
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence, Status
-from headway.core.engine.stats import EngineStats
+from headway.core.engine.stats import EngineSnapshot, EngineStats
 from headway.core.engine.usage import CacheUsage, cache_usage
 from headway.core.sampling.params import SamplingParams
 
@@ -56,7 +58,8 @@ class EngineLoop:
         groups, block_size = pool.page_format.groups, pool.page_format.block_size
         caching, chunk = config.enable_prefix_caching, pool.smallest_chunk
         self.blocks = BlockManager(pool.num_pages, block_size, caching, groups, chunk)
-        self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
+        options = config.max_num_seqs, config.enable_chunked_prefill, limits.by_priority
+        self.scheduler = scheduler(self.blocks, config.step_tokens, *options)
         self._entrance = Entrance(self.scheduler, config.enable_prefix_caching)
         self._executor = executor
         self._eos = eos_token_ids
@@ -68,6 +71,7 @@ class EngineLoop:
         """Steps that have been launched and not read yet, with their sequences and those of them that sample."""
         self._unreported: list[OutputDelta] = []
         """What `step` is to return; it outlives an interrupt."""
+        self._arrivals = count()
         self._seeds = torch.Generator().manual_seed(config.seed)
 
     @property
@@ -75,22 +79,24 @@ class EngineLoop:
         """Whether any request still wants tokens."""
         return self.scheduler.has_unfinished or self._entrance.occupied or bool(self._unreported)
 
-    def add_request(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams) -> None:
-        """Queue a request, whose n completions come as deltas of `step`.
+    def add_request(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, priority: int = 0) -> None:
+        """Queue a request, whose n completions come as deltas of `step`. priority: see EngineConfig.scheduling_policy.
 
         :raises PromptError: see `PromptLimits.check`.
         :raises ConfigError: a request of this id is unfinished, or parameters ask for what this model or process has not.
         """
         self.limits.check(prompt_token_ids)
         self.limits.check_params(params)
+        self.limits.check_priority(priority)
         if request_id in self._live:
             raise ConfigError("request_id", "an id that no unfinished request has", repr(request_id))
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         ready = self._executor.prepare(params)
-        seqs = []
+        seqs, turn = [], (priority, next(self._arrivals))
         for index in range(params.num_drawn):
             seed = self._draw_seed() if params.seed is None else params.seed + index
-            seqs.append(Sequence(request_id, index, prompt_token_ids, params, stops, self.capacity.max_model_len, seed))
+            longest = self.capacity.max_model_len
+            seqs.append(Sequence(request_id, index, prompt_token_ids, params, stops, longest, seed, turn))
             if index == 0 and params.prompt_logprobs is not None:
                 params = replace(params, prompt_logprobs=None)  # the first completion's are everybody's
         self._live[request_id] = seqs
@@ -125,9 +131,7 @@ class EngineLoop:
         if drafting is not None and drafting.plan(() if self._in_flight else self.scheduler.running):
             self.scheduler.part()
         scheduled = self.scheduler.schedule()
-        assert scheduled or self._in_flight or self._unreported or self._entrance.occupied, (
-            "nothing to schedule although something is unfinished"
-        )
+        assert scheduled or self._in_flight or self._unreported or self._entrance.occupied, "unfinished, and nothing to schedule"
         chosen = clock()
         stats.schedule_seconds += chosen - began
         failure: Exception | None = None
@@ -152,6 +156,8 @@ class EngineLoop:
         if failure is not None:
             self._recover(list(scheduled), failure)
         stats.num_preemptions = self.scheduler.num_preemptions
+        stats.num_prompt_tokens = self.scheduler.num_prompt_tokens
+        stats.num_cached_tokens = self.scheduler.num_cached_tokens
         stats.host_seconds += clock() - started - (stats.wait_seconds - waited)
         deltas, self._unreported = self._unreported, []
         return deltas
@@ -169,6 +175,15 @@ class EngineLoop:
         """Who uses the cache at this moment."""
         pages = self.capacity.pool.page_format
         return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.running)
+
+    def snapshot(self) -> EngineSnapshot:
+        """What it does at this moment, and has done."""
+        blocks, scheduler = self.blocks, self.scheduler
+        running, waiting = len(scheduler.running), len(scheduler.waiting) + self._entrance.num_waiting
+        used = blocks.num_pages - blocks.num_free
+        return EngineSnapshot(
+            time.perf_counter(), running, waiting, blocks.num_pages, used, blocks.num_cached, self.stats.snapshot()
+        )
 
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))
@@ -202,6 +217,7 @@ class EngineLoop:
         read, report, found = self.scheduler.read, self._unreported.append, sampled.found
         if found is not None:
             keep_prompt_logprobs(step, found)
+        num_new = 0
         for index, (seq, tokens) in enumerate(zip(sampling, sampled.token_lists(), strict=True)):
             if seq.status is Status.FINISHED:
                 read(seq, [])
@@ -211,33 +227,35 @@ class EngineLoop:
                 self.stats.num_accepted_tokens += len(tokens) - 1
                 self._drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
             new = read(seq, tokens[:-1] if fault < 0 else tokens)
+            num_new += len(new)
             if fault < 0 and not seq.finished:
                 seq.fail(reason_for(seq, fault, found.errors.get(index) if found else None, in_flight.first_nan))
             if seq.finished:
                 ended.append(seq)
-            delta = delta_of(seq, new)
-            if found is not None:
-                logprobs = tuple(found.logprobs.get(index, ())[: len(new)])
-                prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
-                delta = delta._replace(logprobs=logprobs, prompt_logprobs=prompt)
-            report(delta)
+            own = () if found is None else found.logprobs.get(index, ())
+            report(with_logprobs(delta_of(seq, new), seq, own, known))
+        self.stats.num_output_tokens += num_new
         self._remove(ended)
 
     def _take(self, sampling: list[Sequence], tokens: list[int]) -> None:
         """Append one token to each sequence: what most steps bring, with no more work for each than that takes."""
         ended: list[Sequence] = []
-        report = self._unreported.append
+        report, num_new = self._unreported.append, 0
         for seq, token in zip(sampling, tokens, strict=True):
             if seq.together:
                 seq.append(token)
                 report(made((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), ())))
+                num_new += 1
             elif seq.finished:
                 self.scheduler.read(seq, [])
                 continue
             else:
-                report(delta_of(seq, self.scheduler.read(seq, [token])))
+                new = self.scheduler.read(seq, [token])
+                num_new += len(new)
+                report(delta_of(seq, new))
             if seq.finish_reason is not None:
                 ended.append(seq)
+        self.stats.num_output_tokens += num_new
         self._remove(ended)
 
     def _recover(self, step: list[ScheduledSequence], error: Exception) -> None:

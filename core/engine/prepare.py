@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 from headway.core.engine.groups import CacheGroup
-from headway.core.engine.scheduler import Schedule
+from headway.core.engine.schedule import Schedule
 from headway.core.engine.sequence import Sequence as Completion
 from headway.core.engine.step import NEWEST, NewPages, PageCopy, StartedRow, StepInput
 from headway.core.sampling.needs import OF_TOKENS, need_of

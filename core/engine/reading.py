@@ -10,6 +10,7 @@ from typing import Any
 from headway.core.engine.deltas import OutputDelta
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import Found
+from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.sampler import NOT_A_TOKEN
 
 made: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, OutputDelta)
@@ -20,6 +21,12 @@ def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
     """What is told of a sequence that has got these tokens, or ended without any."""
     told = seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens, (), ()
     return made(told)
+
+
+def with_logprobs(delta: OutputDelta, seq: Sequence, logprobs: Items[TokenLogprobs], known: int) -> OutputDelta:
+    """The same with log-probabilities of its tokens, and of its prompt where these are its first. known: tokens before them."""
+    prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
+    return delta._replace(logprobs=tuple(logprobs[: len(delta.new_token_ids)]), prompt_logprobs=prompt)
 
 
 def reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:

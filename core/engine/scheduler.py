@@ -2,75 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Iterator
-from typing import NamedTuple
-
-import numpy
-from numpy.typing import NDArray
+from operator import attrgetter
 
 from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.config import MAX_DRAFT_TOKENS
 from headway.core.engine.decode_batch import DecodeBatch
+from headway.core.engine.schedule import Schedule, ScheduledSequence
 from headway.core.engine.sequence import Sequence, Status
 
-
-class ScheduledSequence(NamedTuple):
-    """What a sequence gets of a step, as the sequence was when scheduled: it moves on before the step has run."""
-
-    seq: Sequence
-    num_new_tokens: int
-    """Drafts included."""
-    context_len: int
-    """Tokens of it that the cache holds before the step."""
-    samples: bool
-    """Whether the last token's logits are wanted: not in the middle of a prompt."""
-    num_draft_tokens: int = 0
-    """How many of the new tokens, the last ones, are guesses to be verified."""
-
-    @property
-    def phase(self) -> Phase:
-        """The phase of these tokens."""
-        return Phase.DECODE if self.num_draft_tokens else Phase.of(self.num_new_tokens, self.context_len)
-
-
-class Schedule:
-    """A step: sequences that are looked at one by one, and after them those that decode together."""
-
-    def __init__(self, apart: list[ScheduledSequence], batch: DecodeBatch | None) -> None:
-        """apart: those that prefill or extend come first. batch: whose members take the step; it moves on before it has run."""
-        self.apart = apart
-        self.members: list[Sequence] = [] if batch is None else batch.members
-        self.rows: NDArray[numpy.int32] = _NOBODY if batch is None else batch.rows
-        """int32 [members]."""
-        self.context_lens: NDArray[numpy.int32] = _NOBODY if batch is None else batch.context_lens()
-        """int32 [members]: tokens that the cache holds before the step."""
-        self.changed: list[Sequence] = [] if batch is None else batch.take_changed()
-        """Members whose tables have changed since the step before."""
-
-    def __len__(self) -> int:
-        """Sequences."""
-        return len(self.apart) + len(self.members)
-
-    def __iter__(self) -> Iterator[ScheduledSequence]:
-        """Every sequence, in the step's order."""
-        yield from self.apart
-        for seq, context_len in zip(self.members, self.context_lens.tolist(), strict=True):
-            yield ScheduledSequence(seq, 1, context_len, True)
-
-    @property
-    def seqs(self) -> list[Sequence]:
-        """In the step's order."""
-        return [*(each.seq for each in self.apart), *self.members] if self.apart else self.members
-
-    @property
-    def sampling(self) -> list[Sequence]:
-        """Those whose next token it samples."""
-        return [*(each.seq for each in self.apart if each.samples), *self.members] if self.apart else self.members
-
-
-_NOBODY: NDArray[numpy.int32] = numpy.zeros(0, dtype=numpy.int32)
+_turn = attrgetter("turn")
 
 
 class Scheduler:
@@ -79,6 +22,7 @@ class Scheduler:
     A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi), once the pool has room for all
     of it: a part of a prompt would only take pages from those that run, to be preempted for them. When the pool runs dry, the
     youngest running sequence gives its pages back and waits at the head of the queue, to be computed again (vLLM's recompute).
+    Where priorities count, it is the youngest of the lowest priority; who runs is not preempted for who waits.
 
     `schedule` may be called while earlier steps are still running on the device: tokens those will sample count as pending. What
     it frees may be handed out at once, because the device runs steps in order.
@@ -90,14 +34,19 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         enable_chunked_prefill: bool = True,
+        by_priority: bool = False,
     ) -> None:
+        """by_priority: both queues are kept in the order of `Sequence.turn`, else in that of arrival."""
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
+        self._by_priority = by_priority
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        """Of sequences at their first admission; those that the prefix cache spared."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._batch = DecodeBatch()
 
@@ -108,11 +57,22 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
-        self.waiting.append(seq)
+        self._insert(self.waiting, seq)
 
     def add_first(self, seqs: list[Sequence]) -> None:
-        """Queue sequences before all others that wait."""
-        self.waiting.extendleft(reversed(seqs))
+        """Queue sequences before all others that wait; where priorities count, before all others of the same."""
+        if self._by_priority:
+            for seq in seqs:
+                insort(self.waiting, seq, key=_turn)
+        else:
+            self.waiting.extendleft(reversed(seqs))
+
+    def _insert(self, queue: deque[Sequence] | list[Sequence], seq: Sequence) -> None:
+        """Put a sequence where its turn is."""
+        if self._by_priority:
+            insort(queue, seq, key=_turn)
+        else:
+            queue.append(seq)
 
     def part(self) -> None:
         """Sequences have got drafts: look at each by itself."""
@@ -192,7 +152,7 @@ class Scheduler:
             if count == 0:
                 break
             seq = self.waiting.popleft()
-            self.running.append(seq)
+            self._insert(self.running, seq)
             seq.status, seq.row = Status.RUNNING, self._free_rows.pop()
             scheduled = ScheduledSequence(seq, count, seq.num_computed, count == seq.num_to_compute)
             (decodes if scheduled.phase is Phase.DECODE else prompts).append(scheduled)
@@ -209,6 +169,8 @@ class Scheduler:
             if count and able and self.blocks.reserve(seq, self._room(seq, count)):
                 if seq.num_preemptions == 0:
                     seq.num_cached_tokens = spared
+                    self.num_prompt_tokens += seq.num_prompt_tokens
+                    self.num_cached_tokens += spared
                 return count
             copies = bool(seq.prefix_copies)
             self.blocks.release(seq)
@@ -237,7 +199,7 @@ class Scheduler:
         seq.status, seq.draft_token_ids = Status.WAITING, []
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        self.add_first([seq])
         return seq
 
     def _release(self, seq: Sequence) -> None:

@@ -80,6 +80,7 @@ class Sequence:
         stop_token_ids: frozenset[int],
         max_model_len: int,
         seed: int = 0,
+        turn: tuple[int, int] = (0, 0),
     ) -> None:
         """seed: of its random draws; together with the token's position it decides them, whatever runs beside it."""
         self.request_id = request_id
@@ -88,6 +89,8 @@ class Sequence:
         self.params = params
         self.stop_token_ids = stop_token_ids
         self.seed = seed
+        self.turn = turn
+        """Its request's priority, and how many requests came before: where priorities count, lower ones are served first."""
         self.num_prompt_tokens = len(prompt_token_ids)
         most = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_len = min(most, max_model_len)

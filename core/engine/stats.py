@@ -20,6 +20,12 @@ class EngineStats:
     num_prefill_tokens: int = 0
     """Tokens computed beyond those of decoding sequences."""
     num_decode_tokens: int = 0
+    num_output_tokens: int = 0
+    """Tokens that completions got."""
+    num_prompt_tokens: int = 0
+    """Of sequences that were admitted, each counted once."""
+    num_cached_tokens: int = 0
+    """Those of them that the prefix cache spared."""
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     """Guesses that steps have verified."""
@@ -102,3 +108,23 @@ class EngineStats:
     def __sub__(self, earlier: Self) -> Self:
         """What was done since `earlier`."""
         return type(self)(**{each.name: getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """An engine at one moment, between two steps."""
+
+    time: float
+    """Seconds on the clock of time.perf_counter."""
+    num_running: int
+    """Sequences that steps serve."""
+    num_waiting: int
+    """Sequences that have not begun, or were preempted."""
+    num_blocks: int
+    """Of the pool. Where a model has several cache groups, blocks are here its pages."""
+    num_used_blocks: int
+    """Held by sequences."""
+    num_cached_blocks: int
+    """Held by nobody, and found again by an equal prefix."""
+    totals: EngineStats
+    """What it has done since it started: subtract those of an earlier snapshot to see a stretch of time."""

@@ -7,7 +7,8 @@ import pytest
 
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.prepare import prepare
-from headway.core.engine.scheduler import Schedule, Scheduler
+from headway.core.engine.schedule import Schedule
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import NEWEST
 from headway.core.sampling.params import SamplingParams

@@ -27,7 +27,8 @@ from headway.core.engine.graphs import DecodeGraphs, capture_sizes
 from headway.core.engine.prepare import prepare
 from headway.core.engine.prompts import PromptGraphs
 from headway.core.engine.rows import Rows
-from headway.core.engine.scheduler import Schedule, Scheduler
+from headway.core.engine.schedule import Schedule
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.params import SamplingParams

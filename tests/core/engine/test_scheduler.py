@@ -12,7 +12,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.deterministic import IndependentScheduler
 from headway.core.engine.groups import NULL_PAGE, CacheGroup
-from headway.core.engine.scheduler import Schedule, ScheduledSequence, Scheduler
+from headway.core.engine.schedule import Schedule, ScheduledSequence
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 
@@ -140,6 +141,7 @@ def room(groups: list[CacheGroup], chunk: int) -> int:
     failing=st.booleans(),
     grouped=st.sampled_from(GROUPS),
     smallest=st.sampled_from([6, 20]),
+    priorities=st.integers(0, 3),
 )
 def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     arrivals: list[Arrival],
@@ -156,13 +158,14 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     failing: bool,
     grouped: Callable[[int], list[CacheGroup]],
     smallest: int,
+    priorities: int,
 ) -> None:
     max_model_len, groups = MAX_MODEL_LEN, grouped(block_size)
     budget = budget if chunked else max(budget, max_model_len)
     blocks = BlockManager(
         room(groups, smallest if chunked else max_model_len) + spare, block_size, prefix_caching, groups, smallest
     )
-    scheduler = Scheduler(blocks, budget, max_num_seqs, chunked)
+    scheduler = Scheduler(blocks, budget, max_num_seqs, chunked, priorities > 0)
     cache = Cache(blocks, failing)
     coming = sorted(enumerate(arrivals), key=lambda item: item[1].step)
     seqs: list[Sequence] = []
@@ -173,6 +176,7 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
             number, arrival = coming.pop(0)
             seqs.append(sequence(str(number), arrival.prompt, arrival.max_tokens))
             seqs[-1].stop_token_ids = stop
+            seqs[-1].turn = (number % (priorities + 1), len(seqs))
             scheduler.add(seqs[-1])
         if time == 8:
             for seq in seqs:
@@ -192,6 +196,9 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
         rows = [seq.row for seq in scheduler.running]
         assert len(set(rows)) == len(rows)
         assert all(row in range(max_num_seqs) for row in rows)
+        if priorities:
+            for queue in (scheduler.running, scheduler.waiting):
+                assert list(queue) == sorted(queue, key=lambda seq: seq.turn)
         phases = [scheduled.phase is Phase.DECODE for scheduled in step]
         assert phases == sorted(phases), "prefill and extend come before decode"
         blocks.check_integrity(scheduler.running)
@@ -274,6 +281,25 @@ def test_the_youngest_is_preempted_and_admitted_first_again() -> None:
     assert list(scheduler.waiting) == seqs[1:]
     assert seqs[1].num_preemptions == 1
     assert not seqs[1].tables
+
+
+def test_the_lowest_priority_is_preempted_and_waits_behind_the_higher() -> None:
+    scheduler = Scheduler(BlockManager(4, 4, enable_prefix_caching=False), 64, 4, by_priority=True)
+    seqs = [sequence("low", [1] * 7, 9), sequence("high", [2] * 7, 9), sequence("middle", [3] * 7, 9), sequence("second", [4], 9)]
+    for number, (seq, priority) in enumerate(zip(seqs, [5, -1, 2, -1], strict=True)):
+        seq.turn = (priority, number)
+    low, high, middle, second = seqs
+    scheduler.add(low)
+    run_step(scheduler)
+    for seq in (middle, second, high):
+        scheduler.add(seq)
+    assert list(scheduler.waiting) == [high, second, middle]
+    run_step(scheduler)  # the pool has room for two, and who runs is not preempted for who waits
+    assert (scheduler.running, list(scheduler.waiting)) == ([high, low], [second, middle])
+    for _ in range(2):
+        run_step(scheduler)
+    assert scheduler.running == [high, second]
+    assert list(scheduler.waiting) == [middle, low]
 
 
 def test_an_equal_prefix_is_found_after_its_owner_is_gone() -> None:
