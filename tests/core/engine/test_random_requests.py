@@ -86,8 +86,8 @@ class World:
 
     def __init__(self, seed: int) -> None:
         draw = self.draw = Random(seed)
-        options = [draw.random() < share for share in (0.5, 0.75, 0.75, 0.4, 0.1)]
-        overlap, chunked, caching, drafts, independent = options
+        options = [draw.random() < share for share in (0.5, 0.75, 0.75, 0.4, 0.1, 0.3)]
+        overlap, chunked, caching, drafts, independent, self.priorities = options
         rows, size = draw.choice([1, 5, 12, 24, 40]), draw.choice([4, 8, 16])
         groups = draw.choice(GROUPS)(size)
         budget = draw.choice([8, 48, 100, 256]) if chunked else draw.choice([MAX_MODEL_LEN, 256])
@@ -106,9 +106,9 @@ class World:
             enable_chunked_prefill=chunked,
             enable_prefix_caching=caching and not independent,
             async_scheduling=overlap,
-            seed=seed,
+            scheduling_policy="priority" if self.priorities else "fcfs",
         )
-        limits = PromptLimits(MAX_MODEL_LEN, VOCABULARY, "")
+        limits = PromptLimits(MAX_MODEL_LEN, VOCABULARY, "", by_priority=self.priorities)
         drafting = Drafting(Guesser(Random(seed)), VOCABULARY) if drafts and not independent else None
         scheduler = IndependentScheduler if independent else Scheduler
         self.engine = EngineLoop(self.device, config, limits, frozenset({STOP}), scheduler, drafting)
@@ -157,7 +157,7 @@ class World:
             self.completions[request_id, index] = Expected(history, most, ignore)
         best_of = count if count > n else None
         params = SamplingParams(n=n, best_of=best_of, temperature=0.7, max_tokens=most, ignore_eos=ignore, seed=seed)
-        self.engine.add_request(request_id, prompt, params)
+        self.engine.add_request(request_id, prompt, params, draw.choice([-1, 0, 0, 5]) if self.priorities else 0)
 
     def take(self) -> None:
         for delta in self.engine.step():
