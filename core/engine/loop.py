@@ -21,7 +21,7 @@ from headway.core.engine.entrance import Entrance
 from headway.core.engine.executor import Executor, InFlight
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.prepare import prepare
-from headway.core.engine.reading import delta_of, keep_prompt_logprobs, made, reason_for, with_logprobs
+from headway.core.engine.reading import delta_of, keep_prompt_logprobs, reason_for, take_plain, with_logprobs
 from headway.core.engine.schedule import ScheduledSequence
 from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence, Status
@@ -211,9 +211,12 @@ class EngineLoop:
         self.stats.wait_seconds += time.perf_counter() - started
         plain = sampled.plain_tokens()
         if plain is not None:
-            self._take(sampling, plain)
+            told, ended = take_plain(sampling, plain, self.scheduler.read)
+            self._unreported += told
+            self.stats.num_output_tokens += len(told)
+            self._remove(ended)
             return
-        ended: list[Sequence] = []
+        ended = []
         read, report, found = self.scheduler.read, self._unreported.append, sampled.found
         if found is not None:
             keep_prompt_logprobs(step, found)
@@ -234,27 +237,6 @@ class EngineLoop:
                 ended.append(seq)
             own = () if found is None else found.logprobs.get(index, ())
             report(with_logprobs(delta_of(seq, new), seq, own, known))
-        self.stats.num_output_tokens += num_new
-        self._remove(ended)
-
-    def _take(self, sampling: list[Sequence], tokens: list[int]) -> None:
-        """Append one token to each sequence: what most steps bring, with no more work for each than that takes."""
-        ended: list[Sequence] = []
-        report, num_new = self._unreported.append, 0
-        for seq, token in zip(sampling, tokens, strict=True):
-            if seq.together:
-                seq.append(token)
-                report(made((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), ())))
-                num_new += 1
-            elif seq.finished:
-                self.scheduler.read(seq, [])
-                continue
-            else:
-                new = self.scheduler.read(seq, [token])
-                num_new += len(new)
-                report(delta_of(seq, new))
-            if seq.finish_reason is not None:
-                ended.append(seq)
         self.stats.num_output_tokens += num_new
         self._remove(ended)
 
