@@ -21,7 +21,7 @@ from headway.core.engine.entrance import Entrance
 from headway.core.engine.executor import Executor, InFlight
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.prepare import prepare
-from headway.core.engine.reading import delta_of, keep_prompt_logprobs, made, reason_for, with_logprobs
+from headway.core.engine.reading import delta_of, keep_prompt_logprobs, reason_for, take_plain, with_logprobs
 from headway.core.engine.schedule import ScheduledSequence
 from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence, Status
@@ -205,14 +205,20 @@ class EngineLoop:
         try:
             sampled = in_flight.wait()
         except Exception as error:  # a kernel's fault shows when the host waits for it
-            self._fail(step, error)
+            lost = [seq for _, seqs, _ in self._in_flight for seq in seqs]  # later steps have read what the fault has left
+            while len(self._in_flight) > 1:
+                self._in_flight.pop()
+            self._fail(lost, error)
             return
         self.stats.wait_seconds += time.perf_counter() - started
         plain = sampled.plain_tokens()
         if plain is not None:
-            self._take(sampling, plain)
+            told, ended = take_plain(sampling, plain, self.scheduler.read)
+            self._unreported += told
+            self.stats.num_output_tokens += len(told)
+            self._remove(ended)
             return
-        ended: list[Sequence] = []
+        ended = []
         read, report, found = self.scheduler.read, self._unreported.append, sampled.found
         if found is not None:
             keep_prompt_logprobs(step, found)
@@ -233,27 +239,6 @@ class EngineLoop:
                 ended.append(seq)
             own = () if found is None else found.logprobs.get(index, ())
             report(with_logprobs(delta_of(seq, new), seq, own, known))
-        self.stats.num_output_tokens += num_new
-        self._remove(ended)
-
-    def _take(self, sampling: list[Sequence], tokens: list[int]) -> None:
-        """Append one token to each sequence: what most steps bring, with no more work for each than that takes."""
-        ended: list[Sequence] = []
-        report, num_new = self._unreported.append, 0
-        for seq, token in zip(sampling, tokens, strict=True):
-            if seq.together:
-                seq.append(token)
-                report(made((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), ())))
-                num_new += 1
-            elif seq.finished:
-                self.scheduler.read(seq, [])
-                continue
-            else:
-                new = self.scheduler.read(seq, [token])
-                num_new += len(new)
-                report(delta_of(seq, new))
-            if seq.finish_reason is not None:
-                ended.append(seq)
         self.stats.num_output_tokens += num_new
         self._remove(ended)
 
@@ -278,7 +263,7 @@ class EngineLoop:
 
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
         """End the sequences of a step for a fault in it."""
-        failed = [seq for seq in step if not seq.finished]
+        failed = [seq for seq in dict.fromkeys(step) if not seq.finished]
         log.error("a step of %d sequences failed: %s", len(failed), error)
         for seq in failed:
             seq.fail(str(error))

@@ -146,6 +146,8 @@ class Scheduler:
                 budget -= count + drafts
                 position += 1
         while self.waiting and not (preempted or skipped) and budget > 0 and len(self.running) < self.max_num_seqs:
+            if not self.enable_chunked_prefill and not (prompts or decodes or joining or self._batch.members):
+                budget = max(budget, self.waiting[0].num_tokens)  # it must go whole, whatever lack of memory has left of a step
             count = self._admit(self.waiting[0], budget)
             if count == 0:
                 break

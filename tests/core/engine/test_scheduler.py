@@ -408,3 +408,11 @@ def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
 
     together = steps_of([*arrivals, *others])
     assert all(steps_of([arrival])[0] == together[number] for number, arrival in enumerate(arrivals))
+
+
+def test_a_prompt_that_must_go_whole_goes_alone_where_lack_of_memory_has_left_less_of_a_step() -> None:
+    scheduler = Scheduler(BlockManager(64, 4), 40, 4, enable_chunked_prefill=False)
+    short, long = sequence("short", [1] * 4, 2), sequence("long", [2] * 20, 1)
+    scheduler.max_num_batched_tokens = 8  # see EngineLoop._recover
+    finish(scheduler, short, long)
+    assert [seq.finish_reason for seq in (short, long)] == ["length", "length"]
