@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from itertools import count
 from threading import Lock
@@ -46,9 +47,11 @@ class EngineDriver:
         deltas = self.engine.step()
         if self.assembly.stats_log is not None:
             self.assembly.stats_log.stepped(self.engine)
-        for listen in self._listeners:
-            for request_id, index in listen(deltas):
-                self.engine.abort(request_id, index)
+        started = time.perf_counter()
+        stopped = [each for listen in self._listeners for each in listen(deltas)]
+        self.engine.stats.output_seconds += time.perf_counter() - started
+        for request_id, index in stopped:
+            self.engine.abort(request_id, index)
 
     def claim(self, request_id: str | None = None) -> str:
         """Take an id for a request until it is released. None: any.

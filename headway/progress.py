@@ -131,6 +131,9 @@ class RequestState:
         """Whether a stop text may come; else the text is made when an output is, or when the completion ends."""
         self._changed = False
         self.num_cached_tokens = 0
+        self._plain = False
+        """Whether a delta is but a token: nobody reads the text as it grows, and the first token, with which the times and what
+        is known of the prompt come, has come."""
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsByToken | None] = [None]
         self._progress = progress
@@ -151,8 +154,13 @@ class RequestState:
         self._changed = True
         if completion.finish_reason is not None:  # a stop text has ended it before the engine heard of that
             return False
+        if self._plain and delta.finish_reason is None and not delta.logprobs:  # what most deltas bring: a token, to be kept
+            completion.token_ids += delta.new_token_ids
+            self._progress.num_tokens += len(delta.new_token_ids)
+            return False
         if delta.new_token_ids and self.first_token_time is None:
             self.first_token_time, self.num_cached_tokens = now, delta.num_cached_tokens
+            self._plain = not self.watched
         self._prompt_logprobs += [by_token(each, self._tokenizer) for each in delta.prompt_logprobs]
         completion.take(delta)
         self._progress.num_tokens += len(delta.new_token_ids)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from headway.core.engine.scheduler import ScheduledSequence, Scheduler
+from headway.core.engine.schedule import Schedule
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence as Completion
 
 _LONGEST_WAIT = 0.02
@@ -66,11 +67,11 @@ class Entrance:
                 failed.append((seqs, str(error)))
         return failed
 
-    def launched(self, step: Iterable[ScheduledSequence]) -> None:
+    def launched(self, step: Schedule) -> None:
         """Let those follow whose sibling's prompt is under way to its end."""
         if not self._siblings:
             return
-        for seq, _, _, samples, _ in step:
+        for seq, _, _, samples, _ in step.apart:  # whoever decodes together has had its prompt computed before
             if samples and seq.request_id in self._siblings:
                 self._scheduler.add_first(self._siblings.pop(seq.request_id))
 

@@ -37,6 +37,16 @@ class EngineStats:
     """Sum over decode tokens of the tokens in the cache that each attended to."""
     host_seconds: float = 0.0
     """Scheduling, launching and reading steps, without waiting for the device."""
+    schedule_seconds: float = 0.0
+    """Of `host_seconds`: choosing steps, guesses included."""
+    prepare_seconds: float = 0.0
+    """Of `host_seconds`: making plain data of them."""
+    launch_seconds: float = 0.0
+    """Of `host_seconds`: filling inputs and launching."""
+    read_seconds: float = 0.0
+    """Of `host_seconds`: taking in tokens that have come."""
+    output_seconds: float = 0.0
+    """Beside `host_seconds`: the client's work, from deltas to texts and request outputs."""
     wait_seconds: float = 0.0
     """The host blocked on the device."""
     steps_by_backend: Counter[str] = field(default_factory=Counter)
@@ -78,6 +88,17 @@ class EngineStats:
         self.num_decode_tokens += num_decodes
         self.num_prefill_tokens += int(step.query_lens.sum(where=~decodes))
         self.kv_tokens_read += int(step.context_lens.sum(where=decodes, dtype=int)) + num_decodes
+
+    @property
+    def host_parts(self) -> dict[str, float]:
+        """Seconds of the host's work by part; the last is no part of `host_seconds`."""
+        parts = {
+            "schedule": self.schedule_seconds,
+            "prepare": self.prepare_seconds,
+            "launch": self.launch_seconds,
+            "read": self.read_seconds,
+        }
+        return {**parts, "other": self.host_seconds - sum(parts.values()), "outputs": self.output_seconds}
 
     def snapshot(self) -> Self:
         """A copy."""

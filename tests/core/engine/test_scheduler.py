@@ -12,7 +12,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.deterministic import IndependentScheduler
 from headway.core.engine.groups import NULL_PAGE, CacheGroup
-from headway.core.engine.scheduler import ScheduledSequence, Scheduler
+from headway.core.engine.schedule import Schedule, ScheduledSequence
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 
@@ -70,7 +71,7 @@ class Cache:
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         """What each slot (page, place) holds, whatever the group that wrote it: the group, and the prefix."""
 
-    def run(self, step: list[ScheduledSequence], running: list[Sequence]) -> None:
+    def run(self, step: Schedule, running: list[Sequence]) -> None:
         """Make the copies of a step, then its sequences' tokens, as a device does."""
         copied = {}
         self.sources = [copy.source for seq in running for copy in seq.prefix_copies]
@@ -168,7 +169,7 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     cache = Cache(blocks, failing)
     coming = sorted(enumerate(arrivals), key=lambda item: item[1].step)
     seqs: list[Sequence] = []
-    in_flight: list[ScheduledSequence] = []
+    in_flight: Schedule | list[ScheduledSequence] = []
     time = 0
     while coming or scheduler.has_unfinished:
         while coming and coming[0][1].step <= time:
@@ -214,6 +215,8 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
                 scheduler.read(seq, [] if seq.finished else verified(scheduled))
                 ahead = range(seq.num_tokens, seq.num_tokens + drafts)
                 seq.draft_token_ids = [next_token(place) ^ (place % 5 == 0) for place in ahead]
+        if drafts:
+            scheduler.part()
         scheduler.remove_finished()
         blocks.check_integrity(scheduler.running)
 
@@ -234,7 +237,7 @@ def run_step(scheduler: Scheduler) -> list[ScheduledSequence]:
         if scheduled.samples:
             scheduler.read(scheduled.seq, [1])
     scheduler.remove_finished()
-    return step
+    return list(step)
 
 
 def finish(scheduler: Scheduler, *seqs: Sequence) -> None:
@@ -346,10 +349,11 @@ def test_a_token_under_way_is_scheduled_before_the_host_has_seen_it() -> None:
     seq = sequence("ahead", [1] * 4, 3)
     scheduler.add(seq)
     for expected in ((4, 0), (1, 4), (1, 5)):
-        (scheduled,) = scheduler.schedule()
+        step = scheduler.schedule()
+        (scheduled,) = step
         assert (scheduled.num_new_tokens, scheduled.context_len) == expected
-        scheduler.launched([scheduled])
-    assert scheduler.schedule() == [], "the third token ends it by length: nothing is computed for a fourth"
+        scheduler.launched(step)
+    assert not scheduler.schedule(), "the third token ends it by length: nothing is computed for a fourth"
     assert seq.output_token_ids == []
     assert seq.tables[0].num_published == 1, "the second block holds tokens nobody knows yet"
 
