@@ -34,6 +34,7 @@ from headway.core.engine.host_rows import HostRows
 from headway.core.engine.latent import GATHERED_BYTES
 from headway.core.engine.launched import Launched
 from headway.core.engine.memory import cache_memory, run_trial
+from headway.core.engine.offload.mover import PageMover
 from headway.core.engine.pieces import piece_sizes
 from headway.core.engine.pool import PoolSize
 from headway.core.engine.recorder import CudaRecorder, Recorder
@@ -104,6 +105,7 @@ class LocalExecutor:
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len)
         self.caches = pool.allocate(specs, layouts, size)
         """One a layer."""
+        self.mover: PageMover | None = None
         _check_caches(selector, specs, self.caches)
         writers = {layout.name: source.layout(layout.name).load_writer(device) for layout in layouts}
         of_layers = [writers[layout.name] for layout in layouts]

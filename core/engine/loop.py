@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -19,6 +19,7 @@ from headway.core.engine.drafting import Drafting
 from headway.core.engine.entrance import Entrance
 from headway.core.engine.executor import Executor, InFlight
 from headway.core.engine.limits import PromptLimits
+from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.prepare import prepare
 from headway.core.engine.scheduler import ScheduledSequence, Scheduler
 from headway.core.engine.sequence import Sequence, Status
@@ -58,6 +59,8 @@ class EngineLoop:
         caching, chunk = config.enable_prefix_caching, pool.smallest_chunk
         self.blocks = BlockManager(pool.num_pages, block_size, caching, groups, chunk)
         self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
+        self._offloader = offloader_of(self.blocks, executor.mover, pool.page_format.page_bytes, config, self.stats)
+        self.scheduler.offloader = self._offloader
         self._entrance = Entrance(self.scheduler, config.enable_prefix_caching)
         self._executor = executor
         self._eos = eos_token_ids
@@ -125,12 +128,16 @@ class EngineLoop:
         if drafting is not None:
             drafting.plan(() if self._in_flight else self.scheduler.running)
         scheduled = self.scheduler.schedule()
-        assert scheduled or self._in_flight or self._unreported or self._entrance.occupied, (
-            "nothing to schedule although something is unfinished"
-        )
+        waiting = self._entrance.occupied or (self._offloader is not None and self._offloader.loads.occupied)
+        assert scheduled or self._in_flight or self._unreported or waiting, "nothing to schedule although something is unfinished"
         failure: Exception | None = None
+        if self._offloader is not None:
+            self._offloader.flush()
+            if not (scheduled or self._in_flight or self._unreported):
+                self._offloader.loads.wait()
         if scheduled:
-            step = prepare(scheduled, self.blocks.groups)
+            step, began = prepare(scheduled, self.blocks.groups), time.perf_counter()
+            before = self.stats.num_prefill_tokens, self.stats.num_decode_tokens
             try:
                 launched = self._executor.launch(step)
             except Exception as error:  # whatever a backend raises
@@ -142,13 +149,20 @@ class EngineLoop:
                 self.scheduler.launched(scheduled)
                 self._entrance.launched(scheduled)
                 self.stats.count(step, launched)
+                if self._offloader is not None:
+                    now = self.stats.num_prefill_tokens, self.stats.num_decode_tokens
+                    self._offloader.clock.launched(began, now[0] - before[0], now[1] - before[1])
         ahead = self._ahead and bool(scheduled) and failure is None and (drafting is None or drafting.rests)
         self._read_until(1 if ahead else 0)
         if drafting is not None:
             drafting.stepped(scheduled, ahead or not self._ahead, self.stats)
         if failure is not None:
             self._recover(scheduled, failure)
-        self.stats.num_preemptions = self.scheduler.num_preemptions
+        if self._offloader is not None and not self.scheduler.has_unfinished:
+            self._offloader.flush(idle=True)
+        if self.stats.num_preemptions != self.scheduler.num_preemptions:
+            self.stats.num_preemptions = self.scheduler.num_preemptions
+            self.stats.preemptions_by_kind = Counter(self.scheduler.preemptions)
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.wait_seconds - waited)
         deltas, self._unreported = self._unreported, []
         return deltas
@@ -165,7 +179,7 @@ class EngineLoop:
     def cache_usage(self) -> CacheUsage:
         """Who uses the cache at this moment."""
         pages = self.capacity.pool.page_format
-        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.running)
+        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.holders)
 
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))
@@ -184,6 +198,9 @@ class EngineLoop:
         except Exception as error:  # a kernel's fault shows when the host waits for it
             self._fail(step, error)
             return
+        finally:
+            if self._offloader is not None:
+                self._offloader.clock.read()
         self.stats.wait_seconds += time.perf_counter() - started
         ended: list[Sequence] = []
         read, report, found = self.scheduler.read, self._unreported.append, sampled.found
@@ -236,6 +253,8 @@ class EngineLoop:
         for seq in failed:
             seq.fail(str(error))
         self._remove(failed)
+        if self._offloader is not None:
+            self._offloader.forget()
         self.blocks.forget_prefixes()  # what the step was to write may have been published already
         self._unreported += [_delta(seq, []) for seq in failed]
 
