@@ -113,10 +113,8 @@ class Loads:
         spared: see Load.
         """
         on_disk = [name for name in names if name not in self._tier]
-        if len(on_disk) > self._tier.num_unlocked:
-            return False
         self._tier.lock(names)
-        made = attach_pages(self._blocks, seq, length)
+        made = attach_pages(self._blocks, seq, length) if self._tier.num_unlocked >= 0 or not on_disk else None
         if made is None:
             self._tier.unlock(names)
             return False
