@@ -179,7 +179,8 @@ class EngineLoop:
     def cache_usage(self) -> CacheUsage:
         """Who uses the cache at this moment."""
         pages = self.capacity.pool.page_format
-        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.holders)
+        offloaded = 0 if self._offloader is None else self._offloader.num_blocks
+        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.holders, offloaded)
 
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))

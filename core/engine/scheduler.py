@@ -102,7 +102,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         prompts: list[ScheduledSequence] = []
         decodes: list[ScheduledSequence] = []  # within each part first come, first served
-        preempted = skipped = False
+        preempted = skipped = gave_up = False
         position = 0
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
@@ -134,12 +134,14 @@ class Scheduler:
                 position += 1
         while self.waiting and not (preempted or skipped) and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
-            if self.offloader is not None and self.offloader.bring_back(seq):
+            if self.offloader is not None and not gave_up and self.offloader.bring_back(seq):
                 self.waiting.popleft()
                 continue
             count = self._admit(seq, budget)
             if count == 0:
-                if not self.running and self._give_up():
+                coming = self.offloader is not None and self.offloader.loads.occupied
+                if not (self.running or coming) and self._give_up():
+                    gave_up = True  # so that what was freed is not taken to load anything
                     continue
                 break
             self.waiting.popleft()

@@ -73,7 +73,9 @@ class Load:
     back: list[tuple[int, int]]
     names: list[PageName]
     """Locked until it ends."""
-    fetching: Pending[frozenset[PageName]] | None
+    to_fetch: list[KeptPage]
+    """From the disk. A slot may be one that a page is yet to be copied into, so this comes after the copies of the step."""
+    fetching: Pending[frozenset[PageName]] | None = None
     """From the disk; then"""
     moving: Pending[object] | None = None
     """from the host's memory."""
@@ -105,7 +107,13 @@ class Loads:
 
     def to_move(self) -> list[Load]:
         """Loads whose pages are in the host's memory, and have not begun to move."""
-        return [load for load in self._loads if load.fetching is None and load.moving is None]
+        return [load for load in self._loads if not load.to_fetch and load.fetching is None and load.moving is None]
+
+    def fetch(self) -> None:
+        """Begin to read from the disk."""
+        for load in self._loads:
+            if load.to_fetch:
+                load.fetching, load.to_fetch = self._shelf.fetch(load.to_fetch), []
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
         """Bring the pages `names` of a sequence's first `length` tokens back; False: there is no room.
@@ -118,19 +126,15 @@ class Loads:
         if made is None:
             self._tier.unlock(names)
             return False
-        fetching = None
-        if on_disk:
-            size_of = [group.page_size for group in self._blocks.groups]
-            places = {name: (size_of[each.group], each.place) for name, each in zip(names, made, strict=True)}
-            pages = []
-            for name in on_disk:
-                size, place = places[name]
-                slot = self._tier.put(name)
-                assert slot is not None, "there was a slot that is not locked"
-                pages.append(KeptPage(name, packed(seq.token_ids[place * size : (place + 1) * size]), slot))
-            fetching = self._shelf.fetch(pages)
+        place_of = dict(zip(names, made, strict=True))
+        to_fetch = []
+        for name in on_disk:
+            slot = self._tier.put(name)
+            assert slot is not None, "there was a slot that is not locked"
+            size, place = self._blocks.groups[name[0]].page_size, place_of[name].place
+            to_fetch.append(KeptPage(name, packed(seq.token_ids[place * size : (place + 1) * size]), slot))
         back = [(self._slot(name), each.page) for name, each in zip(names, made, strict=True)]
-        self._loads.append(Load(seq, length, spared, back, names, fetching))
+        self._loads.append(Load(seq, length, spared, back, names, to_fetch))
         return True
 
     def arrived(self) -> list[Sequence]:
@@ -189,6 +193,8 @@ class Loads:
         return slot
 
     def _cancel(self, load: Load) -> None:
+        for page in load.to_fetch:
+            self._tier.drop(page.name)
         if load.fetching is not None:
             self._shelf.abandon(load.fetching)
         self._blocks.release(load.seq)

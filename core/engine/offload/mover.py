@@ -34,8 +34,8 @@ class PageMover(Protocol):
     """Copies pages between the pool, slots of host memory and files: plain data in, in the order of the calls.
 
     Whatever overlaps with what, the outcome is as if each call had been done when it returns, before any later step is launched:
-    a page that a later step writes is copied out first, and one that it reads has come back. Only a slot that is being stored
-    or fetched must be left alone by the caller until that has ended.
+    a page that a later step writes is copied out first, and one that it reads has come back; a slot is stored after the copies
+    into it, and fetched after those too. Only a slot that is being stored or fetched must be left alone until that has ended.
     """
 
     @property

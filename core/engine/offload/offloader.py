@@ -127,6 +127,7 @@ class Offloader:
                 self._keep(*self._dirty.popitem(last=False))
         try:
             self._move()
+            self.loads.fetch()
             self._shelf.flush(idle)
         except Exception as error:  # whatever a copy raises: what the tier should hold it may not
             log.warning("offload: a copy failed, so all that was offloaded is forgotten: %s", error)

@@ -75,7 +75,9 @@ class Shelf:
                     self._tier.drop(name)
                     self._names.pop(name, None)
                 self._tier.unlock(names)
-                self._stats.offload_failures["not read from disk"] += len(failed)
+                if failed:
+                    self._mover.discard(list(failed))
+                    self._stats.offload_failures["not read from disk"] += len(failed)
         return failed
 
     def flush(self, idle: bool) -> None:
@@ -103,7 +105,8 @@ class Shelf:
         for name in failed:
             self._names.pop(name, None)
         self._tier.unlock(names)
-        self._stats.offload_failures["not written to disk"] += len(failed)
+        if failed:
+            self._stats.offload_failures["not written to disk"] += len(failed)
         self._stats.blocks_stored += len(names) - len(failed)
 
     def forget(self) -> None:
