@@ -26,6 +26,7 @@ from headway.core.speculation.proposer import ProposerOptions
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.heap import freeze_heap
 from headway.models.device_operations import compile_ahead, fastest_sampling
+from headway.models.identity import identity_of
 from headway.models.loader import load_model
 from headway.outputs import RequestOutput
 from headway.processor import OutputProcessor
@@ -87,7 +88,14 @@ class LLM:
         hosts = HostRows(grammars, self.registry.logits_processors)
         made_for, scales = (config, eos, sampling, costs), decoder.kv_scales
         proposer = None if speculate is None else speculate.make(ProposerOptions())
-        self.engine = Engine(decoder, self.registry, *made_for, proposer, compile_ahead=ahead, hosts=hosts, kv_scales=scales)
+        weights = "" if config.kv_offload_dir is None else identity_of(self.model, args.load_format)
+        self.engine = Engine(
+            *(decoder, self.registry, *made_for, proposer),
+            compile_ahead=ahead,
+            hosts=hosts,
+            kv_scales=scales,
+            weights=weights,
+        )
         self._processor = OutputProcessor(self.tokenizer)
         self._request_ids = count()
         self._turns = Turns()
@@ -195,7 +203,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
         with self._turns:
-            self.engine.blocks.forget_prefixes()
+            self.engine.forget_prefixes()
         return True
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -232,6 +232,8 @@ class BlockManager:
 
     def forget_prefixes(self) -> None:
         """Make every cached content unfindable; pages that sequences hold stay theirs."""
+        if self.keeper is not None:
+            self.keeper.forgotten()
         for prefixes in self.prefixes:
             for page in prefixes.index:
                 if page in self._pages:  # nothing to reuse any more: hand it out first

@@ -19,6 +19,9 @@ class PageKeeper(Protocol):
     def handed_out(self, page: int) -> None:
         """A free page is about to be overwritten; its content can be found until this returns."""
 
+    def forgotten(self) -> None:
+        """No content can be found any more, once this returns, nor is what was kept to be believed."""
+
 
 class FreePages:
     """Reference counts, and the free pages in order: freed longest ago first, and before these what has no content to reuse."""

@@ -137,7 +137,6 @@ class EngineLoop:
                 self._offloader.loads.wait()
         if scheduled:
             step, began = prepare(scheduled, self.blocks.groups), time.perf_counter()
-            before = self.stats.num_prefill_tokens, self.stats.num_decode_tokens
             try:
                 launched = self._executor.launch(step)
             except Exception as error:  # whatever a backend raises
@@ -150,8 +149,7 @@ class EngineLoop:
                 self._entrance.launched(scheduled)
                 self.stats.count(step, launched)
                 if self._offloader is not None:
-                    now = self.stats.num_prefill_tokens, self.stats.num_decode_tokens
-                    self._offloader.clock.launched(began, now[0] - before[0], now[1] - before[1])
+                    self._offloader.clock.launched(began)
         ahead = self._ahead and bool(scheduled) and failure is None and (drafting is None or drafting.rests)
         self._read_until(1 if ahead else 0)
         if drafting is not None:
@@ -175,6 +173,13 @@ class EngineLoop:
                 seq.fail(reason)
                 self._unreported.append(_delta(seq, []))
             self._remove(seqs)
+
+    def forget_prefixes(self) -> None:
+        """Reuse nothing of what has been computed so far, wherever it is kept."""
+        if self._offloader is None:
+            self.blocks.forget_prefixes()
+        else:
+            self._offloader.empty()
 
     def cache_usage(self) -> CacheUsage:
         """Who uses the cache at this moment."""
@@ -254,8 +259,6 @@ class EngineLoop:
         for seq in failed:
             seq.fail(str(error))
         self._remove(failed)
-        if self._offloader is not None:
-            self._offloader.forget()
         self.blocks.forget_prefixes()  # what the step was to write may have been published already
         self._unreported += [_delta(seq, []) for seq in failed]
 

@@ -6,19 +6,24 @@ import time
 from collections import deque
 
 from headway.core.engine.offload.costs import Costs
+from headway.core.engine.stats import EngineStats
 
 
 class StepClock:
     """Takes a step's time from the later of its launch and the end of the step before, to its own end, as the host sees them."""
 
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
+    def __init__(self, costs: Costs, stats: EngineStats) -> None:
+        """stats: in which every launched step has been counted."""
+        self._costs, self._stats = costs, stats
+        self._counted = 0, 0
+        """Tokens of prompts and decodes, before the newest step."""
         self._launched: deque[tuple[float, int, int]] = deque()
         self._last = 0.0
 
-    def launched(self, began: float, num_prompt_tokens: int, num_decodes: int) -> None:
-        """A step was launched from `began` (time.perf_counter) on."""
-        self._launched.append((began, num_prompt_tokens, num_decodes))
+    def launched(self, began: float) -> None:
+        """A step was launched from `began` (time.perf_counter) on, and counted."""
+        before, self._counted = self._counted, (self._stats.num_prefill_tokens, self._stats.num_decode_tokens)
+        self._launched.append((began, self._counted[0] - before[0], self._counted[1] - before[1]))
 
     def read(self) -> None:
         """The oldest step has ended."""

@@ -38,7 +38,7 @@ class Offloader:
         """mode: of preemption, AUTO, RECOMPUTE or SWAP. lookahead: pages that one step may take."""
         self._blocks, self._mover, self._stats = blocks, mover, stats
         self._costs = costs
-        self.clock = StepClock(costs)
+        self.clock = StepClock(costs, stats)
         """To be told of every step."""
         self.tier = HostTier(mover.num_slots)
         self._shelf = Shelf(mover, self.tier, stats)
@@ -69,6 +69,14 @@ class Offloader:
         group = self._dirty.pop(page, None)
         if group is not None:
             self._keep(page, group)
+
+    def forgotten(self) -> None:
+        """See PageKeeper. What is on disk was written after its step had been read without a fault."""
+        self.loads.cancel_all()
+        self._dirty.clear()
+        self._out = []
+        self.tier.clear()
+        self._shelf.forget()
 
     # What the scheduler asks.
 
@@ -132,7 +140,7 @@ class Offloader:
         except Exception as error:  # whatever a copy raises: what the tier should hold it may not
             log.warning("offload: a copy failed, so all that was offloaded is forgotten: %s", error)
             self._stats.offload_failures["a copy failed"] += 1
-            self.forget()
+            self.forgotten()
 
     def _move(self) -> None:
         begun = self.loads.to_move()
@@ -146,13 +154,10 @@ class Offloader:
         for load in begun:
             load.moving = pending
 
-    def forget(self) -> None:
-        """After a step that failed: what was copied out may be wrong. What is on disk was copied after its step had been read."""
-        self.loads.cancel_all()
-        self._dirty.clear()
-        self._out = []
-        self.tier.clear()
-        self._shelf.forget()
+    def empty(self) -> None:
+        """Keep nothing of what was computed before, on disk either: the weights may have changed."""
+        self._blocks.forget_prefixes()
+        self._shelf.empty()
 
     @property
     def num_blocks(self) -> int:

@@ -53,7 +53,8 @@ class Shelf:
         names = [page.name for page in pages]
         self._tier.lock(names)
         for name in names:
-            self._names.move_to_end(name)
+            if name in self._names:
+                self._names.move_to_end(name)  # used last
         pending = self._mover.fetch(pages)
         self._fetching.append((pending, names))
         return pending
@@ -113,3 +114,9 @@ class Shelf:
         """Write none of what was copied out since a step that failed."""
         self._tier.unlock(page.name for page in (*self._unread, *self._unwritten))
         self._unread, self._unwritten = [], []
+
+    def empty(self) -> None:
+        """Delete every page."""
+        names, self._names = list(self._names), OrderedDict()
+        if names:
+            self._mover.discard(names)

@@ -87,7 +87,8 @@ def test_no_page_leaks_none_is_mixed_up_and_every_request_finishes(
         assert time < 3000, "no progress"
         if time == 20 and failing:
             blocks.forget_prefixes()
-            offloader.forget()
+            if seed % 2:
+                offloader.empty()
         if not scheduler.has_unfinished:
             continue
         step = scheduler.schedule()
