@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple
 
 from headway.core.engine.free_pages import FreePages, PageKeeper
 from headway.core.engine.groups import NULL_PAGE, CacheGroup
-from headway.core.engine.hits import GroupPrefixes
+from headway.core.engine.hits import Elsewhere, GroupPrefixes
 from headway.core.engine.sequence import PageTable, PrefixCopy, Sequence
 
 SHORTEST_FIRST_HIT = 8
@@ -22,9 +22,6 @@ SMALLEST_CHUNK = 128
 
 _NEVER = sys.maxsize
 """Tokens that no sequence has."""
-
-Elsewhere = Callable[[int, bytes], bool]
-"""(group, digest of a page) -> whether its content is kept somewhere else than in the pool."""
 
 
 class PagesUsed(NamedTuple):
@@ -69,7 +66,7 @@ class BlockManager:
         """Those that sequences may hold."""
         self._pages = FreePages(num_pages, first)
         self.keeper: PageKeeper | None = None
-        """Told of free pages whose content can be found; None: nobody."""
+        """Told of free pages whose content can be found."""
         self.prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
         self._given_back = [0] * len(self.groups)
 
@@ -77,6 +74,11 @@ class BlockManager:
     def num_free(self) -> int:
         """Pages nobody holds, those with a reusable content included."""
         return len(self._pages)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages nobody holds whose content can be found."""
+        return sum(page in self._pages for prefixes in self.prefixes for page in prefixes.index)
 
     def num_holders(self, page: int) -> int:
         """Sequences that hold a page."""
@@ -230,10 +232,10 @@ class BlockManager:
         seq.next_boundary = 0
         seq.newest_at = -1
 
-    def forget_prefixes(self) -> None:
-        """Make every cached content unfindable; pages that sequences hold stay theirs."""
+    def forget_prefixes(self, everywhere: bool = False) -> None:
+        """Make every cached content unfindable, everywhere: on disk too; pages that sequences hold stay theirs."""
         if self.keeper is not None:
-            self.keeper.forgotten()
+            self.keeper.forgotten(everywhere)
         for prefixes in self.prefixes:
             for page in prefixes.index:
                 if page in self._pages:  # nothing to reuse any more: hand it out first
@@ -265,11 +267,11 @@ class BlockManager:
     def give(self, page: int) -> None:
         """Hold a page no longer."""
         if self._pages.give(page):
-            number = next((number for number, prefixes in enumerate(self.prefixes) if page in prefixes.index), None)
-            if number is None:
+            groups = [number for number, prefixes in enumerate(self.prefixes) if page in prefixes.index]
+            if not groups:  # nothing to reuse
                 self._pages.put_first(page)
             elif self.keeper is not None:
-                self.keeper.freed(page, number)
+                self.keeper.freed(page, groups[0])
 
     def hand_out(self) -> int:
         """A free page that is nobody's any more, whatever it held."""
@@ -282,8 +284,7 @@ class BlockManager:
 
     def check_integrity(self, holders: list[Sequence]) -> None:
         """Assert that every page is free or held exactly as often as `holders` (all sequences with pages) hold it."""
-        group_of: dict[int, int] = {}
-        pages: list[int] = []
+        pages, group_of = list[int](), dict[int, int]()
         for seq in holders:
             held = [(number, page) for number, table in enumerate(seq.tables) for page in table.held]
             assert len({page for _, page in held}) == len(held), f"{seq.request_id} holds a page twice"
@@ -291,7 +292,8 @@ class BlockManager:
                 assert group_of.setdefault(page, number) == number, f"page {page} belongs to two groups"
                 pages.append(page)
         self._pages.check_integrity(pages)
+        named: list[int] = []
         for prefixes in self.prefixes:
             prefixes.index.check_integrity()
-        named = [page for prefixes in self.prefixes for page in prefixes.index]
+            named += prefixes.index
         assert len(set(named)) == len(named), "a page is named in two groups"

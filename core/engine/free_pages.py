@@ -19,8 +19,9 @@ class PageKeeper(Protocol):
     def handed_out(self, page: int) -> None:
         """A free page is about to be overwritten; its content can be found until this returns."""
 
-    def forgotten(self) -> None:
-        """No content can be found any more, once this returns, nor is what was kept to be believed."""
+    def forgotten(self, everywhere: bool) -> None:
+        """No content can be found any more, once this returns, and what was kept in memory is not to be believed; everywhere: nor
+        what is on disk."""
 
 
 class FreePages:

@@ -10,6 +10,9 @@ from headway.core.engine.groups import CacheGroup
 from headway.core.engine.prefixes import PrefixIndex, packed
 from headway.core.engine.sequence import Sequence
 
+Elsewhere = Callable[[int, bytes], bool]
+"""(group, digest of a page) -> whether its content is kept somewhere else than in the pool."""
+
 
 class Hit(NamedTuple):
     """The pages of one group that hold the start of a sequence."""

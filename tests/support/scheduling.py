@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.groups import NULL_PAGE, CacheGroup
-from headway.core.engine.scheduler import ScheduledSequence
+from headway.core.engine.schedule import Schedule, ScheduledSequence
 from headway.core.engine.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 
@@ -66,7 +66,7 @@ class Cache:
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         """What each slot (page, place) holds, whatever the group that wrote it: the group, and the prefix."""
 
-    def run(self, step: list[ScheduledSequence], running: list[Sequence]) -> None:
+    def run(self, step: Schedule, running: list[Sequence]) -> None:
         """Make the copies of a step, then its sequences' tokens, as a device does."""
         copied = {}
         self.sources = [copy.source for seq in running for copy in seq.prefix_copies]

@@ -180,7 +180,7 @@ class Loads:
             self._cancel(load)
 
     def wait(self) -> None:
-        """Wait until the first load has come a step further, for nothing else is to be done."""
+        """Wait until the first load has come a step further."""
         if self._loads and not self._returned:
             load = self._loads[0]
             pending = load.moving if load.fetching is None else load.fetching

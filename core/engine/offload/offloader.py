@@ -70,13 +70,15 @@ class Offloader:
         if group is not None:
             self._keep(page, group)
 
-    def forgotten(self) -> None:
+    def forgotten(self, everywhere: bool) -> None:
         """See PageKeeper. What is on disk was written after its step had been read without a fault."""
         self.loads.cancel_all()
         self._dirty.clear()
         self._out = []
         self.tier.clear()
         self._shelf.forget()
+        if everywhere:
+            self._shelf.empty()
 
     # What the scheduler asks.
 
@@ -127,8 +129,11 @@ class Offloader:
 
     # What the loop calls.
 
-    def flush(self, idle: bool = False) -> None:
-        """Hand the mover what is to be done before the next step; idle: every step has been read, and none follows."""
+    def flush(self, idle: bool = False, wait: bool = False) -> None:
+        """Hand the mover what is to be done before the next step.
+
+        idle: every step has been read, and none follows. wait: for the first pages that come, for nothing else is to be done.
+        """
         ready = self._blocks.num_free - len(self._dirty)
         if ready < self._lookahead:  # then enough for some steps, for one move of many pages costs the host less than many moves
             for _ in range(min(self._lookahead - ready + self._lookahead // 4, len(self._dirty))):
@@ -140,7 +145,9 @@ class Offloader:
         except Exception as error:  # whatever a copy raises: what the tier should hold it may not
             log.warning("offload: a copy failed, so all that was offloaded is forgotten: %s", error)
             self._stats.offload_failures["a copy failed"] += 1
-            self.forgotten()
+            self.forgotten(everywhere=False)
+        if wait:
+            self.loads.wait()
 
     def _move(self) -> None:
         begun = self.loads.to_move()
@@ -153,11 +160,6 @@ class Offloader:
         self._out = []
         for load in begun:
             load.moving = pending
-
-    def empty(self) -> None:
-        """Keep nothing of what was computed before, on disk either: the weights may have changed."""
-        self._blocks.forget_prefixes()
-        self._shelf.empty()
 
     @property
     def num_blocks(self) -> int:

@@ -128,7 +128,7 @@ def test_a_second_start_finds_what_the_first_has_stored(registry: Registry, tmp_
 def test_what_is_forgotten_is_found_nowhere(registry: Registry, tmp_path: Path) -> None:
     engine = Engine(PLAIN, registry, **on_disk(tmp_path))
     expected = tokens(engine)
-    engine.forget_prefixes()
+    engine.blocks.forget_prefixes(everywhere=True)
     again = generate(engine, PROMPTS, GREEDY)
     assert [each.token_ids for each in again] == expected
     assert [each.num_cached_tokens for each in again] == [0] * len(PROMPTS)
