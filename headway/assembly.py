@@ -16,6 +16,7 @@ from headway.core.select.selector import check_names
 from headway.core.speculation.proposer import ProposerOptions
 from headway.heap import freeze_heap
 from headway.models.device_operations import compile_ahead, fastest_sampling
+from headway.models.identity import identity_of
 from headway.models.loader import LoadedModel, load_model
 from headway.registry import Registry, create_registry
 from headway.stats_log import StatsLog
@@ -79,9 +80,15 @@ def assemble(args: EngineArgs) -> Assembly:
     eos = model.eos_token_ids
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
     hosts = HostRows(grammars, registry.logits_processors)
-    made_for, scales = (config, eos, sampling, costs), decoder.kv_scales
     proposer = None if speculate is None else speculate.make(ProposerOptions())
-    engine = Engine(decoder, registry, *made_for, proposer, compile_ahead=ahead, hosts=hosts, kv_scales=scales)
+    weights = "" if config.kv_offload_dir is None else identity_of(model, args.load_format)
+    engine = Engine(
+        *(decoder, registry, config, eos, sampling, costs, proposer),
+        compile_ahead=ahead,
+        hosts=hosts,
+        kv_scales=decoder.kv_scales,
+        weights=weights,
+    )
     freeze_heap()
     stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
     return Assembly(registry, device, num_threads, model, engine, stats_log)

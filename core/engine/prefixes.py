@@ -40,6 +40,14 @@ class PrefixIndex:
         """The full block of this name."""
         return self._block_of.get(digest)
 
+    def digest_of(self, block: int) -> bytes | None:
+        """The name of a block; None: it has none, or is not full."""
+        return self._digest_of.get(block)
+
+    def tokens_of(self, block: int) -> bytes:
+        """The tokens of a block that can be found, packed."""
+        return self._place_of[block][1]
+
     def longest(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
         """The block below `parent` that agrees with the most of `tokens`, and with how many; (-1, 0): with none."""
         children = self._children.get(parent, ())

@@ -83,8 +83,8 @@ def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
     if name == "cudagraph_capture_sizes":
         return _Flag(flag, str | None, default, lambda sizes: sizes_of(flag, sizes), text)
     kind = get_type_hints(EngineArgs, localns={"Registry": object})[name]
-    if name == "kv_cache_memory":
-        kind = str | None
+    if {int, str} <= set(get_args(kind)):  # a size, as a number or as a text such as 4GiB
+        kind = str | None if NoneType in get_args(kind) else str
     return _Flag(flag, kind, default, _same, text, switch=default is False)
 
 
