@@ -18,6 +18,7 @@ import typer
 from documented import ROOT, Block, blocks, headway_arguments, nav_pages, pages, pattern
 from headway.cli.app import app
 from headway.core.contract.errors import ConfigError
+from sandbox import install
 
 BLOCKS = [block for page in pages() for block in blocks(page)]
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
@@ -86,18 +87,21 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like a checkout's, for what a reader types into a shell there, and kernels and models kept for all blocks."""
+    """A folder like a checkout's, for what a reader types into a shell there, and a folder `installed` with one plugin."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("examples", "bench"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    example = folder / "examples" / "headway-example" / "headway_example.py"
-    shutil.copy(example, folder)
-    (folder / "my_backend.py").write_text(example.read_text().replace("class Example", "class MyBackend"))
+    for example in ("example", "layout"):
+        shutil.copy(folder / "examples" / f"headway-{example}" / f"headway_{example}.py", folder)
+    source = (folder / "headway_example.py").read_text()
+    (folder / "my_backend.py").write_text(source.replace("class Example", "class MyBackend"))
+    (folder / "installed").mkdir()
+    install(folder / "installed", "headway_layout", (folder / "headway_layout.py").read_text())
     return folder
 
 
 def run(command: list[str] | str, workplace: Path) -> tuple[int, str]:
-    """In the reader's folder, with this environment's programs; both streams as one text."""
+    """In the reader's folder, with this environment's programs; both streams as one text. A shell has the plugin installed."""
     variables = {
         **os.environ,
         "COLUMNS": "120",
@@ -106,9 +110,9 @@ def run(command: list[str] | str, workplace: Path) -> tuple[int, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(workplace / "installed") if isinstance(command, str) else "",
         "PYTHONUTF8": "1",
     }
-    shell = isinstance(command, str)
     done = subprocess.run(
         ["bash", "-c", command] if isinstance(command, str) else command,
         cwd=workplace,
@@ -119,7 +123,7 @@ def run(command: list[str] | str, workplace: Path) -> tuple[int, str]:
         text=True,
         timeout=280,
     )
-    assert shell or done.returncode == 0, done.stdout
+    assert isinstance(command, str) or done.returncode == 0, done.stdout
     return done.returncode, done.stdout
 
 
