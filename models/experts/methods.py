@@ -14,6 +14,7 @@ from headway.core.contract.compiled import AHEAD
 from headway.models.experts.choice import nearest
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.router import Routed, Router, dot_type
+from headway.models.experts.routing import ExpertOrder
 from headway.models.experts.row_kernels import down_rows, gate_up_rows
 from headway.models.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product
 from headway.models.experts.weights import ExpertWeights
@@ -131,36 +132,40 @@ class Tiling:
     warps: int
     stages: int
     swapped: bool = False
+    whole: bool = False
+    """For at most block_m tokens, all of which make up each expert's tile: they need no order."""
     group_m: int = 8
 
 
 class Tiles:
-    """Pairs in the order of experts, multiplied in tiles of our own: five launches a layer."""
+    """Pairs in the order of experts, multiplied in tiles of our own: five launches a layer; four without the order."""
 
     def __init__(self, tiling: Tiling, config: ExpertsConfig, router: Router, device: torch.device, always: bool = False) -> None:
         """always: for any number of tokens, not only for those that such tiles may suit."""
         sizes = f"{tiling.block_m}x{tiling.block_n}x{tiling.block_k}"
-        self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}"
+        self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}{'.whole' if tiling.whole else ''}"
         self._tiling, self._config, self._router, self._launchers = tiling, config, router, _Launchers(device)
         self._always = always
+        self._places = torch.arange(tiling.block_m * config.num_slots if tiling.whole else 0, dtype=torch.int32, device=device)
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method. Tiles of many rows need experts of some pairs, and for very many those of few are too small."""
         pairs, rows = num_tokens * self._config.num_slots / self._config.num_all, self._tiling.block_m
+        if self._tiling.whole:
+            return num_tokens <= rows
         return self._always or (rows <= 16 * max(pairs, 1) and (rows > 32 or pairs <= 4 * rows))
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """See Method."""
-        return self._router.tiles(x, norm, weights)
+        return (self._router.rows if self._tiling.whole else self._router.tiles)(x, norm, weights)
 
     def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
         """See Method."""
-        config = self._config
-        order = self._router.order(routed)
-        num_pairs = len(order.pairs)
-        between = residual.new_empty((num_pairs, config.intermediate_size))
+        config, pairs = self._config, routed.experts
+        order = ExpertOrder(pairs, self._places, pairs) if self._tiling.whole else self._router.order(routed)
+        between = residual.new_empty((pairs.numel(), config.intermediate_size))
         self._multiply(routed.x, weights.gate_up, weights.gate_up_bias, order.pairs, order.ends, between, gated=True)
-        parts = residual.new_empty((num_pairs, residual.shape[1]))
+        parts = residual.new_empty((pairs.numel(), residual.shape[1]))
         self._multiply(between, weights.down, weights.down_bias, order.pairs, order.ends, parts, gated=False)
         add_all_slots(self._launchers, config, parts, None, routed, order.places, residual)
 
@@ -169,7 +174,7 @@ class Tiles:
     ) -> None:
         tiling, config = self._tiling, self._config
         num_pairs, width = y.shape
-        num_blocks = most_blocks(num_pairs, config.num_all, tiling.block_m)
+        num_blocks = config.num_all if tiling.whole else most_blocks(num_pairs, config.num_all, tiling.block_m)
         block_n = tiling.block_n // 2 if gated and tiling.block_m > 64 else tiling.block_n
         launch = self._launchers.get(
             grouped_product,
@@ -189,10 +194,13 @@ class Tiles:
             **_activation(config),
             BIAS=bias is not None,
             SWAPPED=tiling.swapped,
+            WHOLE=tiling.whole,
+            BLOCK_S=triton.next_power_of_2(config.num_slots),
             DOT=dot_type(x.dtype),
         )
         grid = triton.cdiv(width, block_n) * num_blocks, 1, 1
-        launch(grid, x, weight, x if bias is None else bias, pairs, ends, y, num_blocks)
+        count = num_pairs // config.num_slots if tiling.whole else num_blocks
+        launch(grid, x, weight, x if bias is None else bias, pairs, ends, y, count)
 
 
 class GroupedMM:
@@ -272,6 +280,10 @@ def row_cuts(inner: int) -> tuple[RowCut, ...]:
 TILINGS = (
     Tiling(16, 64, 128, 4, 4),
     Tiling(16, 32, 128, 4, 5),
+    Tiling(16, 64, 128, 4, 4, whole=True),
+    Tiling(16, 32, 128, 4, 5, whole=True),
+    Tiling(16, 64, 128, 4, 3, swapped=True, whole=True),
+    Tiling(32, 64, 128, 4, 4, whole=True),
     Tiling(16, 64, 128, 4, 3, swapped=True),
     Tiling(16, 128, 64, 4, 3, swapped=True),
     Tiling(32, 64, 128, 4, 4),

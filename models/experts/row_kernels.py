@@ -128,12 +128,12 @@ def down_rows(
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     if PIPELINED:
         for i in tl.range(0, SLOTS * CHUNKS, num_stages=DEPTH):
-            slot = i // CHUNKS
+            own = pair + i // CHUNKS
             c = i % CHUNKS
-            expert = tl.load(experts_ptr + pair + slot).to(tl.int64)
+            expert = tl.load(experts_ptr + own).to(tl.int64)
             tile = _streamed(weight_ptr + expert * (HIDDEN * INNER), at, n, k, c, HIDDEN, INNER, BLOCK_N, BLOCK_K)
-            x = tl.load(x_ptr + (pair + slot) * INNER + c * BLOCK_K + k, mask=c * BLOCK_K + k < INNER, other=0.0)
-            weight = tl.load(weights_ptr + pair + slot)
+            x = tl.load(x_ptr + own * INNER + c * BLOCK_K + k, mask=c * BLOCK_K + k < INNER, other=0.0)
+            weight = tl.load(weights_ptr + own)
             sums += tile.to(tl.float32) * (x.to(tl.float32) * weight)[None, :]
     else:
         for i in tl.static_range(SLOTS * CHUNKS):

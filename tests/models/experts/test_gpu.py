@@ -42,10 +42,10 @@ def test_every_method_is_right(name: str, num_tokens: int, dtype: torch.dtype) -
     assert len(able) >= 3
     for method in able:
         found = run(kind, method.name, layer, x, dtype).double().cpu()
-        # A token between two experts of nearly equal scores may go to either: rows are compared by their median error.
+        # A token between two experts of nearly equal scores may go to either: of few tokens one, of many a twentieth.
         errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
         assert errors.median() < TOLERANCE[dtype], (method.name, errors.median())
-        assert (errors < 10 * TOLERANCE[dtype]).double().mean() > 0.95, (method.name, errors.max())
+        assert (errors > 10 * TOLERANCE[dtype]).sum() <= max(num_tokens > 2, num_tokens // 20), (method.name, errors)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 700])
