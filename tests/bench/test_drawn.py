@@ -64,6 +64,7 @@ def test_a_table_of_single_lengths_has_no_curves() -> None:
         curves.to_curves(view(a_table(a_cell())))
 
 
+@pytest.mark.slow
 def test_the_map_says_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plot, "png", lambda figure: figure)
     cells = [
@@ -75,6 +76,7 @@ def test_the_map_says_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert {"not measured", "sequences (batch size)", "cached tokens of each sequence"} <= set(texts(figure))
 
 
+@pytest.mark.slow
 def test_a_comparison_is_drawn_with_its_tolerance_and_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture, "png", lambda figure: figure)
     found = json.loads((ROOT / "bench/results/cpu/diff-fp8.json").read_text())
