@@ -95,7 +95,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for example in ("example", "layout"):
         shutil.copy(folder / "examples" / f"headway-{example}" / f"headway_{example}.py", folder)
     source = (folder / "headway_example.py").read_text()
-    (folder / "my_backend.py").write_text(source.replace("class Example", "class MyBackend"))
+    (folder / "my_backend.py").write_text(re.sub(r"\bExample\b", "MyBackend", source))
     (folder / "installed").mkdir()
     install(folder / "installed", "headway_layout", (folder / "headway_layout.py").read_text())
     return folder
