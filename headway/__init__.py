@@ -3,12 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
+    "AsyncLLM",
     "LLM",
     "CompletionOutput",
     "EngineArgs",
+    "EngineDeadError",
+    "EngineSnapshot",
     "HeadwayError",
     "Logprob",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -19,11 +23,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from headway.async_llm import AsyncLLM
     from headway.core.contract.errors import HeadwayError
+    from headway.core.engine.stats import EngineSnapshot
     from headway.core.sampling.logprobs import Logprob
-    from headway.core.sampling.params import SamplingParams
+    from headway.core.sampling.params import RequestOutputKind, SamplingParams
     from headway.core.sampling.structured import StructuredOutputsParams
     from headway.engine_args import EngineArgs
+    from headway.engine_thread import EngineDeadError
     from headway.llm import LLM
     from headway.outputs import CompletionOutput, RequestOutput
     from headway.prompts import TextPrompt, TokensPrompt
@@ -31,12 +38,16 @@ if TYPE_CHECKING:
     from headway.version import __version__
 
 _HOME = {
+    "AsyncLLM": "headway.async_llm",
     "LLM": "headway.llm",
     "CompletionOutput": "headway.outputs",
     "EngineArgs": "headway.engine_args",
+    "EngineDeadError": "headway.engine_thread",
+    "EngineSnapshot": "headway.core.engine.stats",
     "HeadwayError": "headway.core.contract.errors",
     "Logprob": "headway.core.sampling.logprobs",
     "RequestOutput": "headway.outputs",
+    "RequestOutputKind": "headway.core.sampling.params",
     "SamplingParams": "headway.core.sampling.params",
     "StructuredOutputsParams": "headway.core.sampling.structured",
     "TextPrompt": "headway.prompts",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, rule
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.methods import INVARIANT, TILINGS, GroupedMM, Method, Rows, Tiles, row_cuts
+from headway.models.experts.methods import INVARIANT, TILINGS, GroupedMM, Method, Rows, Tiles
 from headway.models.experts.router import Router
 from headway.models.experts.weights import ExpertWeights
 from headway.models.operations import Norm
@@ -23,8 +23,7 @@ class FusedExperts:
         if batch_invariant:
             ways: list[Method] = [Tiles(INVARIANT, config, router, device, always=True)]
         else:
-            ways = [Rows(config, router, device, cut) for cut in row_cuts(config.intermediate_size)]
-            ways += [Tiles(tiling, config, router, device) for tiling in TILINGS]
+            ways = [Rows(config, router, device), *(Tiles(tiling, config, router, device) for tiling in TILINGS)]
             ways += [GroupedMM(config, router, device)]
         self.methods = {way.name: way for way in ways if any(way.takes(count, dtype) for count in TOKEN_COUNTS)}
         self.example: ExpertWeights | None = None
