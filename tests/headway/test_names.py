@@ -31,6 +31,13 @@ def test_the_page_lists_each_stable_name_and_each_exists(module: str) -> None:
         assert getattr(loaded, name) is not None
 
 
+@pytest.mark.parametrize("module", STABLE)
+def test_the_reference_has_each_stable_name(module: str) -> None:
+    page = (ROOT / "docs" / "reference" / f"{module.rpartition('.')[2]}.md").read_text()
+    described = set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", page, re.MULTILINE))
+    assert described == {name for name in importlib.import_module(module).__all__ if name != "__version__"}
+
+
 def test_examples_and_documents_import_stable_names_alone() -> None:
     pages = [
         ROOT / "docs" / f"{name}.md" for name in ("backends", "conformance", "contract", "layouts", "quickstart", "questions")
