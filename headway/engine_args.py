@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Final, ParamSpec, get_args, get_type_hints
@@ -86,9 +87,16 @@ class EngineArgs(EngineConfig):
         return EngineConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)})
 
 
-def help_texts() -> dict[str, str]:
+@functools.cache
+def option_types() -> Mapping[str, Any]:
+    """Option -> its annotation, text included. Reading all of them takes milliseconds, and every flag of a command asks."""
+    return get_type_hints(EngineArgs, localns={"Registry": type("Registry", (), {})}, include_extras=True)
+
+
+@functools.cache
+def help_texts() -> Mapping[str, str]:
     """Option -> its text, in the order in which a person reads them: model and machine first."""
-    hints = get_type_hints(EngineArgs, localns={"Registry": object}, include_extras=True)
+    hints = option_types()
     own = [field.name for field in dataclasses.fields(EngineArgs)]
     engine = [field.name for field in dataclasses.fields(EngineConfig)]
     return {name: get_args(hints[name])[1] for name in (*(name for name in own if name not in engine), *engine)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -16,6 +17,11 @@ from rich.console import Console
 from headway.core.contract.errors import ModelError
 from headway.core.contract.folders import cache_folder
 from headway.models.families import read_decoder_config
+
+
+def missing_readers() -> list[str]:
+    """Packages of the extra `gguf`, without which transformers reads no .gguf file, that are not installed."""
+    return [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
 
 
 def convert(path: Path) -> Path:
@@ -32,6 +38,9 @@ def convert(path: Path) -> Path:
     target = cache_folder() / "models" / f"{path.stem}-{key}"
     if target.exists():
         return target
+    missing = missing_readers()
+    if missing:
+        raise ModelError(f"model {path}: needs {' and '.join(missing)} to read .gguf files; pip install 'headway[gguf]'")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
@@ -45,11 +54,6 @@ def convert(path: Path) -> Path:
 
 
 def _convert(path: Path, target: Path) -> None:
-    try:
-        import accelerate  # noqa: F401  (transformers needs both to read a .gguf file)
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise ModelError(f"model {path}: needs {error.name} to read .gguf files; pip install 'headway[gguf]'") from error
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:

@@ -24,7 +24,6 @@ from headway.cli.table import table
 from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import VLLM_OPTIONS
-from headway.version import __version__
 
 
 class Command(TyperCommand):
@@ -72,6 +71,8 @@ bench.command(cls=Command)(experts)
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from headway.version import __version__
+
         print(f"headway {__version__}")
         raise typer.Exit
 

@@ -38,6 +38,7 @@ def diff(
         str, typer.Option(help="Element type of A's cache: auto, or fp8_e4m3; B keeps the model's.")
     ] = "auto",
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw each layer's error by phase, as a .png.")] = None,
 ) -> None:
     """Compare attention backend A with B, layer by layer and head by head, and show what the difference does to the next tokens.
 
@@ -47,15 +48,22 @@ def diff(
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import SideOptions, check_side, make_side
     from headway.bench.diff.table import print_report
+    from headway.core.contract.errors import ConfigError
     from headway.core.contract.spec import DTYPE_NAMES
     from headway.core.engine.specs import cache_specs
     from headway.models.loader import load_model
     from headway.registry import create_registry
-    from headway.testing.json_files import write_json
+    from headway.testing.json_files import write_bytes, write_json
     from headway.testing.origin import Origin
     from headway.threads import set_threads
     from headway.tuning.device import identify_device, resolve_device
 
+    if picture is not None:
+        from headway.bench.charts import new_figure
+
+        if picture.suffix.lower() != ".png":
+            raise ConfigError("--picture", "a file name that ends in .png", str(picture))
+        new_figure(1, 1)  # what a picture needs is missed before the comparison, not after it
     args = EngineArgs.of(**engine, kv_cache_dtype=kv_cache_dtype)
     options = SideOptions(args.kv_layout, args.block_size, args.attn_options)
     registry = create_registry()
@@ -99,6 +107,11 @@ def diff(
     if output is not None:
         write_json(report, output)
         err.print(f"written to {output}", highlight=False)
+    if picture is not None:
+        from headway.bench.diff.picture import to_png
+
+        write_bytes(to_png(report), picture)
+        err.print(f"written to {picture}", highlight=False)
     if not report.within_tolerance:
         raise typer.Exit(1)
 

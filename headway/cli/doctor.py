@@ -11,8 +11,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from headway.version import __version__
-
 if TYPE_CHECKING:
     from headway.core.contract.support import Support
     from headway.machine import Machine
@@ -61,6 +59,8 @@ def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
                 "advice": asdict(advice),
             }
         )
+    from headway.version import __version__
+
     failures = [{"plugin": failure.name, "owner": failure.owner, "error": str(failure)} for failure in registry.failures]
     return {"headway": __version__, "machine": asdict(machine), "backends": backends, "failures": failures}
 
@@ -88,6 +88,8 @@ def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]
 
 def facts(machine: Machine) -> list[tuple[str, str]]:
     """The machine in a few lines."""
+    from headway.version import __version__
+
     gpus = [f"{gpu.name}, {'{}.{}'.format(*gpu.capability)}, {gpu.memory_gib:g} GiB" for gpu in machine.gpus]
     counted = [f"{gpus.count(gpu)} x {gpu}" if gpus.count(gpu) > 1 else gpu for gpu in dict.fromkeys(gpus)]
     cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "no CUDA"

@@ -6,12 +6,12 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 
 from headway.cli.options import parse_attn_options, parse_block_size, sizes_of
-from headway.engine_args import EngineArgs, help_texts
+from headway.engine_args import EngineArgs, help_texts, option_types
 
 Command = Callable[..., None]
 
@@ -82,7 +82,7 @@ def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
         return _Flag(flag, str, "auto" if default is None else str(default), parse_block_size, text.partition(" Default")[0])
     if name == "cudagraph_capture_sizes":
         return _Flag(flag, str | None, default, lambda sizes: sizes_of(flag, sizes), text)
-    kind = get_type_hints(EngineArgs, localns={"Registry": object})[name]
+    kind = get_args(option_types()[name])[0]
     if {int, str} <= set(get_args(kind)):  # a size, as a number or as a text such as 4GiB
         kind = str | None if NoneType in get_args(kind) else str
     return _Flag(flag, kind, default, _same, text, switch=default is False)
@@ -116,7 +116,7 @@ def options_page() -> str:
         "| `LLM(...)` | command line | type | default | what it says |",
         "|---|---|---|---|---|",
     ]
-    hints = get_type_hints(EngineArgs, localns={"Registry": type("Registry", (), {})})
+    hints = {name: get_args(option_types()[name])[0] for name in help_texts()}
     for name, text in help_texts().items():
         default = _defaults()[name]
         flag = "" if name in _PYTHON_ONLY else f"`{_flag(name).name}`"

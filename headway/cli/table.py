@@ -55,16 +55,26 @@ def show(
 def plot(
     file: Annotated[Path, typer.Argument(help="A table file.")],
     picture: Annotated[Path, typer.Argument(help="File to write: .png or .html.")],
+    curves: Annotated[bool, typer.Option("--curves", help="Draw time against length, a curve for each backend (.png).")] = False,
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
 ) -> None:
-    """Draw the winners and their speed-ups as a heat-map."""
+    """Draw the winners and their speed-ups as a heat-map, or with --curves time against length."""
     from headway.bench.crossover.export import check_suffix, export
     from headway.bench.crossover.view import view
     from headway.tuning.files import read_table
 
     check_suffix(picture)
-    export(view(read_table(file), layout, block_size), picture)
+    shown = view(read_table(file), layout, block_size)
+    if curves:
+        from headway.bench.crossover.curves import to_curves
+        from headway.testing.json_files import write_bytes
+
+        if picture.suffix.lower() != ".png":
+            raise ConfigError("--curves", "a file name that ends in .png", str(picture))
+        write_bytes(to_curves(shown), picture)
+    else:
+        export(shown, picture)
     _console().print(Text(f"written to {picture}"), soft_wrap=True)
 
 
