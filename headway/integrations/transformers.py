@@ -8,14 +8,13 @@ method, so that transformers' continuous batching takes these names: `Continuous
 from __future__ import annotations
 
 import inspect
-import logging
 from functools import partial
 from typing import Any
 
 import numpy
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import AttentionSpec
@@ -23,10 +22,11 @@ from headway.core.select.selector import check_names
 from headway.integrations.dense import Sequences, attend, cache_over, plan_parts, registry, selector_of, slots_of
 from headway.integrations.sight import OWN_WAY, Sight, SightMask, mask_of
 
-log = logging.getLogger("headway")
-
 NAME = "headway"
 WORKS = "5.17 to 5.23"
+"""Versions of transformers with which `generate` was tried."""
+PACKS = "5.19 to 5.23"
+"""Those with which continuous batching was."""
 
 try:
     from transformers import AttentionInterface
@@ -76,10 +76,10 @@ def register(request: str) -> str:
     return capital if any(word in plain for word in _RESERVED) else plain
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     request: str,
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -118,7 +118,7 @@ def _attend(
     return _run(request, spec, query, key, value, sight), None
 
 
-def _check(module: nn.Module, query: Tensor, options: dict[str, Any]) -> None:
+def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:
     for name, need in _REFUSED.items():
         if options.get(name) not in (None, False, 0.0):
             raise ConfigError(name, need, "one that asks for it", OWN_WAY)
@@ -131,7 +131,7 @@ def _check(module: nn.Module, query: Tensor, options: dict[str, Any]) -> None:
 
 def _sight(mask: Any, query: Tensor, key: Tensor) -> Sight:
     """What a layer's call sees; :raises ConfigError: a mask that did not come from us, or that Headway does not compute."""
-    found = getattr(mask, "sight", None) if isinstance(mask, SightMask) else None
+    found: Sight | None = getattr(mask, "sight", None) if isinstance(mask, SightMask) else None
     lengths = query.shape[2], key.shape[2]
     if found is None:
         if mask is not None or lengths[0] not in (1, lengths[1]):
@@ -156,6 +156,8 @@ def _packed(paged: Any, layer: int, query: Tensor, key: Tensor, options: dict[st
         raise ConfigError("continuous batching", "use_cuda_graph=False", "a capture", "ContinuousBatchingConfig has it")
     if options.get("block_table") is not None:
         raise ConfigError("continuous batching", "max_blocks_per_request=0", "block tables", "ContinuousBatchingConfig has it")
+    last: int
+    sights: dict[tuple[int, ...], Sight]
     last, sights = getattr(paged, "headway_step", (layer, {}))
     if layer <= last:  # a new step: lengths are read anew, since their memory stays the same
         sights = {}
@@ -165,15 +167,14 @@ def _packed(paged: Any, layer: int, query: Tensor, key: Tensor, options: dict[st
     if place not in sights:
         query_ends, key_ends = (each.cpu().numpy().astype(numpy.int64) for each in ends)
         sights[place] = Sight.packed(query_ends, key_ends, query.shape[2], key.shape[2])
-    found: Sight = sights[place]
-    return found
+    return sights[place]
 
 
-def _sinks(module: nn.Module, sinks: Tensor | None) -> tuple[float, ...] | None:
+def _sinks(module: Any, sinks: Tensor | None) -> tuple[float, ...] | None:
     """A layer's sinks as numbers, read from the device once."""
     if sinks is None:
         return None
-    known = getattr(module, "_headway_sinks", None)
+    known: Any = getattr(module, "_headway_sinks", None)
     if known is None or known[0] is not sinks or known[1] != sinks._version:
         known = (sinks, sinks._version, tuple(sinks.float().tolist()))
         module._headway_sinks = known
@@ -220,25 +221,24 @@ def _by_token(tensor: Tensor) -> Tensor:
 
 
 def _join_continuous_batching() -> None:
-    """Let continuous batching take our names. Without it the method refuses every name that is not on its list."""
+    """Let continuous batching take our names, which it otherwise refuses, since they are not on its list."""
     try:
+        from transformers import ContinuousBatchingConfig
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
-        from transformers.generation.continuous_batching.utils import attn_mask_is_needed  # noqa: F401 -- by name: none for ours
+        from transformers.generation.continuous_batching.utils import attn_mask_is_needed  # noqa: F401 -- not for our names
 
         switch = Manager.switch_to_cb_friendly_attn
-    except (ImportError, AttributeError) as error:
-        text = "headway: continuous batching needs transformers %s, got %s (%s); generate works"
-        log.warning(text, WORKS, transformers.__version__, error)
-        return
-    if getattr(switch, "headway", False):
+        known = "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
+    except (ImportError, AttributeError):  # without it there is nothing to join
         return
 
     def switch_to_cb_friendly_attn(self: Any, model: Any, *given: Any, **options: Any) -> None:
         if str(model.config._attn_implementation).partition(":")[0] != NAME:
             switch(self, model, *given, **options)
+        elif not known:
+            raise ConfigError("continuous batching with Headway", f"transformers {PACKS}", transformers.__version__, OWN_WAY)
 
-    switch_to_cb_friendly_attn.headway = True  # type: ignore[attr-defined]
-    Manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+    Manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn  # type: ignore[method-assign]
 
 
 for _request in ("auto", *registry().backends):
