@@ -216,7 +216,7 @@ def _make(member: str, request: str) -> type[HeadwayBackend]:
     multiple = {"get_supported_kernel_block_sizes": staticmethod(lambda *_: [MultipleOf(made.block_multiple())])}
     own = {name: staticmethod(method) for name, method in GENERATION.members.items()}
     names = {"get_name": staticmethod(lambda: member), "request": request, "__module__": __name__, "__qualname__": member}
-    made = type(member, (HeadwayBackend,), {**multiple, **own, **names})
+    made: type[HeadwayBackend] = type(member, (HeadwayBackend,), {**multiple, **own, **names})
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class Generation:
 
     views: Callable[[Tensor], tuple[Tensor, Tensor]]
     """From a layer's KV cache to key and value [num_blocks, block_size, num_kv_heads, head_dim]."""
-    members: dict[str, Callable[..., Any]]
+    members: Mapping[str, Callable[..., Any]]
     """Static methods of the backend by which it says what memory it wants."""
     names_are_free: bool
     """Whether a backend may bring a name of its own; else there is `CUSTOM`."""
@@ -53,7 +53,11 @@ def find_generation() -> Generation:
     if hasattr(AttentionBackend, "supported_kv_cache_layouts"):
         return Generation(content_views, {"supported_kv_cache_layouts": _slots_first}, free)
     if hasattr(AttentionBackend, "get_kv_cache_shape"):
-        members = {"get_kv_cache_shape": _shape, "get_kv_cache_stride_order": _stride_order, "get_required_kv_cache_layout": _nhd}
+        members: dict[str, Callable[..., Any]] = {
+            "get_kv_cache_shape": _shape,
+            "get_kv_cache_stride_order": _stride_order,
+            "get_required_kv_cache_layout": _nhd,
+        }
         return Generation(packed_views, members, free)
     raise _unknown("AttentionBackend says nothing of the KV cache's shape")
 

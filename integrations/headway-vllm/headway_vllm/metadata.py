@@ -70,13 +70,13 @@ class Rows:
     """0, 1, 2 and so on: where the tokens of decodes begin. They lie in one place for good, so that CUDA graphs may read them."""
 
     def __init__(self, most: int, device: torch.device) -> None:
-        self._cpu = torch.arange(most + 1, dtype=torch.int32)
+        self._cpu = torch.arange(most + 1, dtype=torch.int32, device="cpu")
         self._device = self._cpu.to(device)
 
     def first(self, count: int) -> tuple[Tensor, Tensor]:
         """int32 [count + 1] on the device and on the host."""
         if count >= len(self._cpu):
-            self._cpu = torch.arange(2 * count + 1, dtype=torch.int32)
+            self._cpu = torch.arange(2 * count + 1, dtype=torch.int32, device="cpu")
             self._device = self._cpu.to(self._device.device)
         return self._device[: count + 1], self._cpu[: count + 1]
 
