@@ -50,8 +50,6 @@ def find_generation() -> Generation:
     if not callable(register_backend) or "seq_lens_cpu_upper_bound" not in CommonAttentionMetadata.__dataclass_fields__:
         raise _unknown("CommonAttentionMetadata has no seq_lens_cpu_upper_bound")
     free = hasattr(AttentionBackendEnum, "register")
-    if hasattr(AttentionBackend, "supported_kv_cache_layouts"):
-        return Generation(content_views, {"supported_kv_cache_layouts": _slots_first}, free)
     if hasattr(AttentionBackend, "get_kv_cache_shape"):
         members: dict[str, Callable[..., Any]] = {
             "get_kv_cache_shape": _shape,
@@ -59,6 +57,8 @@ def find_generation() -> Generation:
             "get_required_kv_cache_layout": _nhd,
         }
         return Generation(packed_views, members, free)
+    if hasattr(AttentionBackend, "supported_kv_cache_layouts"):
+        return Generation(content_views, {"supported_kv_cache_layouts": _slots_first}, free)
     raise _unknown("AttentionBackend says nothing of the KV cache's shape")
 
 
