@@ -28,8 +28,8 @@ ROOMS = (
     "cli",
     "entry",
 )
-"""From the bottom up: a file imports from its own room and from those before it. `headway` is the face, headway/integrations with it;
-`entry` is what Python itself opens: headway/__init__.py, which lends names from below, and headway/__main__.py."""
+"""From the bottom up: a file imports from its own room and from those before it. `headway` is the face, headway/integrations with
+it; `entry` is what Python itself opens: headway/__init__.py, which lends names from below, and headway/__main__.py."""
 PLUGIN = ROOT / "integrations" / "headway-vllm" / "headway_vllm"
 """A package of its own, which takes the contract, the selector and the tables, and never the engine."""
 

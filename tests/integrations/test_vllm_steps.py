@@ -15,10 +15,12 @@ from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
+from headway.core.contract.warmup import StepLimits
 from headway.core.select.selector import Selector
 from headway.registry import Registry
 from headway_vllm.metadata import Rows, parts_of
 from headway_vllm.planner import Planner, Step, attend, graph_backend
+from headway_vllm.warming import warm
 from registering import registering
 from vllm_steps import SIZE, SPEC, VllmStep
 
@@ -185,6 +187,29 @@ def test_a_graph_takes_only_a_backend_that_can_be_captured() -> None:
 
     assert graph_backend(selector("told"), 4) == "told"
     assert graph_backend(selector("prefill=told,decode=sdpa"), 4) is None
+
+
+def test_warming_up_runs_every_phase_and_leaves_the_cache_as_it_was() -> None:
+    step = VllmStep.of(STEPS["all"])
+    for tensor in step.cache.tensors.values():
+        tensor.nan_to_num_()
+    before = [tensor.clone() for tensor in step.cache.tensors.values()]
+    selector = Selector(registering(told=Told), [SPEC], "prefill=sdpa.math,decode=told", "nhd", SIZE)
+    steps = warm(selector, {SPEC: step.cache}, write_rows, StepLimits(24, 3, 20))
+    assert steps > 12
+    assert all(torch.equal(*pair) for pair in zip(before, step.cache.tensors.values(), strict=True))
+
+
+def test_warming_up_names_a_backend_that_raises_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Falls(Told):
+        name = "falls"
+
+        def decode(self, *_: object) -> None:
+            raise RuntimeError("it fell over")
+
+    selector = Selector(registering(falls=Falls), [SPEC], "prefill=sdpa.math,decode=falls", "nhd", SIZE)
+    assert warm(selector, {SPEC: VllmStep.of(STEPS["all"]).cache}, write_rows, StepLimits(8, 2, 20)) > 1
+    assert "falls in decode: RuntimeError: it fell over" in caplog.text
 
 
 def test_vllm_is_imported_only_where_its_classes_are_subclassed() -> None:

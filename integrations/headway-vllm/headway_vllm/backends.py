@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +16,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from headway.contract import NHD, AttentionSpec, ConfigError, LayerCache, UnsupportedError
+from headway.contract import NHD, AttentionSpec, ConfigError, LayerCache, StepLimits, UnsupportedError
 from headway.core.select.request import parse_backend_request
 from headway.core.select.selector import Selector
 from headway.tuning.device import resolve_device
@@ -23,6 +25,9 @@ from headway_vllm.generation import find_generation
 from headway_vllm.layers import LayerOptions, check_exact_lengths, make_selector, registry
 from headway_vllm.planner import Planner, Step, attend, graph_backend
 from headway_vllm.request import AUTO, environment_request, member_names
+from headway_vllm.warming import warm
+
+log = logging.getLogger("headway")
 
 GENERATION = find_generation()
 BORROWED = ("CUSTOM", "CPU_ATTN")
@@ -49,7 +54,7 @@ class HeadwayImpl(AttentionImpl):  # type: ignore[misc]
         """Its spec, in the planner of its group."""
         self._cache: LayerCache | None = None
         self._address: tuple[int, ...] = ()
-        self._writer = registry().layout(NHD.name).load_writer(resolve_device(_device_type()))
+        self.writer = registry().layout(NHD.name).load_writer(resolve_device(_device_type()))
 
     def forward(
         self,
@@ -71,7 +76,7 @@ class HeadwayImpl(AttentionImpl):  # type: ignore[misc]
         cache = self._cache
         if cache is None or self._address != (kv_cache.data_ptr(), *kv_cache.shape):
             cache = self._bind(kv_cache, attn_metadata)
-        attend(attn_metadata, self.kind, (query, key, value), cache, None if self.shared else self._writer, output)
+        attend(attn_metadata, self.kind, (query, key, value), cache, None if self.shared else self.writer, output)
         return output
 
     def _bind(self, kv_cache: Tensor, step: Step) -> LayerCache:
@@ -98,6 +103,7 @@ class HeadwayBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         kinds = list(dict.fromkeys(impl.spec for impl in impls))
         for impl in impls:
             impl.kind = kinds.index(impl.spec)
+        self._writer, self._warm = impls[0].writer, False
         drafts = vllm_config.speculative_config is not None
         if drafts:
             check_exact_lengths(selector)
@@ -112,6 +118,19 @@ class HeadwayBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             upper_bound_lens=drafts,
         )
 
+    def _warm_up(self) -> None:
+        """vLLM captures once its cache is there and before the first request, so that is the time."""
+        started, scheduler = time.perf_counter(), self.vllm_config.scheduler_config
+        limits = StepLimits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len)
+        layers = {layer.impl.spec: layer for layer in _layers(self.vllm_config, self.layer_names)}
+        caches = {
+            spec: layer_cache(*GENERATION.views(layer.kv_cache), spec)
+            for spec, layer in layers.items()
+            if isinstance(layer.kv_cache, Tensor) and layer.kv_cache.numel()
+        }
+        count = warm(selector_of(self.vllm_config, self.kv_cache_spec.block_size), caches, self._writer, limits)
+        log.info("headway-vllm: %d steps of attention warmed up in %.1f s", count, time.perf_counter() - started)
+
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Graphs of decodes of one token, where a backend that can be captured serves each size that vLLM captures."""
@@ -125,7 +144,10 @@ class HeadwayBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return self._planner.step(common_attn_metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Step:
-        """Plan a decode for all lengths that may come."""
+        """Plan a decode for all lengths that may come; before the first of them, run every kernel once."""
+        if not self._warm:
+            self._warm = True
+            self._warm_up()
         return self._planner.captured_step(common_attn_metadata)
 
 

@@ -57,7 +57,7 @@ def test_vllm_asks_before_it_takes_a_backend() -> None:
     assert backends.HEADWAY_FLASH_ATTN.block_multiple() == 256
 
 
-def test_a_step_of_vllms_own_types_is_computed_in_memory_of_the_shape_that_was_asked_for(monkeypatch) -> None:
+def test_a_step_of_vllms_own_types_is_computed_in_memory_of_the_shape_that_was_asked_for() -> None:
     """From the layer's constructor to its output: two sequences that decode, one with a prompt."""
     backend = backends.CPU_ATTN
     impl = backend.get_impl_cls()(4, 64, 0.125, 2, None, None, "auto", None, AttentionType.DECODER, None)
@@ -65,7 +65,7 @@ def test_a_step_of_vllms_own_types_is_computed_in_memory_of_the_shape_that_was_a
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"layer": layer}, cudagraph_capture_sizes=[1, 2]),
         model_config=SimpleNamespace(dtype=torch.float32, max_model_len=64),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=24),
         parallel_config=SimpleNamespace(data_parallel_size=1),
         speculative_config=None,
     )
@@ -73,7 +73,8 @@ def test_a_step_of_vllms_own_types_is_computed_in_memory_of_the_shape_that_was_a
     builder = builder_class(SimpleNamespace(block_size=16), ["layer"], config, torch.device("cpu"))
     assert builder_class.get_cudagraph_support(config, SimpleNamespace(block_size=16)).name == "NEVER"
     cache = torch.zeros(8, 2, 16, 128) if GENERATION.names_are_free else torch.zeros(backend.get_kv_cache_shape(8, 16, 2, 64))
-    table = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32)
+    table = torch.tensor([[1, 2, 0, 0], [3, 4, 0, 0], [5, 6, 0, 0]], dtype=torch.int32)
+    layer.kv_cache = cache
 
     def common(starts, lens, slots):
         starts, lens = torch.tensor(starts, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32)
@@ -116,3 +117,7 @@ def test_a_step_of_vllms_own_types_is_computed_in_memory_of_the_shape_that_was_a
         torch.testing.assert_close(out[token : token + query].double(), expected.transpose(0, 1), rtol=1e-5, atol=1e-6)
         token += query
     assert torch.equal(impl.forward(layer, q, *new, cache, None, out), torch.zeros(9, 4, 64))  # a profiling run
+    seq_lens = torch.tensor([9, 9], dtype=torch.int32)
+    captured = builder.build_for_cudagraph_capture(dataclasses.replace(common([0, 1, 2], [9, 9], [24, 56]), seq_lens=seq_lens))
+    assert captured.num_decode_tokens == 2
+    assert seq_lens.tolist() == [1, 1]
