@@ -23,7 +23,7 @@ from headway.models.locate import SHAPES, locate, shape_names
 from headway.tuning.device import resolve_device
 
 
-def load(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+def load(name: str, dtype: torch.dtype, device: Any) -> Any:
     """A model of `locate`, or one of Headway's shapes with random weights, wide enough that tokens differ clearly."""
     if name not in shape_names():
         return AutoModelForCausalLM.from_pretrained(locate(name), dtype=dtype).to(device).eval()

@@ -70,5 +70,6 @@ def _run(backend: AttentionBackend, spec: AttentionSpec, cache: LayerCache, step
 
 def _tensors(spec: AttentionSpec, num_tokens: int) -> Sequence[Tensor]:
     """q, k and v as slices of one tensor, as a merged product leaves them."""
-    heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-    return torch.zeros(num_tokens, sum(heads), spec.head_dim, dtype=spec.dtype, device=spec.device).split(heads, 1)
+    rows = torch.zeros(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
+    first, last = spec.num_heads, spec.num_heads + spec.num_kv_heads
+    return rows[:, :first], rows[:, first:last], rows[:, last:]
