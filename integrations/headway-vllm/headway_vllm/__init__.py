@@ -5,6 +5,8 @@ vLLM calls `register` in each of its processes. README.md says which versions wo
 
 from __future__ import annotations
 
+import logging
+
 __all__ = ["register"]
 
 
@@ -16,6 +18,7 @@ def register() -> None:
     from headway_vllm.generation import find_generation
 
     generation = find_generation()
+    _log_as_vllm_does()
 
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -34,3 +37,10 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, path("CUSTOM"))
     if current_platform.is_cpu() and environment_request() is not None:  # vLLM ignores the option there, so only if it was said
         register_backend(AttentionBackendEnum.CPU_ATTN, path("CPU_ATTN"))
+
+
+def _log_as_vllm_does() -> None:
+    """Show what was chosen, and why, among vLLM's own lines; vLLM sets their handlers and level up at a time of its own."""
+    ours = logging.getLogger("headway")
+    if not ours.handlers:  # a program that has set up Headway's log keeps it
+        ours.parent = logging.getLogger("vllm")
