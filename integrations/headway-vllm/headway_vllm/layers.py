@@ -86,7 +86,7 @@ class LayerOptions:
             head_dim=self.head_size,
             scale=self.scale,
             dtype=dtype,
-            device=torch.device(device.type),
+            device=device,
             sliding_window=self.sliding_window,
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,

@@ -79,7 +79,7 @@ class Planner:
                 assert captured.step.decode is not None
                 for backend, plan in zip(*captured.step.decode, strict=True):
                     backend.plan_for_replay(plan, decode)
-                return captured.step
+                return captured.step._replace(slot_mapping=common.slot_mapping[: parts.num_tokens])
         return self._of(common, parts, self._work(decode), self._work(prefill))
 
     def captured_step(self, common: CommonMetadata) -> Step:
@@ -155,4 +155,4 @@ def attend(
 
 def _addresses(part: Part) -> tuple[int, ...]:
     """Where the tensors lie that a captured plan reads."""
-    return part.seq_lens.data_ptr(), part.block_table.data_ptr(), part.slot_mapping.data_ptr()
+    return part.seq_lens.data_ptr(), part.block_table.data_ptr()
