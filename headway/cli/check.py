@@ -30,6 +30,7 @@ def check(
     from headway.core.contract.errors import ConfigError
     from headway.testing.checking import Wanted
     from headway.testing.checking import check as run
+    from headway.testing.json_files import write_bytes
     from headway.testing.kit import CHECKS
     from headway.testing.report import CellResult
     from headway.testing.scorecard import badge, scorecard
@@ -60,7 +61,7 @@ def check(
     if json_file is not None:
         report.write(json_file)
     if badge_file is not None:
-        badge_file.write_text(badge(report), encoding="utf-8")
+        write_bytes(badge(report).encode(), badge_file, "--badge")
     if report.unavailable:
         raise typer.Exit(2)
     if report.failed:
