@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ from headway.tuning.named import check_named
 from headway.turns import Turns
 from headway.vllm_names import check_keywords, missing_attribute
 
+log = logging.getLogger("headway")
+
 
 class LLM:
     """A model ready to generate. Arguments are named as vLLM's offline class names them, where it has them.
@@ -56,6 +59,8 @@ class LLM:
         args = EngineArgs.of(*model, **options)
         config, deterministic = args.engine_config(), args.deterministic
         self.registry = args.registry or create_registry(args.plugins)
+        for failure in self.registry.failures:
+            log.warning("plugin left out: %s", failure)
         check_names(self.registry, config.attn_backend, config.kv_layout, config.attn_options)
         speculate = None if config.speculate is None else self.registry.proposer(config.speculate)
         self.device = resolve_device(args.device)
