@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.folders import cache_folder
+from headway.core.system.terminal import Terminal
 from headway.models.families import read_decoder_config
 
 
@@ -35,7 +35,7 @@ def convert(path: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
-        Console(stderr=True).print(f"converting {path.name} to safetensors, once", highlight=False)
+        Terminal(stderr=True).print(f"converting {path.name} to safetensors, once", highlight=False)
         _convert(path, scratch)
         with suppress(OSError):  # another process was faster: its folder is the same
             os.rename(scratch, target)

@@ -103,7 +103,7 @@ class Trial:
 
 def run(plugin: FoundPlugin, device: str, pipe: int) -> None:
     """Try a plugin and write the verdict into a pipe. What it starts besides is for the caller to end."""
-    faulthandler.enable()
+    faulthandler.enable(2)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     trial = Trial(pipe)

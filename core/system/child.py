@@ -17,6 +17,8 @@ from typing import IO, Any, TextIO
 
 _TAIL = 300
 """Characters of a dead process's last line."""
+_DUMP_SECONDS = 0.5
+"""For a process that hangs to write where."""
 _DEATH_SIGNAL = 1
 """prctl's PR_SET_PDEATHSIG."""
 
@@ -24,9 +26,12 @@ _DEATH_SIGNAL = 1
 class Died(Exception):
     """The child is gone, or said nothing for too long; the text says how it ended, and its last words."""
 
-    def __init__(self, how: str, last: str = "", silent: bool = False) -> None:
+    def __init__(self, how: str, said: str = "", silent: bool = False) -> None:
+        """said: to its error stream."""
+        lines = [line.strip()[-_TAIL:] for line in said.splitlines() if line.strip()]
+        last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
         super().__init__(f"{how}: {last}" if last else how)
-        self.how, self.last, self.silent = how, last, silent
+        self.how, self.said, self.last, self.silent = how, said, last, silent
 
 
 def how_it_ended(code: int) -> str:
@@ -99,13 +104,14 @@ class Child:
                 line = self._line(until)
             except EOFError:
                 how = f"the process {how_it_ended(self.process.wait())}"
-                last = self._last_line()
+                said = self.said()
                 self.stop()
-                raise Died(how, last) from None
+                raise Died(how, said) from None
             except TimeoutError:
-                last = self._last_line()
+                self._let_it_say_where()
+                said = self.said()
                 self.stop()
-                raise Died(f"no answer within {timeout:.3g} s", last, silent=True) from None
+                raise Died(f"no answer within {timeout:.3g} s", said, silent=True) from None
             with contextlib.suppress(ValueError):
                 read = json.loads(line)
                 if isinstance(read, dict):
@@ -131,9 +137,11 @@ class Child:
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")
 
-    def _last_line(self) -> str:
-        lines = [line.strip() for line in self.said().splitlines() if line.strip()]
-        return lines[-1][-_TAIL:] if lines else ""
+    def _let_it_say_where(self) -> None:
+        """A process with faulthandler writes its stack to its error stream."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait(_DUMP_SECONDS)
 
     def _line(self, until: float) -> bytes:
         assert self.process.stdout is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
 
@@ -30,6 +31,11 @@ def csv_cell(text: str) -> str:
     """A cell that a spreadsheet shows and does not compute: what begins like a formula gets an apostrophe before it."""
     text = harmless(text)
     return f"'{text}" if text.startswith(_FORMULA) and not _NUMBER.fullmatch(text) else text
+
+
+def page(text: str) -> str:
+    """Text of a page or picture in HTML or SVG, also in an attribute."""
+    return html.escape(harmless(text))
 
 
 def picture(text: str) -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from headway.cli.options import dtype_of, names_of, sizes_of
+from headway.core.system.terminal import Terminal
 
 _FILE_WIDTH = 240
 """Columns of the table where no terminal says how many it has."""
@@ -73,10 +73,10 @@ def kernel(
         output=output,
         command=shlex.join(["headway", *sys.argv[1:]]),
     )
-    report = run_kernel_bench(options, console=Console(stderr=True))
-    console = Console()
+    report = run_kernel_bench(options, console=Terminal(stderr=True))
+    console = Terminal()
     if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)
+        console = Terminal(width=_FILE_WIDTH)
     print_report(report, console)
     if output is not None:
         write_json(report, output)

@@ -25,9 +25,8 @@ def check(
 
     The backend runs in child processes, so that one that crashes, hangs or exits is a finding like any other.
     """
-    from rich.console import Console
-
     from headway.core.contract.errors import ConfigError
+    from headway.core.system.terminal import Terminal
     from headway.testing.checking import Wanted
     from headway.testing.checking import check as run
     from headway.testing.json_files import write_bytes
@@ -41,7 +40,7 @@ def check(
         raise ConfigError("--device", "cpu or cuda", repr(device))
     if jobs < 0:
         raise ConfigError("--jobs", "0 or more processes", jobs)
-    console, failed = Console(), 0
+    console, failed = Terminal(), 0
     wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, os.cpu_count() or 1), timeout)
     with console.status(f"{target or layout}: loading") as status:
         done, whole = 0, 0
