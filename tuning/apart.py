@@ -30,6 +30,8 @@ _START = 120.0
 _SILENCE = {"cpu": 15.0, "cuda": 180.0}
 """Seconds that one backend may take at one point. On a GPU all kernels of the grid may be compiled in one go."""
 _DUMP = 'File "'
+TOOK_ALONG = "takes the process that measures it with it"
+"""How the reason of a backend begins that is not called again, as long as its table holds."""
 
 
 def guests(registry: Registry, names: Collection[str]) -> dict[str, str]:
@@ -73,7 +75,7 @@ def measure_apart(options: CrossoverOptions, registry: Registry) -> CrossoverTab
             blamed = _blamed(at, died.said, {name: file for name, file in files.items() if name not in options.excluded})
             if not blamed:
                 raise HeadwayError(f"the process that measures ended in {point}: {died}") from died
-            why = f"takes the process that measures it with it, in {point}: {died}"
+            why = f"{TOOK_ALONG}, in {point}: {died}"
             for name in blamed:
                 log.warning("auto leaves out %s: it %s", name, why)
             options = replace(options, excluded={**options.excluded, **dict.fromkeys(blamed, why)}, resume=True)

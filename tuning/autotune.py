@@ -21,7 +21,7 @@ from headway.core.select.request import parse_backend_request
 from headway.core.system.files import clean
 from headway.registry import Registry
 from headway.tuning import store
-from headway.tuning.apart import guests, measure_apart
+from headway.tuning.apart import TOOK_ALONG, guests, measure_apart
 from headway.tuning.budget import MOST_COMPILING
 from headway.tuning.compare import differences, remarks
 from headway.tuning.convert import to_costs
@@ -190,6 +190,7 @@ def _measure(
         output=path,
         resume=old is not None,
         interruptible=False,
+        excluded={record.name: record.reason for record in old.backends if record.reason.startswith(TOOK_ALONG)} if old else {},
         command=f"autotune {budget:g} s",
         compile_ahead=compile_ahead,
     )

@@ -67,13 +67,14 @@ class GroupPrefixes:
         size, digest = self.group.page_size, None
         if count == size:
             digest = self._digest(seq, number)
-            if self.index.find(digest) is not None:
+            if self.index.knows(digest):
                 return
         first, parent = number * size, self._digest(seq, number - 1) if number else b""
         self.index.add(page, parent, packed(seq.token_ids[first : first + count]), digest)
 
     def _find(self, seq: Sequence, number: int) -> int | None:
-        return self.index.find(self._digest(seq, number))
+        size = self.group.page_size
+        return self.index.find(self._digest(seq, number), packed(seq.token_ids[number * size : (number + 1) * size]))
 
     def _part(self, seq: Sequence, number: int, most: int, partly: bool) -> tuple[int, int]:
         """The page that agrees longest with a sequence's page, for at most so many tokens, and for how many."""

@@ -129,6 +129,15 @@ HOSTILE: dict[str, tuple[str, str, str]] = {
 }
 """Name -> where it misbehaves, the statement, and what is said of it."""
 
+_LARGE = "q.shape[0] > 40 and "
+LATE: dict[str, tuple[str, str, str]] = {
+    "segfaults-at-a-shape": ("prefill", f"{_LARGE}{SEGFAULT}", "was killed by SIGSEGV"),
+    "hangs-at-a-shape": ("prefill", f"{_LARGE}{HANG}", "no answer within"),
+    "os-exits-at-a-shape": ("prefill", f"{_LARGE}os._exit(3)", "exited with code 3"),
+    "exits-at-a-shape": ("prefill", f"{_LARGE}sys.exit(3)", "asked the program to end"),
+}
+"""What passes a trial, and misbehaves with more than 40 query tokens."""
+
 HARMLESS: dict[str, tuple[str, str, str]] = {
     "raises-in-its-order": ("rank", "raise ZeroDivisionError('no measurements')", "headway_rank_backends raises"),
     "raises-in-decode": ("decode", "raise ValueError('no kernel')", "self-test: decode"),
@@ -140,7 +149,7 @@ HARMLESS: dict[str, tuple[str, str, str]] = {
 
 def source(name: str) -> str:
     """The module of one of them."""
-    slot, statement, _ = {**HOSTILE, **HARMLESS}[name]
+    slot, statement, _ = {**HOSTILE, **HARMLESS, **LATE}[name]
     attend = TOY[TOY.index("    def attend") : TOY.index("class ToyDecode")]
     filled = dict.fromkeys(_SLOTS, "pass") | {slot: statement}
     return _SOURCE.format(**filled, name=name, attend=attend, parts=slot in ("writer", "processor", "proposer"))
