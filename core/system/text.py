@@ -6,9 +6,9 @@ import html
 import re
 import unicodedata
 
-_INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_INVISIBLE = ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
 """Unicode categories that a terminal or a page obeys in place of showing: control and format characters (escape sequences, a
-change of the writing direction), lone surrogates, separators of lines."""
+change of the writing direction), lone surrogates, what is no character, separators of lines."""
 _MARKDOWN = re.compile(r"[\\`*\[\]|$~]|(?<![^\W_])_|_(?![^\W_])")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
