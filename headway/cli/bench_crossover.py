@@ -48,7 +48,7 @@ def crossover(
     workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",
     backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
     geometry: Annotated[
-        str | None, typer.Option(help="num_heads/num_kv_heads/head_dim[/v_head_dim][/dense] of the layer.")
+        str | None, typer.Option(help="num_heads/num_kv_heads/head_dim\\[/v_head_dim]\\[/dense] of the layer.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",

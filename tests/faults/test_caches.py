@@ -128,6 +128,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "grid", lambda kind: POINTS[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_a_table_that_was_cut_short_is_gone_on_with_or_named_each_time(
     cache: Path, registry: Registry, caplog: pytest.LogCaptureFixture

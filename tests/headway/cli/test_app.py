@@ -6,12 +6,16 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 import headway as package
+from headway.cli.app import app
 from headway.cli.engine_options import options_page
 from headway.cli.options import parse_attn_options, parse_block_size
 from headway.core.contract.errors import ConfigError
@@ -205,3 +209,16 @@ def test_each_option_of_llm_is_a_flag_of_generate_or_a_python_object(headway: He
     names = set(inspect.signature(EngineArgs).parameters) - {"plugins", "registry", "skip_tokenizer_init", "attn_options"}
     for name in (*names, "attn_opt", "no_autotune"):
         assert f"--{name.replace('_', '-')} " in text, name
+
+
+def test_every_command_has_a_help() -> None:
+    """Square brackets in a help text are markup to the terminal library: `[/x]` raises."""
+
+    def commands(group: Any, path: list[str]) -> Iterator[list[str]]:
+        yield path
+        for name, command in getattr(group, "commands", {}).items():
+            yield from commands(command, [*path, name])
+
+    for path in commands(typer.main.get_command(app), []):
+        shown = CliRunner().invoke(app, [*path, "--help"])
+        assert shown.exit_code == 0, (path, shown.exception)
