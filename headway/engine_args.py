@@ -43,11 +43,10 @@ class EngineArgs(EngineConfig):
     autotune_budget: Annotated[
         float | None, "Seconds that auto may measure at the first start; 0: none. Default: 20 on a GPU, 10 on a CPU."
     ] = None
-    plugins: Annotated[
-        Iterable[object] | str,
-        "Which installed plugins to use: all, none, allow=A,B or block=A,B; default: HEADWAY_PLUGINS, else all. In Python also "
-        "objects with hook implementations, registered beside them.",
-    ] = ()
+    plugins: Annotated[Iterable[object], "Objects with hook implementations, registered beside the installed plugins."] = ()
+    plugin_policy: Annotated[
+        str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: HEADWAY_PLUGINS, else all."
+    ] = None
     registry: Annotated[Registry | None, "A Registry to use in place of a new one."] = None
 
     def __post_init__(self) -> None:

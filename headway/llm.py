@@ -58,7 +58,7 @@ class LLM:
         """
         args = EngineArgs.of(*model, **options)
         config, deterministic = args.engine_config(), args.deterministic
-        self.registry = args.registry or create_registry(args.plugins)
+        self.registry = args.registry or create_registry(args.plugins, policy=args.plugin_policy)
         for failure in self.registry.failures:
             log.warning("plugin left out: %s", failure)
         check_names(self.registry, config.attn_backend, config.kv_layout, config.attn_options)

@@ -23,32 +23,33 @@ AGAIN = "headway plugins --retry tries it again"
 
 
 def create_registry(
-    plugins: Mapping[str, object] | Iterable[object] | str = (),
+    plugins: Mapping[str, object] | Iterable[object] = (),
     *,
     load_entry_points: bool = True,
     block: Iterable[str] = (),
+    policy: str | None = None,
     retry: bool = False,
 ) -> Registry:
     """Make a registry: the built-ins first, then the given plugin objects, then entry points of the group "headway".
 
-    plugins: modules or objects with hook implementations, or name -> object; one that fails raises. Or a text that says which of
-    the installed plugins are wanted, as $HEADWAY_PLUGINS does where there is none. block: names of entry points to leave alone.
+    plugins: modules or objects with hook implementations, or name -> object; one that fails raises.
+    block: names of entry points to leave alone. policy: which installed plugins are wanted (`PluginPolicy.parse`); None: as
+    $HEADWAY_PLUGINS says.
 
     An installed plugin is tried in another process first, once for each version of it (retry: whatever is remembered). One that
     fails there or here is recorded in `failures`, and start-up goes on.
 
-    :raises ConfigError: a text that cannot be understood.
+    :raises ConfigError: a policy that cannot be understood.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     registry = Registry(manager)
     registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, import_module(BUILTIN_PLUGIN))
-    policy = PluginPolicy.parse(plugins) if isinstance(plugins, str) else PluginPolicy.of_environment()
-    objects: Mapping[str, object] | Iterable[object] = () if isinstance(plugins, str) else plugins
-    for name, plugin in objects.items() if isinstance(objects, Mapping) else _named(objects):
+    wanted = PluginPolicy.of_environment() if policy is None else PluginPolicy.parse(policy)
+    for name, plugin in plugins.items() if isinstance(plugins, Mapping) else _named(plugins):
         registry.add_plugin(name, name, plugin)
     if load_entry_points:
-        _add_installed(registry, list(entry_points(hookspecs.PROJECT, frozenset(block))), policy, retry)
+        _add_installed(registry, list(entry_points(hookspecs.PROJECT, frozenset(block))), wanted, retry)
     return registry
 
 

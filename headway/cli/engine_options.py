@@ -19,7 +19,7 @@ PANEL = "Model and engine"
 """Where the help of a command lists them."""
 SWITCHES = "Switches"
 """Where it lists those that are turned on and off: their two long names would leave the other texts little room."""
-_PYTHON_ONLY = ("registry",)
+_PYTHON_ONLY = ("plugins", "registry")
 """Options whose values are Python objects."""
 
 
@@ -78,8 +78,8 @@ def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
     if name == "attn_options":
         options = "An option of a backend, as NAME.key=value. Repeatable."
         return _Flag("--attn-opt", list[str] | None, None, lambda texts: parse_attn_options(texts or []), options)
-    if name == "plugins":
-        return _Flag(flag, str | None, None, lambda policy: () if policy is None else policy, text.partition(" In Python")[0])
+    if name == "plugin_policy":
+        return _Flag("--plugins", str | None, None, _same, text)
     if name == "block_size":
         return _Flag(flag, str, "auto" if default is None else str(default), parse_block_size, text.partition(" Default")[0])
     if name == "cudagraph_capture_sizes":
@@ -125,7 +125,7 @@ def options_page() -> str:
         shown = "" if default is dataclasses.MISSING or default == () else f"`{default!r}`"
         kind = " or ".join(_kind(each) for each in get_args(hints[name]) or (hints[name],) if each is not NoneType)
         if name in ("attn_options", "plugins"):
-            kind = {"attn_options": "mapping", "plugins": "text or iterable"}[name]
+            kind = {"attn_options": "mapping", "plugins": "iterable"}[name]
         lines.append(f"| `{name}` | {flag} | {kind} | {shown} | {text} |")
     lines += ["", "`--no-autotune` is `--autotune-budget 0`. An unknown option is refused with the nearest of these.", ""]
     return "\n".join(lines)

@@ -132,7 +132,7 @@ def test_a_user_chooses_among_plugins(plugins: Path, monkeypatch: pytest.MonkeyP
             record.state for record in sorted(registry.plugins, key=lambda record: record.name) if str(plugins) in record.file
         ]
 
-    assert state(create_registry(policy)) == states
+    assert state(create_registry(policy=policy)) == states
     monkeypatch.setenv("HEADWAY_PLUGINS", policy)
     assert state(create_registry()) == states
 
