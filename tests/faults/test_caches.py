@@ -152,6 +152,7 @@ def test_a_table_that_was_cut_short_is_gone_on_with_or_named_each_time(
     assert left_behind(cache) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_ctrl_c_while_auto_measures_ends_the_program(cache: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:

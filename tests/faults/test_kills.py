@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from sandbox import Result, run_headway, save_tiny_model
 from tables import a_cell, a_table
 
 LAYER = ("--geometry", "4/2/32", "--dtype", "float32", "--device", "cpu")
-KILLS = 10
+KILLS = int(os.environ.get("HEADWAY_TEST_KILLS", "10"))
 """Of each command: fifty in all."""
 
 
