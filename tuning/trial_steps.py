@@ -58,7 +58,7 @@ class Trial:
         self._pipe = pipe
         self._out = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
         os.dup2(self._out.fileno(), 1)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  (as long as the process)
+        sys.stdout, sys.stderr = (open(handle, "w", closefd=False, buffering=1) for handle in (1, 2))  # noqa: SIM115
         self._before = {what: read() for what, read in _STATE.items()}
         self.remarks: list[str] = []
         self.details: list[str] = []
