@@ -14,10 +14,11 @@ def main() -> None:
     try:
         app()
     except HeadwayError as error:
-        from rich.console import Console
         from rich.text import Text
 
-        Console(stderr=True, soft_wrap=True).print(Text("headway: error: ", "bold red").append(str(error), "default"))
+        from headway.core.system.terminal import Terminal
+
+        Terminal(stderr=True, soft_wrap=True).print(Text("headway: error: ", "bold red").append(str(error), "default"))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from headway.engine_args import EngineArgs
 
+log = logging.getLogger("headway")
+
 
 class Assembly(NamedTuple):
     """A model that is ready to run."""
@@ -51,7 +54,9 @@ def assemble(args: EngineArgs) -> Assembly:
     :raises HeadwayError: anything the caller can put right, in one line.
     """
     config, deterministic = args.engine_config(), args.deterministic
-    registry = args.registry or create_registry(args.plugins)
+    registry = args.registry or create_registry(args.plugins, policy=args.plugin_policy)
+    for failure in registry.failures:
+        log.warning("plugin left out: %s", failure)
     check_names(registry, config.attn_backend, config.kv_layout, config.attn_options)
     speculate = None if config.speculate is None else registry.proposer(config.speculate)
     device = resolve_device(args.device)

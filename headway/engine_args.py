@@ -46,6 +46,9 @@ class EngineArgs(EngineConfig):
     ] = None
     log_stats_interval: Annotated[float | None, "Seconds between two lines of statistics in the log. Default: none."] = None
     plugins: Annotated[Iterable[object], "Objects with hook implementations, registered beside the installed plugins."] = ()
+    plugin_policy: Annotated[
+        str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: HEADWAY_PLUGINS, else all."
+    ] = None
     registry: Annotated[Registry | None, "A Registry to use in place of a new one."] = None
 
     def __post_init__(self) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from headway.core.contract.errors import HeadwayError
+from headway.core.system.child import answers, say
 from headway.testing.cells import Cell
 from headway.testing.kit import Kit
 from headway.testing.subject import load_subject
@@ -21,8 +21,7 @@ from headway.testing.subject import load_subject
 
 def main(target: str, device: str, threads: int) -> None:
     """Answer requests until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    told = answers()
     faulthandler.enable()
     torch.set_num_threads(threads)
     kit: Kit | None = None
@@ -31,11 +30,11 @@ def main(target: str, device: str, threads: int) -> None:
         try:
             if kit is None:
                 kit = Kit(load_subject(target, torch.device(device)))
-            _say(answers, _answer(kit, request))
+            say(told, _answer(kit, request))
         except HeadwayError as error:
-            _say(answers, {"error": str(error)})
+            say(told, {"error": str(error)})
         except Exception as error:
-            _say(answers, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
+            say(told, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
 
 
 def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
@@ -55,10 +54,6 @@ def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
         cells = kit.layout_cells(layout) if layout else kit.cells(request.get("quick", False))
     owner = subject.registry.backends[subject.name].owner
     return {"subject": subject.name, "owner": owner, "unavailable": unavailable, "cells": [str(cell) for cell in cells]}
-
-
-def _say(answers: TextIO, message: dict[str, Any]) -> None:
-    print(json.dumps(message), file=answers, flush=True)
 
 
 if __name__ == "__main__":

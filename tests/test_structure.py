@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("core", "registry", "backends", "models", "testing", "tuning", "headway", "bench")
 ROOMS = (
     "core.contract",
+    "core.system",
     "core.select",
     "core.sampling",
     "core.speculation",

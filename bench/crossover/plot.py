@@ -9,6 +9,7 @@ from headway.bench.charts import new_figure, png
 from headway.bench.crossover.palette import TIE, cell_colour, colours, faded
 from headway.bench.crossover.report import speedup, winner
 from headway.bench.crossover.view import Block, Row, View
+from headway.core.system.text import picture
 from headway.tuning.schema import PhaseName
 
 TITLES: dict[PhaseName, str] = {
@@ -41,13 +42,11 @@ def to_png(view: View) -> bytes:
     chosen = colours(view.backends)
     for (phase, blocks), axis in zip(panels, axes, strict=True):
         _panel(axis, phase, blocks, chosen)
-    figure.suptitle(
-        f"Fastest attention backend, and how many times faster than the runner-up\n{view.table.title}, {view.where}, "
-        f"measured {view.table.date[:10]}",
-        fontsize=10,
-    )
+    measured = f"{view.table.title}, {view.where}, measured {view.table.date[:10]}"
+    title = f"Fastest attention backend, and how many times faster than the runner-up\n{picture(measured)}"
+    figure.suptitle(title, fontsize=10)
     won = [name for name in view.backends if any(row.winners == [name] for row in view.rows)]
-    handles = [_patch(chosen[name], name) for name in won]
+    handles = [_patch(chosen[name], picture(name)) for name in won]
     handles += [_patch(TIE, "tie: cannot be told apart"), _not_measured("not measured")]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False, fontsize=9)
     return png(figure)
@@ -64,7 +63,8 @@ def _panel(axis: Any, phase: PhaseName, blocks: list[Block], chosen: dict[str, s
                 continue
             opacity = 1.0 if len(row.winners) > 1 else faded(row.speedup)
             axis.add_patch(_rectangle(across, down, cell_colour(row.winners, chosen), opacity))
-            axis.text(across + 0.5, down + 0.38, winner(row).replace(" = ", "\n= "), ha="center", va="center", fontsize=7)
+            names = picture(winner(row)).replace(" = ", "\n= ")
+            axis.text(across + 0.5, down + 0.38, names, ha="center", va="center", fontsize=7)
             axis.text(across + 0.5, down + 0.8, speedup(row), ha="center", va="center", fontsize=8, weight="bold")
     axis.set(xlim=(0, len(labels)), ylim=(len(blocks), 0), ylabel="sequences (batch size)", xlabel=LENGTHS[phase])
     axis.set_title(TITLES[phase], fontsize=10)

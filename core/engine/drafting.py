@@ -148,7 +148,7 @@ class Drafting:
             proposer: SequenceProposer | None = None
             try:
                 proposer = self._proposer.begin(seq.num_prompt_tokens)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._failed(seq, error)
             known = self._known[seq] = _Sequence(proposer)
         return known
@@ -162,13 +162,13 @@ class Drafting:
             guess = list(known.proposer.propose(seq.token_ids, most))[:most]
             if not all(0 <= token < self._vocab_size for token in guess):
                 raise ValueError(f"token ids from 0 to {self._vocab_size - 1} are needed, got {guess}")
-        except Exception as error:  # whatever a plugin raises
+        except (Exception, SystemExit) as error:  # whatever a plugin raises
             known.proposer = None
             self._failed(seq, error)
             return []
         return guess
 
-    def _failed(self, seq: Sequence, error: Exception) -> None:
+    def _failed(self, seq: Sequence, error: BaseException) -> None:
         log.warning("speculation: request %s goes on without guesses, for its proposer raised %r", seq.request_id, error)
 
     def verified(self, seq: Sequence, drafts: int, accepted: int) -> None:
@@ -210,7 +210,7 @@ class Drafting:
         try:
             if known is not None and known.proposer is not None:
                 known.proposer.finish(seq.token_ids)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._failed(seq, error)
 
 

@@ -78,14 +78,15 @@ class GroupPrefixes:
         size, digest = self.group.page_size, None
         if count == size:
             digest = self.digest(seq, number)
-            if self.index.find(digest) is not None:
+            if self.index.knows(digest):
                 return
         first, parent = number * size, self.digest(seq, number - 1) if number else b""
         self.index.add(page, parent, packed(seq.token_ids[first : first + count]), digest)
 
     def find(self, seq: Sequence, number: int) -> int | None:
         """The page of the pool that holds the `number`-th whole page of a sequence."""
-        return self.index.find(self.digest(seq, number))
+        size = self.group.page_size
+        return self.index.find(self.digest(seq, number), packed(seq.token_ids[number * size : (number + 1) * size]))
 
     def _part(self, seq: Sequence, number: int, most: int, partly: bool) -> tuple[int, int]:
         """The page that agrees longest with a sequence's page, for at most so many tokens, and for how many."""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.registry import Registry
@@ -31,7 +32,7 @@ def backends(
         ]
         print(json.dumps({"backends": rows, "failures": failures}, indent=2))
         return
-    out = Console()
+    out = Terminal()
     out.print(_table(rows, out.width, len(registry.layouts)))
     missing = {name: registry.availability(name) for name in registry.backends}
     for name, support in missing.items():

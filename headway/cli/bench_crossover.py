@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from headway.cli.options import dtype_of, names_of, sizes_of
 from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def crossover(
     workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",
     backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
     geometry: Annotated[
-        str | None, typer.Option(help="num_heads/num_kv_heads/head_dim[/v_head_dim][/dense] of the layer.")
+        str | None, typer.Option(help="num_heads/num_kv_heads/head_dim\\[/v_head_dim]\\[/dense] of the layer.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
@@ -110,7 +110,7 @@ def crossover(
             resume=resume,
             command=command,
         )
-        finish(run_engine_level(whole, create_registry(), Console(stderr=True)), output, export_to or [])
+        finish(run_engine_level(whole, create_registry(), Terminal(stderr=True)), output, export_to or [])
         return
     if place.type == "cpu":
         set_threads()  # as an engine does; one of level engine does it in its own process
@@ -134,7 +134,7 @@ def crossover(
         command=command,
         compile_ahead=compile_ahead(place),
     )
-    finish(run_kernel_level(options, create_registry(), Console(stderr=True)), options.output, export_to or [])
+    finish(run_kernel_level(options, create_registry(), Terminal(stderr=True)), options.output, export_to or [])
 
 
 def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> None:
@@ -143,8 +143,8 @@ def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> Non
     from headway.bench.crossover.report import print_view
     from headway.bench.crossover.view import view
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=_FILE_WIDTH)
+    console = Terminal()
+    console = console if console.is_terminal else Terminal(width=_FILE_WIDTH)
     if not table.cells:
         raise typer.Exit(130)
     shown = view(table)

@@ -25,11 +25,11 @@ def check(
 
     The backend runs in child processes, so that one that crashes, hangs or exits is a finding like any other.
     """
-    from rich.console import Console
-
     from headway.core.contract.errors import ConfigError
+    from headway.core.system.terminal import Terminal
     from headway.testing.checking import Wanted
     from headway.testing.checking import check as run
+    from headway.testing.json_files import write_bytes
     from headway.testing.kit import CHECKS
     from headway.testing.report import CellResult
     from headway.testing.scorecard import badge, scorecard
@@ -40,7 +40,7 @@ def check(
         raise ConfigError("--device", "cpu or cuda", repr(device))
     if jobs < 0:
         raise ConfigError("--jobs", "0 or more processes", jobs)
-    console, failed = Console(), 0
+    console, failed = Terminal(), 0
     wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, os.cpu_count() or 1), timeout)
     with console.status(f"{target or layout}: loading") as status:
         done, whole = 0, 0
@@ -60,7 +60,7 @@ def check(
     if json_file is not None:
         report.write(json_file)
     if badge_file is not None:
-        badge_file.write_text(badge(report), encoding="utf-8")
+        write_bytes(badge(report).encode(), badge_file, "--badge")
     if report.unavailable:
         raise typer.Exit(2)
     if report.failed:

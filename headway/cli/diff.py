@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from headway.cli.engine_options import takes_engine_options
+from headway.core.system.terminal import Terminal
 from headway.engine_args import EngineArgs
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def diff(
     place = resolve_device(args.device)
     if place.type == "cpu":
         set_threads(args.num_threads)
-    err = Console(stderr=True)
+    err = Terminal(stderr=True)
     with err.status(f"loading {args.model}"):
         loaded = load_model(args.model, args.dtype, place, args.load_format, model_impl=args.model_impl)
     decoder = loaded.decoder
@@ -103,7 +103,7 @@ def diff(
         max_tokens=max_tokens,
         phases=phases,
     )
-    print_report(report, Console())
+    print_report(report, Terminal())
     if output is not None:
         write_json(report, output)
         err.print(f"written to {output}", highlight=False)

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
+
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.support import Support
@@ -35,7 +36,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     if as_json:
         print(json.dumps(findings, indent=2))
         return
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     for line in screen(findings, machine, min(console.width, 100)):
         console.print(line, soft_wrap=True)
 

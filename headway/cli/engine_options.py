@@ -78,6 +78,8 @@ def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
     if name == "attn_options":
         options = "An option of a backend, as NAME.key=value. Repeatable."
         return _Flag("--attn-opt", list[str] | None, None, lambda texts: parse_attn_options(texts or []), options)
+    if name == "plugin_policy":
+        return _Flag("--plugins", str | None, None, _same, text)
     if name == "block_size":
         return _Flag(flag, str, "auto" if default is None else str(default), parse_block_size, text.partition(" Default")[0])
     if name == "cudagraph_capture_sizes":

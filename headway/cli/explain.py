@@ -18,6 +18,7 @@ from rich.text import Text
 
 from headway.cli.bench_crossover import layer
 from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.spec import AttentionSpec
@@ -116,7 +117,7 @@ def explain(
     if as_json:
         print(json.dumps(_plain(found), indent=2))
     else:
-        _print(found, Console())
+        _print(found, Terminal())
 
 
 def explanation(

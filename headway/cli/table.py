@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.bench.crossover.regret import RegretReport
@@ -195,7 +196,7 @@ def regret(
             if device.type == "cpu":
                 set_threads(known.device.threads)
             here = (known, registry, device, points, seeds, expected)
-            report = measure_regret(*here, console=Console(stderr=True), anywhere=anywhere)
+            report = measure_regret(*here, console=Terminal(stderr=True), anywhere=anywhere)
         reports.append(report)
         print_regret(report, path, seeds, anywhere or trials is not None)
         if output is not None:
@@ -249,5 +250,5 @@ def _found(file: Path | None) -> Path:
 
 
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    console = Terminal()
+    return console if console.is_terminal else Terminal(width=160)

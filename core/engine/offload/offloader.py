@@ -108,7 +108,7 @@ class Offloader:
         spared = length - self._blocks.longest_hit(seq, partly=True) if length else 0
         if spared <= 0:
             return False
-        names = [each for each in self._names(seq, length) if self._blocks.prefixes[each[0]].index.find(each[1]) is None]
+        names = [each for each in self._names(seq, length) if not self._blocks.prefixes[each[0]].index.knows(each[1])]
         if self.loads.follow(seq, names):
             return True
         cost = self._costs.recompute(spared)
