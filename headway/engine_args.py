@@ -14,6 +14,7 @@ from headway.core.contract.unknown import refuse_unknown
 from headway.core.engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from headway.core.contract.backend import AttentionBackend
     from headway.registry import Registry
 
 P = ParamSpec("P")
@@ -43,7 +44,14 @@ class EngineArgs(EngineConfig):
     autotune_budget: Annotated[
         float | None, "Seconds that auto may measure at the first start; 0: none. Default: 20 on a GPU, 10 on a CPU."
     ] = None
-    plugins: Annotated[Iterable[object], "Objects with hook implementations, registered beside the installed plugins."] = ()
+    plugins: Annotated[
+        Iterable[object],
+        "Registered beside the installed plugins: objects with hook implementations, backend classes, or files with either, as "
+        "FILE.py or FILE.py:CLASS.",
+    ] = ()
+    backends: Annotated[
+        Iterable[type[AttentionBackend]], "Classes of attention backends, registered as plugins are; attn_backend names one."
+    ] = ()
     registry: Annotated[Registry | None, "A Registry to use in place of a new one."] = None
 
     def __post_init__(self) -> None:
@@ -54,6 +62,12 @@ class EngineArgs(EngineConfig):
             raise ConfigError("model", "a name or path as a text", f"a {type(self.model).__name__}")
         name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is as good as its name
         object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(name, name))
+        if isinstance(self.plugins, (str, PathLike)):
+            raise ConfigError("plugins", 'a list, such as ["my_backend.py"]', repr(self.plugins))
+        if self.registry is not None and (self.plugins or self.backends):
+            raise ConfigError(
+                "registry", "a Registry alone", "plugins or backends beside it", "create_registry(plugins) takes them"
+            )
         threads, budget = self.num_threads, self.autotune_budget
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
             raise ConfigError("num_threads", "a whole number of at least 1", repr(threads))
@@ -77,14 +91,32 @@ class EngineArgs(EngineConfig):
         tried = device_type == "cuda" and not self.enforce_eager
         return self.torch_compile if self.torch_compile is not None or tried else False
 
+    def make_registry(self) -> Registry:
+        """The registry given; else a new one, with what is given to it.
+
+        :raises HeadwayError: something of that cannot be registered.
+        """
+        from headway.registry import create_registry
+
+        if self.registry is not None:
+            return self.registry
+        backends = list(self.backends)
+        return create_registry([*self.plugins, *backends] if backends else self.plugins)
+
     def engine_config(self) -> EngineConfig:
         """The part of the options that the engine reads."""
         return EngineConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)})
 
 
+def type_hints(include_extras: bool = False) -> dict[str, Any]:
+    """Option -> its type."""
+    later = {"Registry": type("Registry", (), {}), "AttentionBackend": type("AttentionBackend", (), {})}
+    return get_type_hints(EngineArgs, localns=later, include_extras=include_extras)
+
+
 def help_texts() -> dict[str, str]:
     """Option -> its text, in the order in which a person reads them: model and machine first."""
-    hints = get_type_hints(EngineArgs, localns={"Registry": object}, include_extras=True)
+    hints = type_hints(include_extras=True)
     own = [field.name for field in dataclasses.fields(EngineArgs)]
     engine = [field.name for field in dataclasses.fields(EngineConfig)]
     return {name: get_args(hints[name])[1] for name in (*(name for name in own if name not in engine), *engine)}

@@ -31,7 +31,6 @@ from headway.outputs import RequestOutput
 from headway.processor import OutputProcessor
 from headway.progress import Progress, RequestState
 from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_prompts
-from headway.registry import create_registry
 from headway.threads import set_threads
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.device import resolve_device
@@ -55,7 +54,7 @@ class LLM:
         """
         args = EngineArgs.of(*model, **options)
         config, deterministic = args.engine_config(), args.deterministic
-        self.registry = args.registry or create_registry(args.plugins)
+        self.registry = args.make_registry()
         check_names(self.registry, config.attn_backend, config.kv_layout, config.attn_options)
         speculate = None if config.speculate is None else self.registry.proposer(config.speculate)
         self.device = resolve_device(args.device)

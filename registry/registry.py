@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import pluggy
@@ -21,6 +20,7 @@ from headway.core.contract.support import Support
 from headway.core.speculation.proposer import ProposerInfo
 from headway.registry import hookspecs
 from headway.registry.discovery import PluginFailure, entry_points
+from headway.registry.given import given_plugins
 from headway.registry.validate import (
     answers_of,
     check_backend_class,
@@ -209,16 +209,16 @@ def create_registry(
 ) -> Registry:
     """Make a registry: the built-ins first, then the given plugin objects, then entry points of the group "headway".
 
-    plugins: modules or objects with hook implementations, or name -> object; one that fails raises.
+    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or name -> plugin;
+    one that fails raises.
     block: names of entry points to leave alone. A failing entry point is recorded in `failures` and start-up goes on.
     """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     registry = Registry(manager)
     registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, import_module(BUILTIN_PLUGIN))
-    named = plugins.items() if isinstance(plugins, Mapping) else _named(plugins)
-    for name, plugin in named:
-        registry.add_plugin(name, name, plugin)
+    for name, owner, plugin in given_plugins(plugins, registry.layouts):
+        registry.add_plugin(name, owner, plugin)
     if load_entry_points:
         for point in entry_points(hookspecs.PROJECT, frozenset(block)):
             try:
@@ -232,16 +232,3 @@ def _support(answer: object, method: str) -> Support:
     if not isinstance(answer, Support):
         raise PluginError(f"{method}() must return a Support, got {answer!r}")
     return answer
-
-
-def _named(plugins: Iterable[object]) -> Iterable[tuple[str, object]]:
-    """Names for plugin objects: their type's, numbered from the second of a kind on."""
-    seen: Counter[str] = Counter()
-    for plugin in plugins:
-        name = _name(plugin)
-        seen[name] += 1
-        yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), plugin
-
-
-def _name(plugin: object) -> str:
-    return plugin.__name__ if isinstance(plugin, (type, ModuleType)) else type(plugin).__name__

@@ -1,4 +1,4 @@
-"""`python -m headway.testing.child TARGET DEVICE THREADS`: a process that loads a subject and runs the cells it is told.
+"""`python -m headway.testing.child TARGET DEVICE THREADS PLUGIN...`: a process that runs the cells of a subject that it is told.
 
 Each answer is one line of JSON. What the subject prints goes to the error stream; what it breaks is this process alone.
 """
@@ -9,6 +9,7 @@ import faulthandler
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import torch
@@ -19,7 +20,7 @@ from headway.testing.kit import Kit
 from headway.testing.subject import load_subject
 
 
-def main(target: str, device: str, threads: int) -> None:
+def main(target: str, device: str, threads: int, plugins: Sequence[str]) -> None:
     """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -30,7 +31,7 @@ def main(target: str, device: str, threads: int) -> None:
         request = json.loads(line)
         try:
             if kit is None:
-                kit = Kit(load_subject(target, torch.device(device)))
+                kit = Kit(load_subject(target, torch.device(device), plugins=plugins))
             _say(answers, _answer(kit, request))
         except HeadwayError as error:
             _say(answers, {"error": str(error)})
@@ -62,4 +63,4 @@ def _say(answers: TextIO, message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])

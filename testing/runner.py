@@ -50,6 +50,7 @@ class Child:
     device: str
     threads: int
     timeout: float
+    plugins: Sequence[str] = ()
     _process: subprocess.Popen[bytes] | None = None
     _errors: Any = None
     _rest: bytes = b""
@@ -97,6 +98,7 @@ class Child:
     def _start(self) -> subprocess.Popen[bytes]:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
         command = [sys.executable, "-P", "-m", "headway.testing.child", self.target, self.device, str(self.threads)]
+        command += self.plugins
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

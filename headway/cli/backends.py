@@ -11,19 +11,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headway.cli.options import PluginFiles
+
 if TYPE_CHECKING:
     from headway.registry import Registry
 
 
 def backends(
-    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plugin: PluginFiles = None,
 ) -> None:
     """Show every attention backend: available here or the reason why not, phases, layouts, block sizes, dtypes."""
     if context.invoked_subcommand is not None:
         return
     from headway.registry import create_registry
 
-    registry = create_registry()
+    registry = create_registry(plugin or ())
     rows = [describe(registry, name) for name in registry.backends]
     if as_json:
         failures = [
