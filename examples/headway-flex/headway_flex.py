@@ -13,22 +13,12 @@ import torch
 from torch import Tensor
 
 from headway import hookimpl
-from headway.contract import (
-    ALL_PHASES,
-    NHD,
-    AttentionBackend,
-    AttentionMetadata,
-    BackendInfo,
-    Capabilities,
-    LayerCache,
-    Support,
-    announce_compilation,
-)
+from headway.contract import ALL_PHASES, NHD, AttentionBackend, BackendInfo, Capabilities, Support, announce_compilation
 
 Q_BLOCK = 128
 """Queries of a block of the mask."""
-COMPILED = "recompile_limit", "accumulated_recompile_limit"
-"""Settings of torch.compile that would send later shapes to the path without a compiler."""
+LIMITS = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+"""Of torch.compile, beyond which a shape would be refused."""
 
 
 class Step(NamedTuple):
@@ -68,22 +58,22 @@ class Flex(AttentionBackend):
         self._slopes = None if slopes is None else torch.tensor(slopes, device=self.spec.device)
 
     @classmethod
-    def available(cls) -> Support:
+    def available(cls):
         try:
             from torch._inductor.cpp_builder import get_cpp_compiler
 
             get_cpp_compiler()
         except Exception as error:
-            return Support.no("torch.compile", "FlexAttention and a C++ compiler", error, "apt install g++")
+            return Support.no("torch.compile", "a C++ compiler", error, "apt install g++")
         return Support()
 
     @classmethod
-    def accepts(cls, cache: LayerCache) -> Support:
+    def accepts(cls, cache):
         if all(each.stride(0) == each.shape[1] * each.stride(1) for each in (cache.key, cache.value)):
             return Support()
         return Support.no("cache", "blocks that follow one another in memory", "gaps between them", "--attn-backend sdpa")
 
-    def plan(self, metadata: AttentionMetadata) -> Step:
+    def plan(self, metadata):
         """Once a step: which tokens are in which tile, and which pages a tile reads."""
         size, window, device = self.block_size, self.spec.sliding_window, metadata.block_table.device
         tile = 1 if metadata.max_query_len == 1 else 16 if metadata.max_query_len <= 16 else Q_BLOCK
@@ -101,7 +91,7 @@ class Flex(AttentionBackend):
         positions = positions.to(device)
 
         @memo
-        def mods(num_pages: int) -> tuple[Any, Any]:
+        def mods(num_pages):
             counts, pages = torch.zeros(shape, 1, 1, dtype=torch.int32), torch.zeros(shape, 1, 1, num_pages, dtype=torch.int32)
             back = torch.full((shape, num_pages), -1, dtype=torch.int32)  # page -> its place in the tile's sequence
             for number, (oldest, own) in enumerate(reads):
@@ -114,7 +104,7 @@ class Flex(AttentionBackend):
             mods(metadata.num_blocks)
         return Step(mods, rows.flatten().to(device), torch.cat(places).to(device), tile)
 
-    def _mods(self, counts: Tensor, pages: Tensor, back: Tensor, positions: Tensor, lengths: tuple[int, int]) -> tuple[Any, Any]:
+    def _mods(self, counts, pages, back, positions, lengths):
         from torch.nn.attention.flex_attention import BlockMask
 
         size, window, softcap, slopes = self.block_size, self.spec.sliding_window, self.spec.softcap, self._slopes
@@ -130,11 +120,11 @@ class Flex(AttentionBackend):
             distance = positions[tile] + query - (back[tile, slot // size] * size + slot % size)
             return score if slopes is None else score - slopes[head] * distance
 
-        sizes = {"BLOCK_SIZE": (Q_BLOCK, size), "seq_lengths": lengths, "compute_q_blocks": False}
-        mask = BlockMask.from_kv_blocks(counts, pages, mask_mod=visible, **sizes)
+        sizes = (Q_BLOCK, size), visible, lengths, False  # no lists for a backward pass
+        mask = BlockMask.from_kv_blocks(counts, pages, None, None, *sizes)
         return mask, None if softcap is None and slopes is None else changed
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+    def decode(self, q, cache, plan, out):
         """Any number of the newest tokens of each sequence."""
         spec, (mask, score_mod) = self.spec, plan.mods(len(cache.key))
         key, value = (each.flatten(0, 1).transpose(0, 1)[None] for each in (cache.key, cache.value))
@@ -144,14 +134,14 @@ class Flex(AttentionBackend):
             self._compiled.add(shape)
             announce_compilation(f"flex_attention {shape}")
         options = {"BLOCK_N": min(self.block_size, 64)} if q.is_cuda else None
-        with torch._dynamo.config.patch(dict.fromkeys(COMPILED, 2**16)):
+        with torch._dynamo.config.patch(LIMITS):
             found = self._attend(tiles, key, value, score_mod, mask, spec.scale, spec.group_size > 1, kernel_options=options)
         out.copy_(found.transpose(1, 2).flatten(0, 1).index_select(0, plan.places))
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Step, out: Tensor) -> None:
+    def prefill(self, q, k, v, cache, plan, out):
         self.decode(q, cache, plan, out)
 
 
 @hookimpl
-def headway_register_backends() -> list[BackendInfo]:
+def headway_register_backends():
     return [BackendInfo("flex", "torch's FlexAttention with a paged block mask", lambda: Flex, api_version=2)]
