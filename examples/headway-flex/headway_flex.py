@@ -6,6 +6,7 @@ sequence, the block mask lists the pages that a tile of queries reads, and a tab
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache as memo
 from typing import Any, NamedTuple
 
@@ -76,7 +77,8 @@ class Flex(AttentionBackend):
     def plan(self, metadata):
         """Once a step: which tokens are in which tile, and which pages a tile reads."""
         size, window, device = self.block_size, self.spec.sliding_window, metadata.block_table.device
-        tile = 1 if metadata.max_query_len == 1 else 16 if metadata.max_query_len <= 16 else Q_BLOCK
+        # A tile of 1 would do for decode, but the CPU's code for it does not compile (torch 2.13).
+        tile = next(each for each in (2, 16, Q_BLOCK) if metadata.max_query_len <= each or each == Q_BLOCK)
         tiles = [(seq, first) for seq, n in enumerate(metadata.query_lens) for first in range(0, n, tile)]
         shape = next(8**power for power in range(1, 9) if len(tiles) <= 8**power)  # a tile of padding reads no page
         positions, rows = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, tile, dtype=torch.int64)
@@ -130,11 +132,12 @@ class Flex(AttentionBackend):
         key, value = (each.flatten(0, 1).transpose(0, 1)[None] for each in (cache.key, cache.value))
         tiles = q.index_select(0, plan.rows).unflatten(0, (-1, plan.tile)).transpose(1, 2)
         shape = (*tiles.shape, key.shape[2])
-        if shape not in self._compiled:
+        compiled = shape in self._compiled
+        if not compiled:
             self._compiled.add(shape)
             announce_compilation(f"flex_attention {shape}")
         options = {"BLOCK_N": min(self.block_size, 64)} if q.is_cuda else None
-        with torch._dynamo.config.patch(LIMITS):
+        with nullcontext() if compiled else torch._dynamo.config.patch(LIMITS):  # each patch() keeps some memory
             found = self._attend(tiles, key, value, score_mod, mask, spec.scale, spec.group_size > 1, kernel_options=options)
         out.copy_(found.transpose(1, 2).flatten(0, 1).index_select(0, plan.places))
 
