@@ -5,12 +5,16 @@ from typing import TYPE_CHECKING, Any
 from headway.version import __version__
 
 __all__ = [
+    "AsyncLLM",
     "LLM",
     "CompletionOutput",
     "EngineArgs",
+    "EngineDeadError",
+    "EngineSnapshot",
     "HeadwayError",
     "Logprob",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -21,23 +25,30 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from headway.async_llm import AsyncLLM
     from headway.core.contract.errors import HeadwayError
+    from headway.core.engine.stats import EngineSnapshot
     from headway.core.sampling.logprobs import Logprob
-    from headway.core.sampling.params import SamplingParams
+    from headway.core.sampling.params import RequestOutputKind, SamplingParams
     from headway.core.sampling.structured import StructuredOutputsParams
     from headway.engine_args import EngineArgs
+    from headway.engine_thread import EngineDeadError
     from headway.llm import LLM
     from headway.outputs import CompletionOutput, RequestOutput
     from headway.prompts import TextPrompt, TokensPrompt
     from headway.registry import create_registry, hookimpl
 
 _HOME = {
+    "AsyncLLM": "headway.async_llm",
     "LLM": "headway.llm",
     "CompletionOutput": "headway.outputs",
     "EngineArgs": "headway.engine_args",
+    "EngineDeadError": "headway.engine_thread",
+    "EngineSnapshot": "headway.core.engine.stats",
     "HeadwayError": "headway.core.contract.errors",
     "Logprob": "headway.core.sampling.logprobs",
     "RequestOutput": "headway.outputs",
+    "RequestOutputKind": "headway.core.sampling.params",
     "SamplingParams": "headway.core.sampling.params",
     "StructuredOutputsParams": "headway.core.sampling.structured",
     "TextPrompt": "headway.prompts",

@@ -58,6 +58,17 @@ def word_token_ids(text: str, tokenizer: Any) -> list[tuple[int, ...]]:
     return [plain, spaced] if same_rest else [plain]
 
 
+def priorities_of(given: int | Sequence[int] | None, count: int) -> list[int]:
+    """One for each of `count` prompts; the engine says whether it takes them.
+
+    :raises ConfigError: another number of them.
+    """
+    listed = list(given) if isinstance(given, Sequence) else [0 if given is None else given] * count
+    if len(listed) != count:
+        raise ConfigError("priority", f"one, or one for each of the {count} prompts", len(listed))
+    return listed
+
+
 def params_of(
     given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: SamplingParams
 ) -> list[SamplingParams]:

@@ -44,6 +44,7 @@ class EngineArgs(EngineConfig):
     autotune_budget: Annotated[
         float | None, "Seconds that auto may measure at the first start; 0: none. Default: 20 on a GPU, 10 on a CPU."
     ] = None
+    log_stats_interval: Annotated[float | None, "Seconds between two lines of statistics in the log. Default: none."] = None
     plugins: Annotated[
         Iterable[object],
         "Registered beside the installed plugins: objects with hook implementations, backend classes, or files with either, as "
@@ -73,6 +74,9 @@ class EngineArgs(EngineConfig):
             raise ConfigError("num_threads", "a whole number of at least 1", repr(threads))
         if budget is not None and (not isinstance(budget, (int, float)) or not budget >= 0):
             raise ConfigError("autotune_budget", "a number of seconds of at least 0", repr(budget))
+        interval = self.log_stats_interval
+        if interval is not None and (not isinstance(interval, (int, float)) or not interval > 0):
+            raise ConfigError("log_stats_interval", "a number of seconds above 0", repr(interval))
 
     @classmethod
     def of(cls, *model: object, **options: Any) -> EngineArgs:
@@ -138,8 +142,6 @@ _ONE_DEVICE: Final = "not supported yet, because Headway runs a model on one dev
 _PLAIN_WEIGHTS: Final = "not supported yet, because Headway computes with float32, bfloat16 or float16 weights; see dtype"
 _OWN_TOKENIZER: Final = "the tokenizer of the model's folder is used; skip_tokenizer_init=True loads none"
 _OWN_CODE: Final = "not supported: Headway never runs code that a model brings; leave it out"
-_FIRST_COME: Final = "not supported yet, because requests are served first come, first served"
-_NO_LOG: Final = "leave it out: RequestOutput.metrics has the times of each request"
 
 VLLM_OPTIONS: Final = {
     "attention_backend": "Headway calls it attn_backend",
@@ -172,10 +174,9 @@ VLLM_OPTIONS: Final = {
     "max_lora_rank": "not supported yet: merge the adapter into its model with peft's merge_and_unload()",
     "speculative_config": "Headway calls it speculate and num_speculative_tokens: speculate='ngram' or 'suffix'",
     "limit_mm_per_prompt": "not supported yet, because models read text alone",
-    "disable_log_stats": _NO_LOG,
-    "disable_log_requests": _NO_LOG,
-    "scheduling_policy": _FIRST_COME,
-    "max_num_partial_prefills": _FIRST_COME,
+    "disable_log_stats": "Headway calls it log_stats_interval: seconds between two lines of statistics in the log",
+    "disable_log_requests": "leave it out: RequestOutput.metrics has the times of each request",
+    "max_num_partial_prefills": "not supported: prompts are served one after the other; max_num_batched_tokens bounds a step",
     "long_prefill_token_threshold": "max_num_batched_tokens bounds the tokens of a step, and so the chunks of long prompts",
     "guided_decoding_backend": "leave it out: llguidance compiles all forms of structured outputs",
     "structured_outputs_config": "leave it out: llguidance compiles all forms of structured outputs",
@@ -196,7 +197,7 @@ _NOTHING_ASKED: Final[dict[str, tuple[object, ...]]] = {
     **dict.fromkeys(("trust_remote_code", "enable_lora", "enable_expert_parallel", "enable_sleep_mode"), (False,)),
     **dict.fromkeys(("task", "runner"), ("auto", "generate")),
     "tokenizer_mode": ("auto",),
-    "scheduling_policy": ("fcfs",),
+    "disable_log_stats": (True,),
 }
 """Options of vLLM's -> the values with which they ask for what Headway does anyway; None is one for all of them."""
 

@@ -27,16 +27,26 @@ class OutputProcessor:
         prompt_token_ids: Items[int],
         params: SamplingParams,
         progress: Progress,
-        streamed: bool = False,
     ) -> RequestState:
-        """Begin a request. progress: of the call it belongs to. streamed: somebody reads its text as it grows."""
-        state = RequestState(request_id, prompt, prompt_token_ids, params, self._tokenizer, progress, streamed)
+        """Begin a request. progress: of the call it belongs to."""
+        state = RequestState(request_id, prompt, prompt_token_ids, params, self._tokenizer, progress)
         self._requests[request_id] = state
         return state
 
     def remove(self, request_id: str) -> None:
         """Forget a request; further deltas of it are dropped."""
         self._requests.pop(request_id, None)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of all requests that have not been removed."""
+        return list(self._requests)
+
+    def abort(self, request_id: str) -> None:
+        """End a request of which the engine will tell nothing more."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.abort()
 
     def process(self, deltas: Iterable[OutputDelta]) -> list[tuple[str, int]]:
         """Take in what a step of the engine has returned.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headway.core.engine.deltas import OutputDelta
 from headway.core.sampling.detokenizer import Detokenizer, NoTokenizer, Tokenizer
 from headway.core.sampling.logprobs import Logprob, TokenLogprobs
-from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestMetrics, RequestOutput
 
 
@@ -42,6 +42,8 @@ class Completion:
         self.error: str | None = None
         self._scores: list[float] = []
         self._logprobs: list[LogprobsByToken] = []
+        self._shown = (0, 0, False)
+        """How many tokens and characters `new_output` has handed out, and whether it has told of the end."""
 
     @property
     def score(self) -> float:
@@ -77,15 +79,31 @@ class Completion:
                 return True
         return False
 
+    @property
+    def shown_text(self) -> str:
+        """Its text; while it runs, less what may turn out to be the start of a stop text."""
+        return self.text.safe_text if self.finish_reason is None else self.text.text
+
     def output(self, index: int) -> CompletionOutput:
         """What the caller sees, under this number."""
+        return self._output(index, self.shown_text, 0)
+
+    def new_output(self) -> CompletionOutput | None:
+        """What is new since the last call of it; None: nothing."""
+        text, (tokens, characters, ended) = self.shown_text, self._shown
+        self._shown = (len(self.token_ids), len(text), self.finish_reason is not None)
+        if self._shown == (tokens, characters, ended):
+            return None
+        return self._output(self.index, text[characters:], tokens)
+
+    def _output(self, index: int, text: str, first: int) -> CompletionOutput:
         asked = self._params.logprobs is not None
         return CompletionOutput(
             index,
-            self.text.text,
-            list(self.token_ids),
+            text,
+            self.token_ids[first:],
             self.score if asked else None,
-            list(self._logprobs) if asked else None,
+            self._logprobs[first:] if asked else None,
             self.finish_reason,
             self.stop_reason,
             self.error,
@@ -103,16 +121,19 @@ class RequestState:
         params: SamplingParams,
         tokenizer: Tokenizer,
         progress: Progress,
-        streamed: bool,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
         self.completions = [Completion(index, params, tokenizer) for index in range(params.num_drawn)]
-        self.watched = streamed or bool(params.stop)
-        """Whether the text is read as it grows, or a stop text may come; else it is made when the completion ends."""
+        self.watched = bool(params.stop)
+        """Whether a stop text may come; else the text is made when an output is, or when the completion ends."""
+        self._changed = False
         self.num_cached_tokens = 0
+        self._plain = False
+        """Whether a delta is but a token: nobody reads the text as it grows, and the first token, with which the times and what
+        is known of the prompt come, has come."""
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[LogprobsByToken | None] = [None]
         self._progress = progress
@@ -130,32 +151,72 @@ class RequestState:
     def take(self, delta: OutputDelta, now: float) -> bool:
         """Take in a delta that was read at a time; True if a stop text ends the completion, of which the engine knows nothing."""
         completion = self.completions[delta.completion]
+        self._changed = True
         if completion.finish_reason is not None:  # a stop text has ended it before the engine heard of that
+            return False
+        if self._plain and delta.finish_reason is None and not delta.logprobs:  # what most deltas bring: a token, to be kept
+            completion.token_ids += delta.new_token_ids
+            self._progress.num_tokens += len(delta.new_token_ids)
             return False
         if delta.new_token_ids and self.first_token_time is None:
             self.first_token_time, self.num_cached_tokens = now, delta.num_cached_tokens
+            self._plain = not self.watched
         self._prompt_logprobs += [by_token(each, self._tokenizer) for each in delta.prompt_logprobs]
         completion.take(delta)
         self._progress.num_tokens += len(delta.new_token_ids)
         stopped = completion.read(self.watched)
         if completion.finish_reason is not None:
-            completion.text.flush()
-            self._num_unfinished -= 1
-            self._progress.num_finished += 1
-            if self.finished:
-                self.finished_time = now
+            self._ended(completion, now)
         return stopped
+
+    def abort(self) -> None:
+        """End the completions that run, with finish_reason "abort"."""
+        now, self._changed = time.perf_counter(), True
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                completion.finish_reason = "abort"
+                completion.read(self.watched)
+                self._ended(completion, now)
+
+    def _ended(self, completion: Completion, now: float) -> None:
+        completion.text.flush()
+        self._num_unfinished -= 1
+        self._progress.num_finished += 1
+        if self.finished:
+            self.finished_time = now
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something for a reader since the last `next_output`, by what the request's output_kind asks for."""
+        return self._changed and (self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY)
+
+    def next_output(self) -> RequestOutput:
+        """What a reader sees next: all so far, or what is new."""
+        self._changed = False
+        if self.params.output_kind is not RequestOutputKind.DELTA:
+            return self.output()
+        self._read()
+        return self._output([new for completion in self.completions if (new := completion.new_output()) is not None])
 
     def output(self) -> RequestOutput:
         """What the caller sees: of more completions than were asked for, those with the largest sum of log-probabilities."""
         shown = self.completions
         if len(shown) > self.params.n:
             shown = sorted(shown, key=lambda each: (each.error is not None, -each.score))[: self.params.n]
+        self._read()
+        return self._output([completion.output(index) for index, completion in enumerate(shown)])
+
+    def _read(self) -> None:
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                completion.read(watched=True)
+
+    def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             self.request_id,
             self.prompt,
-            list(self.prompt_token_ids),
-            [completion.output(index) for index, completion in enumerate(shown)],
+            self.prompt_token_ids,
+            completions,
             self.finished,
             RequestMetrics(self.arrival_time, self.first_token_time, self.finished_time),
             self.num_cached_tokens,

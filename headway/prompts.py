@@ -65,6 +65,12 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
     return parsed
 
 
+def is_one(prompts: object) -> bool:
+    """Whether what `parse_prompts` has made one prompt of is a prompt, and no list of one."""
+    listed = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+    return not isinstance(prompts, Sequence) or not listed or isinstance(prompts[0], Integral)
+
+
 def _parse(item: object, index: int) -> list[ParsedPrompt]:
     """The prompts of one argument: one, unless it is a tokenizer's batch or an array of two dimensions."""
     if isinstance(item, str):

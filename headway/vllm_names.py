@@ -8,14 +8,12 @@ from typing import Any, Final
 from headway.core.contract.unknown import refuse_unknown
 
 _NO_ADAPTERS: Final = "not supported yet: merge the adapter into its model with peft's merge_and_unload()"
-_FIRST_COME: Final = "not supported yet, because requests are served first come, first served"
 _TEXT_ALONE: Final = "not supported yet, because models read text alone"
 _OWN_TOKENIZER: Final = "tokenise by hand with get_tokenizer() and pass the ids"
 
 CALL_KEYWORDS: Final = {
     "lora_request": _NO_ADAPTERS,
     "prompt_adapter_request": _NO_ADAPTERS,
-    "priority": _FIRST_COME,
     "tokenization_kwargs": _OWN_TOKENIZER,
     "mm_processor_kwargs": _TEXT_ALONE,
     "chat_template_content_format": 'leave it out: messages take texts, and lists of {"type": "text"} parts',
@@ -38,7 +36,7 @@ _METHODS: Final = {
     "wake_up": "del llm frees the device's memory",
     "collective_rpc": "Headway runs a model in this process: llm.model.decoder is it",
     "apply_model": "Headway runs a model in this process: llm.model.decoder is it",
-    "get_metrics": "llm.engine.stats has the engine's counters",
+    "get_metrics": "llm.stats() has the engine's counters",
     "llm_engine": "it is called engine",
     "set_tokenizer": "the tokenizer of the model's folder is used",
 }

@@ -105,8 +105,9 @@ class Decode:
             return configs[0], self._num_splits
         _, rows, tiles_m = self.tile(max_query_len)
         window = self._spec.sliding_window
-        most = max(kv_lens, default=0) if window is None else window + configs[0].block_n
-        live = [min(kv_len, most) for kv_len in kv_lens if kv_len > 0]
+        live = [kv_len for kv_len in kv_lens if kv_len > 0]
+        if window is not None:
+            live = [min(kv_len, window + configs[0].block_n) for kv_len in live]
         mean = sum(live) // max(len(live), 1)
         step = max(16, mean // 32)
         keys = -(-mean // step) * step  # rounded, to keep the cached answers few

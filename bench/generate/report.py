@@ -59,6 +59,9 @@ class OfflineCell(BaseModel):
     num_preemptions: int
     host_ms_per_step: float
     """The host's own work, without waiting for the device."""
+    host_ms_by_part: dict[str, float] = Field(default_factory=dict)
+    """Milliseconds per step of each part of that work, and of the client's ("outputs"), which comes on top; empty in files of
+    before 2026-11-23."""
     wait_ms_per_step: float
     """The host blocked on the device."""
     gpu_idle_share: float | None

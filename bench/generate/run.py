@@ -189,6 +189,7 @@ def _summary(
         compilations=dict(stats.compilations),
         num_preemptions=stats.num_preemptions,
         host_ms_per_step=1e3 * stats.host_seconds / stats.num_steps,
+        host_ms_by_part={part: 1e3 * seconds / stats.num_steps for part, seconds in stats.host_parts.items()},
         wait_ms_per_step=1e3 * stats.wait_seconds / stats.num_steps,
         gpu_idle_share=idle,
         steps_by_backend=dict(stats.steps_by_backend),

@@ -74,6 +74,9 @@ def notes(report: OfflineReport) -> list[str]:
         if cell.fastest > (1 + MOST_DRIFT / 2) * cell.slowest
     ]
     for cell in report.cells:
+        if cell.host_ms_by_part:
+            told = ", ".join(f"{part} {ms:.3f}" for part, ms in cell.host_ms_by_part.items())
+            lines.append(f"{cell.label}: host time per step in ms: {told}")
         for what, counted in (
             ("steps in pieces of graphs", cell.steps_in_pieces),
             ("steps launched kernel by kernel", cell.steps_without_graph),

@@ -73,6 +73,11 @@ class BlockManager:
         """Pages nobody holds, those with a reusable content included."""
         return len(self._free)
 
+    @property
+    def num_cached(self) -> int:
+        """Pages nobody holds whose content can be found."""
+        return sum(page in self._free for prefixes in self._prefixes for page in prefixes.index)
+
     def num_holders(self, page: int) -> int:
         """Sequences that hold a page."""
         return self._ref_counts[page]

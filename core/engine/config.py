@@ -41,6 +41,9 @@ class EngineConfig:
         int | None, "Most tokens of one step; longer prompts go in chunks. Default: 16,384 on a GPU, 2,048 on a CPU."
     ] = None
     max_num_seqs: Annotated[int, "Most sequences of one step."] = 256
+    scheduling_policy: Annotated[
+        str, "Who is served first: fcfs (first come, first served), or priority (the lower number, then first come)."
+    ] = "fcfs"
     enable_prefix_caching: Annotated[bool, "Reuse the cache of prompts that begin alike."] = True
     enable_chunked_prefill: Annotated[bool, "Serve a long prompt in several steps."] = True
     free_window_blocks: Annotated[bool, "Give back the blocks that lie behind a layer's sliding window."] = True
@@ -79,6 +82,8 @@ class EngineConfig:
         if self.max_logprobs != -1 and not (self.max_logprobs == 0 or _is_count(self.max_logprobs)):
             raise ConfigError("max_logprobs", "a whole number of at least -1", repr(self.max_logprobs))
         self._check_capture_sizes()
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ConfigError("scheduling_policy", "fcfs or priority", repr(self.scheduling_policy))
         Workload.parse(self.workload)
         if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in KV_DTYPES:
             raise ConfigError("kv_cache_dtype", f"auto or {' or '.join(KV_DTYPES)}", repr(self.kv_cache_dtype))

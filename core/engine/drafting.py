@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from headway.core.engine.config import MAX_DRAFT_TOKENS
-from headway.core.engine.scheduler import ScheduledSequence
+from headway.core.engine.schedule import Schedule
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.stats import EngineStats
 from headway.core.speculation.proposer import Proposer, SequenceProposer
@@ -64,20 +64,24 @@ class Drafting:
         """Whether no guesses are wanted for the next step either, so that the host may run ahead."""
         return self._resting > 0
 
-    def plan(self, running: Items[Sequence]) -> None:
-        """Set the drafts of the next step. running: those that may get some; none while steps are in flight."""
+    def plan(self, running: Items[Sequence]) -> bool:
+        """Set the drafts of the next step. running: those that may get some; none while steps are in flight.
+
+        Returns whether there are any.
+        """
         ready = [seq for seq in running if not seq.num_pending and seq.num_to_compute == 1 and seq.num_computed]
         if self._resting and ready and size_class(len(ready)) != self._rest_class:
             self._resting = 0  # what did not pay may pay at another size
         if self._resting or not ready:
             self._resting = max(self._resting - 1, 0)
             self._trial = not self._resting
-            return
+            return False
         self._reason = self._draft(ready)
         self._trial = False
         if self._reason:
             for seq in ready:
                 seq.draft_token_ids = []
+        return not self._reason
 
     def _draft(self, ready: list[Sequence]) -> str:
         """Give sequences their drafts; or the reason why none gets any."""
@@ -170,14 +174,14 @@ class Drafting:
             known.acceptance += rate * (hit - known.acceptance)
             self._acceptance += _SLOW_RATE * (hit - self._acceptance)
 
-    def stepped(self, step: list[ScheduledSequence], usual: bool, stats: EngineStats) -> None:
+    def stepped(self, step: Schedule, usual: bool, stats: EngineStats) -> None:
         """A step has been launched, and read unless the host runs ahead. usual: the host waited no longer than it does without
         speculation."""
         now = time.perf_counter()
-        drafts = max((each.num_draft_tokens for each in step), default=0)
+        drafts = max((each.num_draft_tokens for each in step.apart), default=0)  # whoever decodes together has none
         reason, self._reason = self._reason, ""
         width = width_of(drafts + 1) if drafts else UNGUESSED if reason is NO_GUESS else PLAIN
-        decodes = bool(step) and all(each.num_new_tokens == each.num_draft_tokens + 1 and each.context_len for each in step)
+        decodes = bool(step) and all(each.num_new_tokens == each.num_draft_tokens + 1 and each.context_len for each in step.apart)
         if decodes and not drafts:
             stats.steps_without_drafts[reason or self._rest_reason] += 1
         if not decodes or (width == PLAIN and not usual):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from headway.core.engine.scheduler import ScheduledSequence, Scheduler
+from headway.core.engine.schedule import Schedule
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence as Completion
+
+_LONGEST_WAIT = 0.02
+"""Seconds."""
 
 
 class Entrance:
@@ -27,6 +31,11 @@ class Entrance:
         """Whether anybody is held back."""
         return bool(self._preparing or self._siblings)
 
+    @property
+    def num_waiting(self) -> int:
+        """Completions that are held back."""
+        return sum(len(seqs) for _, seqs in self._preparing) + sum(map(len, self._siblings.values()))
+
     def add(self, seqs: list[Completion], ready: Future[None] | None) -> None:
         """Take the completions of a request. ready: when it is prepared; None: it is."""
         if ready is not None:
@@ -41,12 +50,12 @@ class Entrance:
     def poll(self, idle: bool) -> list[tuple[list[Completion], str]]:
         """Let prepared requests go on; returns the completions of those that cannot be prepared, with the reason.
 
-        idle: nothing else is to be done, so wait for the first of them.
+        idle: nothing else is to be done, so wait for the first of them, for a moment at most: new requests may come.
         """
         if not self._preparing:
             return []
         if idle:
-            wait([ready for ready, _ in self._preparing], return_when=FIRST_COMPLETED)
+            wait([ready for ready, _ in self._preparing], _LONGEST_WAIT, return_when=FIRST_COMPLETED)
         failed = []
         done = [each for each in self._preparing if each[0].done()]
         self._preparing = [each for each in self._preparing if each not in done]
@@ -58,11 +67,11 @@ class Entrance:
                 failed.append((seqs, str(error)))
         return failed
 
-    def launched(self, step: Iterable[ScheduledSequence]) -> None:
+    def launched(self, step: Schedule) -> None:
         """Let those follow whose sibling's prompt is under way to its end."""
         if not self._siblings:
             return
-        for seq, _, _, samples, _ in step:
+        for seq, _, _, samples, _ in step.apart:  # whoever decodes together has had its prompt computed before
             if samples and seq.request_id in self._siblings:
                 self._scheduler.add_first(self._siblings.pop(seq.request_id))
 

@@ -54,8 +54,31 @@ class GraphStep:
         return len(self.newest) - 1
 
 
+class _HostBuffer:
+    """Host memory from which a step's inputs are sent, as arrays for one batch size at a time, and what they hold already."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.batch = 0
+        """The batch size that the arrays are for; 0: none yet."""
+
+    def lay_out(self, batch: int, longs: Tensor, ints: Tensor, tables: Tensor, end: int) -> None:
+        """Become arrays for a batch size: views of `flat`, see StaticInputs.views."""
+        self.batch, self.sent = batch, self.flat[:end]
+        self.seq_lens, self.tables = ints[1], tables
+        self.longs, self.ints, self.rows_of = longs.numpy(), ints.numpy(), tables.numpy()
+        self.rows_of.fill(0)  # another size has left its numbers there
+        self.at: NDArray[numpy.int64] = numpy.full(batch, -1, dtype=numpy.int64)
+        """[batch]: whose block table each row holds; -1: nobody's yet."""
+        self.filled = 0
+        """What `Rows.num_updates` was then."""
+
+
 class StaticInputs:
-    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
+    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled.
+
+    A step differs from the one before in few block tables, so only those that have changed are written again.
+    """
 
     def __init__(self, max_batch: int, step: GraphStep) -> None:
         device, groups = step.newest.device, len(step.num_blocks)
@@ -64,7 +87,7 @@ class StaticInputs:
         length = _aligned(max_batch) * (2 * self._longs + _INTS) + groups * max_batch * self.width
         self.device = torch.zeros(length, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
-        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self._host = [_HostBuffer(torch.zeros(length, dtype=torch.int32, pin_memory=pinned)) for _ in range(2)]
         self._step = step
 
     def views(self, flat: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -86,25 +109,31 @@ class StaticInputs:
         """Send the inputs of a step to the device. Returns seq_lens and block tables of all `batch` rows, in host memory.
 
         at, positions: int32 [num_seqs]: row of each sequence, and where its new token stands. The rest of `batch` is padding:
-        rows of length 0, whose slot is -1 and whose token goes to the place that belongs to nobody.
+        rows of length 0, whose slot is -1 and whose token goes to the place that belongs to nobody. rows: the same in every call.
         """
         self._host.reverse()  # to the buffer not in use: a step's copy is done before the step after next is launched
         host, count = self._host[0], len(at)
-        longs, ints, tables, end = self.views(host, batch)
-        places, keys, *slots_of = longs.numpy()
+        if host.batch != batch:
+            host.lay_out(batch, *self.views(host.flat, batch))
+        places, keys, *slots_of = host.longs
         places[:count], places[count:] = at, self._step.padding_row
-        written, seq_lens, scales = ints.numpy()
+        written, seq_lens, scales = host.ints
         written[:count], written[count:] = positions, 0
-        seq_lens[:count], seq_lens[count:] = positions + 1, 0
-        scales[:] = 0  # greedy
-        if draws is not None:
+        numpy.add(positions, 1, out=seq_lens[:count])
+        seq_lens[count:] = 0
+        if draws is None:
+            scales[:] = 0  # greedy
+        else:
             scales[:count], keys[:count] = draws.scales.view(numpy.int32), draws.keys
-        for group, (slots, table, known) in enumerate(zip(slots_of, tables.numpy(), rows.tables, strict=True)):
+            scales[count:] = 0
+        stale = numpy.flatnonzero((host.at != places) | (rows.updated[places] > host.filled))
+        for group, (slots, table, known) in enumerate(zip(slots_of, host.rows_of, rows.tables, strict=True)):
             slots[:count], slots[count:] = rows.slots(at, positions, self._step.block_size, group), -1
-            numpy.take(known, at, axis=0, out=table[:count, : known.shape[1]])
-            table[count:] = 0
-        self.device[:end].copy_(host[:end], non_blocking=True)
-        return ints[1], tables
+            if len(stale):
+                table[stale, : known.shape[1]] = known[places[stale]]
+        host.at[:], host.filled = places, rows.num_updates
+        self.device[: len(host.sent)].copy_(host.sent, non_blocking=True)
+        return host.seq_lens, host.tables
 
 
 class DecodeGraph:

@@ -9,6 +9,8 @@ from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 
+_POLICY = 'scheduling_policy="priority" serves lower priorities first'
+
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
@@ -20,6 +22,8 @@ class PromptLimits:
     """What to do about a prompt that is too long: only what would help."""
     max_logprobs: int = -1
     """Most tokens whose log-probabilities a request may ask for at one place; -1: the whole vocabulary."""
+    by_priority: bool = False
+    """Whether requests have priorities."""
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, max_position_embeddings: int, vocab_size: int) -> PromptLimits:
@@ -31,7 +35,7 @@ class PromptLimits:
             advice = "shorten it or raise max_model_len"
         elif not config.enable_chunked_prefill and max_model_len >= config.step_tokens:
             advice = "shorten it, raise max_num_batched_tokens, or turn chunked prefill on"
-        return cls(max_model_len, vocab_size, advice, config.max_logprobs)
+        return cls(max_model_len, vocab_size, advice, config.max_logprobs, config.scheduling_policy == "priority")
 
     def check(self, prompt_token_ids: Sequence[int]) -> None:
         """Check a prompt.
@@ -73,3 +77,13 @@ class PromptLimits:
                 raise ConfigError(
                     name, f"at most max_logprobs={most}", wanted, "raise max_logprobs; -1 allows the whole vocabulary"
                 )
+
+    def check_priority(self, priority: int) -> None:
+        """Check a request's priority.
+
+        :raises ConfigError: it is no whole number, or this engine serves first come, first served.
+        """
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ConfigError("priority", "a whole number; lower ones are served first", repr(priority))
+        if priority and not self.by_priority:
+            raise ConfigError("priority", "0, because requests are served first come, first served", priority, _POLICY)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import count
 
 import torch
 
@@ -20,13 +21,13 @@ from headway.core.engine.entrance import Entrance
 from headway.core.engine.executor import Executor, InFlight
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.prepare import prepare
-from headway.core.engine.scheduler import ScheduledSequence, Scheduler
+from headway.core.engine.reading import delta_of, keep_prompt_logprobs, made, reason_for, with_logprobs
+from headway.core.engine.schedule import ScheduledSequence
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence, Status
-from headway.core.engine.stats import EngineStats
-from headway.core.engine.step import Found
+from headway.core.engine.stats import EngineSnapshot, EngineStats
 from headway.core.engine.usage import CacheUsage, cache_usage
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import NOT_A_TOKEN
 
 log = logging.getLogger("headway")
 
@@ -57,7 +58,8 @@ class EngineLoop:
         groups, block_size = pool.page_format.groups, pool.page_format.block_size
         caching, chunk = config.enable_prefix_caching, pool.smallest_chunk
         self.blocks = BlockManager(pool.num_pages, block_size, caching, groups, chunk)
-        self.scheduler = scheduler(self.blocks, config.step_tokens, config.max_num_seqs, config.enable_chunked_prefill)
+        options = config.max_num_seqs, config.enable_chunked_prefill, limits.by_priority
+        self.scheduler = scheduler(self.blocks, config.step_tokens, *options)
         self._entrance = Entrance(self.scheduler, config.enable_prefix_caching)
         self._executor = executor
         self._eos = eos_token_ids
@@ -69,6 +71,7 @@ class EngineLoop:
         """Steps that have been launched and not read yet, with their sequences and those of them that sample."""
         self._unreported: list[OutputDelta] = []
         """What `step` is to return; it outlives an interrupt."""
+        self._arrivals = count()
         self._seeds = torch.Generator().manual_seed(config.seed)
 
     @property
@@ -76,22 +79,24 @@ class EngineLoop:
         """Whether any request still wants tokens."""
         return self.scheduler.has_unfinished or self._entrance.occupied or bool(self._unreported)
 
-    def add_request(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams) -> None:
-        """Queue a request, whose n completions come as deltas of `step`.
+    def add_request(self, request_id: str, prompt_token_ids: Items[int], params: SamplingParams, priority: int = 0) -> None:
+        """Queue a request, whose n completions come as deltas of `step`. priority: see EngineConfig.scheduling_policy.
 
         :raises PromptError: see `PromptLimits.check`.
         :raises ConfigError: a request of this id is unfinished, or parameters ask for what this model or process has not.
         """
         self.limits.check(prompt_token_ids)
         self.limits.check_params(params)
+        self.limits.check_priority(priority)
         if request_id in self._live:
             raise ConfigError("request_id", "an id that no unfinished request has", repr(request_id))
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         ready = self._executor.prepare(params)
-        seqs = []
+        seqs, turn = [], (priority, next(self._arrivals))
         for index in range(params.num_drawn):
             seed = self._draw_seed() if params.seed is None else params.seed + index
-            seqs.append(Sequence(request_id, index, prompt_token_ids, params, stops, self.capacity.max_model_len, seed))
+            longest = self.capacity.max_model_len
+            seqs.append(Sequence(request_id, index, prompt_token_ids, params, stops, longest, seed, turn))
             if index == 0 and params.prompt_logprobs is not None:
                 params = replace(params, prompt_logprobs=None)  # the first completion's are everybody's
         self._live[request_id] = seqs
@@ -118,38 +123,42 @@ class EngineLoop:
         Returns what it added to completions that got a token or failed. A backend that raises ends the completions of its step
         with finish_reason "error" and the reason in `error`; the others go on.
         """
-        started, waited = time.perf_counter(), self.stats.wait_seconds
+        stats, clock = self.stats, time.perf_counter
+        started, waited = clock(), stats.wait_seconds
         self._read_until(1)  # more are left only by an interrupt
         self._let_in()
-        drafting = self._drafting
-        if drafting is not None:
-            drafting.plan(() if self._in_flight else self.scheduler.running)
+        began, drafting = clock(), self._drafting
+        if drafting is not None and drafting.plan(() if self._in_flight else self.scheduler.running):
+            self.scheduler.part()
         scheduled = self.scheduler.schedule()
-        assert scheduled or self._in_flight or self._unreported or self._entrance.occupied, (
-            "nothing to schedule although something is unfinished"
-        )
+        assert scheduled or self._in_flight or self._unreported or self._entrance.occupied, "unfinished, and nothing to schedule"
+        chosen = clock()
+        stats.schedule_seconds += chosen - began
         failure: Exception | None = None
         if scheduled:
             step = prepare(scheduled, self.blocks.groups)
+            prepared = clock()
+            stats.prepare_seconds += prepared - chosen
             try:
                 launched = self._executor.launch(step)
             except Exception as error:  # whatever a backend raises
                 failure = error
             else:
-                seqs = [each.seq for each in scheduled]
-                sampling = seqs if step.goes_on else [each.seq for each in scheduled if each.samples]
-                self._in_flight.append((launched, seqs, sampling))
+                self._in_flight.append((launched, scheduled.seqs, scheduled.sampling))
                 self.scheduler.launched(scheduled)
                 self._entrance.launched(scheduled)
-                self.stats.count(step, launched)
+                stats.count(step, launched)
+                stats.launch_seconds += clock() - prepared - launched.wait_seconds
         ahead = self._ahead and bool(scheduled) and failure is None and (drafting is None or drafting.rests)
         self._read_until(1 if ahead else 0)
         if drafting is not None:
-            drafting.stepped(scheduled, ahead or not self._ahead, self.stats)
+            drafting.stepped(scheduled, ahead or not self._ahead, stats)
         if failure is not None:
-            self._recover(scheduled, failure)
-        self.stats.num_preemptions = self.scheduler.num_preemptions
-        self.stats.host_seconds += time.perf_counter() - started - (self.stats.wait_seconds - waited)
+            self._recover(list(scheduled), failure)
+        stats.num_preemptions = self.scheduler.num_preemptions
+        stats.num_prompt_tokens = self.scheduler.num_prompt_tokens
+        stats.num_cached_tokens = self.scheduler.num_cached_tokens
+        stats.host_seconds += clock() - started - (stats.wait_seconds - waited)
         deltas, self._unreported = self._unreported, []
         return deltas
 
@@ -159,7 +168,7 @@ class EngineLoop:
         for seqs, reason in self._entrance.poll(idle):
             for seq in seqs:
                 seq.fail(reason)
-                self._unreported.append(_delta(seq, []))
+                self._unreported.append(delta_of(seq, []))
             self._remove(seqs)
 
     def cache_usage(self) -> CacheUsage:
@@ -167,14 +176,26 @@ class EngineLoop:
         pages = self.capacity.pool.page_format
         return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.running)
 
+    def snapshot(self) -> EngineSnapshot:
+        """What it does at this moment, and has done."""
+        blocks, scheduler = self.blocks, self.scheduler
+        running, waiting = len(scheduler.running), len(scheduler.waiting) + self._entrance.num_waiting
+        used = blocks.num_pages - blocks.num_free
+        return EngineSnapshot(
+            time.perf_counter(), running, waiting, blocks.num_pages, used, blocks.num_cached, self.stats.snapshot()
+        )
+
     def _draw_seed(self) -> int:
         return int(torch.randint(2**62, (), generator=self._seeds))
 
     def _read_until(self, left: int) -> None:
         """Read the oldest steps until this many are left; an interrupt while the host waits loses none of them."""
+        stats, clock = self.stats, time.perf_counter
         while len(self._in_flight) > left:
+            started, waited = clock(), stats.wait_seconds
             self._read(*self._in_flight[0])
             self._in_flight.popleft()
+            stats.read_seconds += clock() - started - (stats.wait_seconds - waited)
 
     def _read(self, in_flight: InFlight, step: list[Sequence], sampling: list[Sequence]) -> None:
         """Wait for a step's tokens and append them to the sequences that sample."""
@@ -185,10 +206,15 @@ class EngineLoop:
             self._fail(step, error)
             return
         self.stats.wait_seconds += time.perf_counter() - started
+        plain = sampled.plain_tokens()
+        if plain is not None:
+            self._take(sampling, plain)
+            return
         ended: list[Sequence] = []
         read, report, found = self.scheduler.read, self._unreported.append, sampled.found
         if found is not None:
-            _keep_prompt_logprobs(step, found)
+            keep_prompt_logprobs(step, found)
+        num_new = 0
         for index, (seq, tokens) in enumerate(zip(sampling, sampled.token_lists(), strict=True)):
             if seq.status is Status.FINISHED:
                 read(seq, [])
@@ -198,16 +224,35 @@ class EngineLoop:
                 self.stats.num_accepted_tokens += len(tokens) - 1
                 self._drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
             new = read(seq, tokens[:-1] if fault < 0 else tokens)
+            num_new += len(new)
             if fault < 0 and not seq.finished:
-                seq.fail(_reason(seq, fault, found.errors.get(index) if found else None, in_flight.first_nan))
+                seq.fail(reason_for(seq, fault, found.errors.get(index) if found else None, in_flight.first_nan))
             if seq.finished:
                 ended.append(seq)
-            delta = _delta(seq, new)
-            if found is not None:
-                logprobs = tuple(found.logprobs.get(index, ())[: len(new)])
-                prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
-                delta = delta._replace(logprobs=logprobs, prompt_logprobs=prompt)
-            report(delta)
+            own = () if found is None else found.logprobs.get(index, ())
+            report(with_logprobs(delta_of(seq, new), seq, own, known))
+        self.stats.num_output_tokens += num_new
+        self._remove(ended)
+
+    def _take(self, sampling: list[Sequence], tokens: list[int]) -> None:
+        """Append one token to each sequence: what most steps bring, with no more work for each than that takes."""
+        ended: list[Sequence] = []
+        report, num_new = self._unreported.append, 0
+        for seq, token in zip(sampling, tokens, strict=True):
+            if seq.together:
+                seq.append(token)
+                report(made((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), ())))
+                num_new += 1
+            elif seq.finished:
+                self.scheduler.read(seq, [])
+                continue
+            else:
+                new = self.scheduler.read(seq, [token])
+                num_new += len(new)
+                report(delta_of(seq, new))
+            if seq.finish_reason is not None:
+                ended.append(seq)
+        self.stats.num_output_tokens += num_new
         self._remove(ended)
 
     def _recover(self, step: list[ScheduledSequence], error: Exception) -> None:
@@ -237,7 +282,7 @@ class EngineLoop:
             seq.fail(str(error))
         self._remove(failed)
         self.blocks.forget_prefixes()  # what the step was to write may have been published already
-        self._unreported += [_delta(seq, []) for seq in failed]
+        self._unreported += [delta_of(seq, []) for seq in failed]
 
     def _remove(self, ended: Items[Sequence]) -> None:
         """Free what sequences held that have ended."""
@@ -252,26 +297,3 @@ class EngineLoop:
             live.remove(seq)
             if not live:
                 del self._live[seq.request_id]
-
-
-def _delta(seq: Sequence, tokens: list[int]) -> OutputDelta:
-    return OutputDelta(seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens)
-
-
-def _reason(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:
-    """Why a sequence has no next token. fault: what stands in the token's place. error: what the sampler says of it."""
-    if error is not None:
-        return error
-    if fault == NOT_A_TOKEN:
-        found = first_nan or "HEADWAY_DEBUG=1 says which layer made the first"
-        return f"the logits of token {seq.num_tokens} hold a NaN; {found}"
-    return f"token {seq.num_tokens}: what the request forbids leaves no token; its parameters exclude each other here"
-
-
-def _keep_prompt_logprobs(step: Items[Sequence], found: Found) -> None:
-    """Append what a step has found of prompts; a prompt that is computed again brings nothing new."""
-    for index, (position, entries) in found.prompt_logprobs.items():
-        seq = step[index]
-        known = len(seq.prompt_logprobs)
-        assert position - 1 <= known, "a part of the prompt was spared"
-        seq.prompt_logprobs += entries[known - (position - 1) :]

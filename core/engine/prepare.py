@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy
+from numpy.typing import NDArray
 
 from headway.core.engine.groups import CacheGroup
-from headway.core.engine.scheduler import ScheduledSequence
+from headway.core.engine.schedule import Schedule
 from headway.core.engine.sequence import Sequence as Completion
 from headway.core.engine.step import NEWEST, NewPages, PageCopy, StartedRow, StepInput
 from headway.core.sampling.needs import OF_TOKENS, need_of
@@ -19,23 +21,20 @@ def _started(row: int, seq: Completion) -> StartedRow:
     return StartedRow(row, seq.params, seq.seed, tokens, seq.num_prompt_tokens, stops)
 
 
-def prepare(step: list[ScheduledSequence], groups: Sequence[CacheGroup]) -> StepInput:
+def prepare(step: Schedule, groups: Sequence[CacheGroup]) -> StepInput:
     """The step as the executor reads it. Its sequences are noted as told of their pages, so every step must be launched."""
     started: list[StartedRow] = []
     new_pages: list[NewPages] = []
+    for seq in step.changed:
+        _tell(seq, started, new_pages)
+    if not step.apart:
+        return _plain(step, tuple(new_pages))
     copies: list[PageCopy] = []
     token_ids: list[int] = []
-    num_newest = 0
-    for seq, count, context_len, _, drafts in step:
+    num_newest = len(step.members)
+    for seq, count, context_len, _, drafts in step.apart:
         if seq.table_changes:
-            row = seq.row
-            assert row is not None, "a scheduled sequence has a row"
-            if not seq.started:
-                started.append(_started(row, seq))
-                seq.started = True
-            for group, start, pages in seq.table_changes:
-                new_pages.append(NewPages(row, start, pages, group))
-            seq.table_changes.clear()
+            _tell(seq, started, new_pages)
         if seq.prefix_copies:
             for group, source, size in seq.prefix_copies:
                 target = seq.tables[group].pages[context_len // groups[group].page_size]
@@ -48,16 +47,48 @@ def prepare(step: list[ScheduledSequence], groups: Sequence[CacheGroup]) -> Step
             assert len(known) == count - drafts, "only a decoding sequence runs ahead of the host"
             token_ids += known
             token_ids += seq.draft_token_ids[:drafts]
-    seqs, counts, contexts, samples, drafts_of = zip(*step, strict=True)
+    seqs, counts, contexts, samples, drafts_of = zip(*step.apart, strict=True)
+    batch = _plain(step)
+
+    def joined(own: Iterable[int | bool], others: NDArray[Any]) -> NDArray[Any]:
+        return numpy.concatenate([numpy.array(own, dtype=others.dtype), others])
+
     return StepInput(
-        numpy.array([seq.row for seq in seqs], dtype=numpy.int32),
-        numpy.array(counts, dtype=numpy.int32),
-        numpy.array(contexts, dtype=numpy.int32),
-        numpy.array(drafts_of, dtype=numpy.int32),
-        numpy.array(samples, dtype=numpy.bool_),
-        numpy.array(token_ids, dtype=numpy.int64),
+        joined([seq.row for seq in seqs], batch.rows),
+        joined(counts, batch.query_lens),
+        joined(contexts, batch.context_lens),
+        joined(drafts_of, batch.num_draft_tokens),
+        joined(samples, batch.samples),
+        joined(token_ids, batch.token_ids),
         num_newest == len(step),
         tuple(started),
         tuple(new_pages),
         tuple(copies),
     )
+
+
+def _plain(step: Schedule, new_pages: tuple[NewPages, ...] = ()) -> StepInput:
+    """Of the members of the batch alone."""
+    count = len(step.members)
+    return StepInput(
+        step.rows,
+        numpy.ones(count, dtype=numpy.int32),
+        step.context_lens,
+        numpy.zeros(count, dtype=numpy.int32),
+        numpy.ones(count, dtype=numpy.bool_),
+        numpy.full(count, NEWEST, dtype=numpy.int64),
+        True,
+        new_pages=new_pages,
+    )
+
+
+def _tell(seq: Completion, started: list[StartedRow], new_pages: list[NewPages]) -> None:
+    """Note what the executor has not been told of a sequence's pages, and of the sequence itself."""
+    row = seq.row
+    assert row is not None, "a scheduled sequence has a row"
+    if not seq.started:
+        started.append(_started(row, seq))
+        seq.started = True
+    for group, start, pages in seq.table_changes:
+        new_pages.append(NewPages(row, start, pages, group))
+    seq.table_changes.clear()

@@ -16,13 +16,20 @@ class Rows:
 
     def __init__(self, max_num_seqs: int, max_blocks: int, groups: Sequence[CacheGroup]) -> None:
         """max_blocks: of the longest sequence."""
-        self.tables: list[NDArray[numpy.int32]] = [numpy.zeros((max_num_seqs, max_blocks), dtype=numpy.int32) for _ in groups]
-        """Block table of each row, for each cache group; what is beyond a sequence's blocks is left from others."""
+        shape = max_num_seqs + 1, max_blocks
+        self.tables: list[NDArray[numpy.int32]] = [numpy.zeros(shape, dtype=numpy.int32) for _ in groups]
+        """Block table of each row, for each cache group; what is beyond a sequence's blocks is left from others. The last row
+        belongs to padding and stays zero."""
+        self.num_updates = 0
+        self.updated: NDArray[numpy.int64] = numpy.zeros(max_num_seqs + 1, dtype=numpy.int64)
+        """[rows]: the number of the update that has changed each last."""
         self._groups = tuple(groups)
 
     def update(self, step: StepInput) -> None:
         """Take in what a step tells."""
+        self.num_updates += 1
         for row, start, pages, number in step.new_pages:
+            self.updated[row] = self.num_updates
             group, table = self._groups[number], self.tables[number]
             if group.page_stride == 1:  # a page is a block
                 table[row, start : start + len(pages)] = pages

@@ -165,18 +165,18 @@ class Runner:
         """Run a step as a graph, and choose those of its tokens that the graph has not chosen."""
         order: NDArray[numpy.int64] = numpy.argsort(-step.context_lens, kind="stable")
         if isinstance(graph, PromptGraph):
-            positions = step.query_lens
-            draws = self._draws(step.rows, positions)
+            rows, positions = step.rows, step.query_lens
+            draws = self._draws(rows, positions)
             logits, best = graph.replay(step, self._rows, draws)
         else:
             # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
-            step = replace(step, rows=step.rows[order], context_lens=step.context_lens[order])
-            positions = step.context_lens + 1
-            draws = self._draws(step.rows, positions)
-            logits, best = graph.replay(step.rows, step.context_lens, self._rows, draws)
+            rows, context_lens = step.rows[order], step.context_lens[order]
+            positions = context_lens + 1
+            draws = self._draws(rows, positions)
+            logits, best = graph.replay(rows, context_lens, self._rows, draws)
         if self.observe is not None:
-            self.observe(step.rows, logits)
-        chosen = self._sampler.sample(logits, step.rows, positions, best, drawn=draws is not None)
+            self.observe(rows, logits)
+        chosen = self._sampler.sample(logits, rows, positions, best, drawn=draws is not None)
         if chosen.tokens is not best:  # those are in their places already
             self._newest.index_copy_(0, graph.rows[: step.num_seqs], chosen.tokens)
         return _Ran(chosen, chosen.tokens, order)

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from operator import attrgetter
 
 from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.config import MAX_DRAFT_TOKENS
+from headway.core.engine.decode_batch import DecodeBatch
+from headway.core.engine.schedule import Schedule, ScheduledSequence
 from headway.core.engine.sequence import Sequence, Status
 
-
-class ScheduledSequence(NamedTuple):
-    """What a sequence gets of a step, as the sequence was when scheduled: it moves on before the step has run."""
-
-    seq: Sequence
-    num_new_tokens: int
-    """Drafts included."""
-    context_len: int
-    """Tokens of it that the cache holds before the step."""
-    samples: bool
-    """Whether the last token's logits are wanted: not in the middle of a prompt."""
-    num_draft_tokens: int = 0
-    """How many of the new tokens, the last ones, are guesses to be verified."""
-
-    @property
-    def phase(self) -> Phase:
-        """The phase of these tokens."""
-        return Phase.DECODE if self.num_draft_tokens else Phase.of(self.num_new_tokens, self.context_len)
-
-
-_scheduled: Callable[[tuple[Sequence, int, int, bool, int]], ScheduledSequence] = partial(tuple.__new__, ScheduledSequence)
-"""A ScheduledSequence of its fields, without the call in Python that its constructor makes: there is one for every decode."""
+_turn = attrgetter("turn")
 
 
 class Scheduler:
@@ -42,6 +22,7 @@ class Scheduler:
     A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi), once the pool has room for all
     of it: a part of a prompt would only take pages from those that run, to be preempted for them. When the pool runs dry, the
     youngest running sequence gives its pages back and waits at the head of the queue, to be computed again (vLLM's recompute).
+    Where priorities count, it is the youngest of the lowest priority; who runs is not preempted for who waits.
 
     `schedule` may be called while earlier steps are still running on the device: tokens those will sample count as pending. What
     it frees may be handed out at once, because the device runs steps in order.
@@ -53,15 +34,21 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         enable_chunked_prefill: bool = True,
+        by_priority: bool = False,
     ) -> None:
+        """by_priority: both queues are kept in the order of `Sequence.turn`, else in that of arrival."""
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
+        self._by_priority = by_priority
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        """Of sequences at their first admission; those that the prefix cache spared."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._batch = DecodeBatch()
 
     @property
     def has_unfinished(self) -> bool:
@@ -70,26 +57,70 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
-        self.waiting.append(seq)
+        self._insert(self.waiting, seq)
 
     def add_first(self, seqs: list[Sequence]) -> None:
-        """Queue sequences before all others that wait."""
-        self.waiting.extendleft(reversed(seqs))
+        """Queue sequences before all others that wait; where priorities count, before all others of the same."""
+        if self._by_priority:
+            for seq in seqs:
+                insort(self.waiting, seq, key=_turn)
+        else:
+            self.waiting.extendleft(reversed(seqs))
 
-    def schedule(self) -> list[ScheduledSequence]:
+    def _insert(self, queue: deque[Sequence] | list[Sequence], seq: Sequence) -> None:
+        """Put a sequence where its turn is."""
+        if self._by_priority:
+            insort(queue, seq, key=_turn)
+        else:
+            queue.append(seq)
+
+    def part(self) -> None:
+        """Sequences have got drafts: look at each by itself."""
+        self._batch.clear()
+
+    def schedule(self) -> Schedule:
         """Choose the next step: sequences that prefill or extend first, then those that decode.
 
         Empty if all that run only wait for a token under way.
         """
-        budget = self.max_num_batched_tokens
+        together = len(self.running) <= self.max_num_batched_tokens and self._make_room()
+        step = self._choose(together=True) if together else None
+        if step is None:
+            self._batch.clear()
+            step = self._choose(together=False)
+        assert step is not None
+        return step
+
+    def _make_room(self) -> bool:
+        """Give the batch's members room for their next tokens; False if there are too few pages."""
+        last = []
+        for place in self._batch.due():
+            seq = self._batch.members[place]
+            if seq.num_computed >= seq.max_len - 1:  # its last token is on its way
+                last.append(seq)
+            elif self.blocks.reserve(seq, self._room(seq, 1)):
+                self._batch.renew(place)
+            else:
+                return False
+        self._batch.remove(last)
+        return True
+
+    def _choose(self, together: bool) -> Schedule | None:
+        """together: sequences that only decode do so as the batch's members; None if that leaves another without pages, for who
+        is preempted may be a member."""
+        budget = self.max_num_batched_tokens - len(self._batch)
         prompts: list[ScheduledSequence] = []
         decodes: list[ScheduledSequence] = []  # within each part first come, first served
+        joining: list[Sequence] = []
         preempted = skipped = False
-        position = 0
+        position = 0 if len(self._batch) < len(self.running) else len(self.running)
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
-            if seq.goes_on():  # what most sequences do in most steps, found without asking further
-                decodes.append(_scheduled((seq, 1, seq.num_computed, True, 0)))
+            if seq.together:
+                position += 1
+                continue
+            if together and seq.goes_on() and seq.newest_at == seq.num_computed:
+                joining.append(seq)
                 budget -= 1
                 position += 1
                 continue
@@ -103,6 +134,8 @@ class Scheduler:
                 if drafts:
                     drafts, seq.draft_token_ids = 0, []  # guesses are worth nobody's pages
                     continue
+                if together:
+                    return None
                 preempted = True
                 if self._preempt_last() is seq:
                     break
@@ -117,12 +150,13 @@ class Scheduler:
             if count == 0:
                 break
             seq = self.waiting.popleft()
-            self.running.append(seq)
+            self._insert(self.running, seq)
             seq.status, seq.row = Status.RUNNING, self._free_rows.pop()
             scheduled = ScheduledSequence(seq, count, seq.num_computed, count == seq.num_to_compute)
             (decodes if scheduled.phase is Phase.DECODE else prompts).append(scheduled)
             budget -= count
-        return prompts + decodes
+        self._batch.add(joining)
+        return Schedule(prompts + decodes, self._batch)
 
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Tokens that a waiting sequence gets in this step; 0 if there is no room, and then it holds nothing."""
@@ -133,6 +167,8 @@ class Scheduler:
             if count and able and self.blocks.reserve(seq, self._room(seq, count)):
                 if seq.num_preemptions == 0:
                     seq.num_cached_tokens = spared
+                    self.num_prompt_tokens += seq.num_prompt_tokens
+                    self.num_cached_tokens += spared
                 return count
             copies = bool(seq.prefix_copies)
             self.blocks.release(seq)
@@ -156,11 +192,12 @@ class Scheduler:
 
     def _preempt_last(self) -> Sequence:
         seq = self.running.pop()
+        assert not seq.together
         self._release(seq)
         seq.status, seq.draft_token_ids = Status.WAITING, []
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        self.add_first([seq])
         return seq
 
     def _release(self, seq: Sequence) -> None:
@@ -169,9 +206,9 @@ class Scheduler:
             self._free_rows.append(seq.row)
             seq.row = None
 
-    def launched(self, step: list[ScheduledSequence]) -> None:
+    def launched(self, step: Schedule) -> None:
         """Account for a step the device has been given: its tokens count as computed, and those it samples as pending."""
-        for seq, count, context_len, samples, drafts in step:
+        for seq, count, context_len, samples, drafts in step.apart:
             seq.num_computed += count
             seq.num_unverified = drafts
             if drafts:
@@ -183,6 +220,12 @@ class Scheduler:
                 seq.newest_at = context_len + count
             if count > 1 or len(seq.token_ids) >= seq.next_boundary:
                 self.blocks.advance(seq, partly=count > 1)
+        if step.members:
+            for place in self._batch.step():
+                seq = self._batch.members[place]
+                if len(seq.token_ids) >= seq.next_boundary:  # else the host has not seen the token that fills the page
+                    self.blocks.advance(seq)
+                    self._batch.passed(place)
 
     def read(self, seq: Sequence, tokens: list[int]) -> list[int]:
         """Append what a launched step has sampled for a sequence: the verified drafts, and the token after them.
@@ -190,7 +233,8 @@ class Scheduler:
         Returns the tokens that were appended: fewer where one of them ends the sequence. The k and v of drafts that were refused
         count as not computed; the next step overwrites them.
         """
-        seq.num_pending -= 1
+        if not seq.together:
+            seq.num_pending -= 1
         if seq.num_unverified:  # else there were no drafts, or the sequence was preempted meanwhile and is computed again
             seq.num_computed -= seq.num_unverified + 1 - len(tokens)
             seq.newest_at = seq.num_computed
@@ -203,6 +247,7 @@ class Scheduler:
 
     def remove_finished(self) -> None:
         """Free what finished sequences held."""
+        self._batch.remove(seq for seq in self._batch.members if seq.finished)
         for seq in (*self.running, *self.waiting):
             if seq.finished:
                 self._release(seq)

@@ -38,6 +38,17 @@ class PageTable:
         return self.pages[self.num_given_back :]
 
 
+@dataclass(slots=True)
+class StepCount:
+    """Steps that all members of a `DecodeBatch` have taken together."""
+
+    taken: int = 0
+
+
+_APART = StepCount()
+"""Of a sequence that takes its steps by itself: it stays 0."""
+
+
 class PrefixCopy(NamedTuple):
     """The first `num_tokens` tokens of somebody else's page are to be copied into a sequence's own."""
 
@@ -56,6 +67,8 @@ class Sequence:
     The first `num_computed` tokens have their k and v in the pages of `tables`, or will have once the steps already launched have
     run.
     `num_pending` tokens after `token_ids` are being sampled by those steps; the device knows them before the host does.
+
+    While the sequence is a member of a `DecodeBatch`, the batch counts its steps; see `join`.
     """
 
     def __init__(
@@ -67,6 +80,7 @@ class Sequence:
         stop_token_ids: frozenset[int],
         max_model_len: int,
         seed: int = 0,
+        turn: tuple[int, int] = (0, 0),
     ) -> None:
         """seed: of its random draws; together with the token's position it decides them, whatever runs beside it."""
         self.request_id = request_id
@@ -75,19 +89,24 @@ class Sequence:
         self.params = params
         self.stop_token_ids = stop_token_ids
         self.seed = seed
+        self.turn = turn
+        """Its request's priority, and how many requests came before: where priorities count, lower ones are served first."""
         self.num_prompt_tokens = len(prompt_token_ids)
         most = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_len = min(most, max_model_len)
         """Tokens of prompt and output at which it ends."""
         self.token_ids = list(prompt_token_ids)
-        self.num_pending = 0
+        self.together = False
+        """Whether it is a member of a `DecodeBatch`."""
+        self._steps = _APART
+        self._num_computed = self._num_pending = 0
+        self._newest_at = -1
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         """"stop" or "length"; "abort" when the caller gave up, "error" with the reason in `error`."""
         self.error: str | None = None
         self.row: int | None = None
         """Its place in the executor's per-sequence buffers while it runs."""
-        self.num_computed = 0
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache spared, at first admission."""
         self.num_preemptions = 0
@@ -107,8 +126,6 @@ class Sequence:
         """Chained hash of each full block of `token_ids`, as far as computed."""
         self.started = False
         """Whether the executor knows it in its row."""
-        self.newest_at = -1
-        """Position in the sequence of the sampled token that the executor holds for this row; -1: none."""
         self.draft_token_ids: list[int] = []
         """A speculator's guesses of the tokens after `token_ids`, for the next step to verify."""
         self.num_unverified = 0
@@ -118,6 +135,59 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output."""
         return len(self.token_ids)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose k and v the cache holds, or will hold; see the class."""
+        return self._num_computed + self._steps.taken
+
+    @num_computed.setter
+    def num_computed(self, count: int) -> None:
+        assert not self.together, "a member of a decode batch leaves it first"
+        self._num_computed = count
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that launched steps are sampling."""
+        return self.num_computed + 1 - len(self.token_ids) if self.together else self._num_pending
+
+    @num_pending.setter
+    def num_pending(self, count: int) -> None:
+        assert not self.together, "a member of a decode batch leaves it first"
+        self._num_pending = count
+
+    @property
+    def newest_at(self) -> int:
+        """Position in the sequence of the sampled token that the executor holds for this row; -1: none."""
+        return self._newest_at + self._steps.taken
+
+    @newest_at.setter
+    def newest_at(self, position: int) -> None:
+        assert not self.together, "a member of a decode batch leaves it first"
+        self._newest_at = position
+
+    def join(self, steps: StepCount) -> None:
+        """From now on it takes the steps that are counted here. It has one token to compute: the newest, which the executor
+        holds."""
+        assert self.goes_on()
+        assert self.newest_at == self.num_computed
+        self._num_computed -= steps.taken
+        self._newest_at -= steps.taken
+        self._steps, self.together = steps, True
+
+    def leave(self) -> None:
+        """From now on it takes its steps by itself."""
+        computed, pending = self.num_computed, self.num_pending
+        self.together = False
+        """Whether it is a member of a `DecodeBatch`."""
+        self._steps, self.together = _APART, False
+        self._num_computed = self._newest_at = computed
+        self._num_pending = pending
+
+    @property
+    def lasts_until(self) -> int:
+        """Computed tokens at which it cannot go on decoding as it is: its pages are full, or its last token is on its way."""
+        return min(self.capacity, self.max_len - 1)
 
     @property
     def num_to_compute(self) -> int:

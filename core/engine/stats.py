@@ -20,6 +20,12 @@ class EngineStats:
     num_prefill_tokens: int = 0
     """Tokens computed beyond those of decoding sequences."""
     num_decode_tokens: int = 0
+    num_output_tokens: int = 0
+    """Tokens that completions got."""
+    num_prompt_tokens: int = 0
+    """Of sequences that were admitted, each counted once."""
+    num_cached_tokens: int = 0
+    """Those of them that the prefix cache spared."""
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     """Guesses that steps have verified."""
@@ -31,6 +37,16 @@ class EngineStats:
     """Sum over decode tokens of the tokens in the cache that each attended to."""
     host_seconds: float = 0.0
     """Scheduling, launching and reading steps, without waiting for the device."""
+    schedule_seconds: float = 0.0
+    """Of `host_seconds`: choosing steps, guesses included."""
+    prepare_seconds: float = 0.0
+    """Of `host_seconds`: making plain data of them."""
+    launch_seconds: float = 0.0
+    """Of `host_seconds`: filling inputs and launching."""
+    read_seconds: float = 0.0
+    """Of `host_seconds`: taking in tokens that have come."""
+    output_seconds: float = 0.0
+    """Beside `host_seconds`: the client's work, from deltas to texts and request outputs."""
     wait_seconds: float = 0.0
     """The host blocked on the device."""
     steps_by_backend: Counter[str] = field(default_factory=Counter)
@@ -73,6 +89,17 @@ class EngineStats:
         self.num_prefill_tokens += int(step.query_lens.sum(where=~decodes))
         self.kv_tokens_read += int(step.context_lens.sum(where=decodes, dtype=int)) + num_decodes
 
+    @property
+    def host_parts(self) -> dict[str, float]:
+        """Seconds of the host's work by part; the last is no part of `host_seconds`."""
+        parts = {
+            "schedule": self.schedule_seconds,
+            "prepare": self.prepare_seconds,
+            "launch": self.launch_seconds,
+            "read": self.read_seconds,
+        }
+        return {**parts, "other": self.host_seconds - sum(parts.values()), "outputs": self.output_seconds}
+
     def snapshot(self) -> Self:
         """A copy."""
         copies = {each.name: Counter(value) for each in fields(self) if isinstance(value := getattr(self, each.name), Counter)}
@@ -81,3 +108,23 @@ class EngineStats:
     def __sub__(self, earlier: Self) -> Self:
         """What was done since `earlier`."""
         return type(self)(**{each.name: getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """An engine at one moment, between two steps."""
+
+    time: float
+    """Seconds on the clock of time.perf_counter."""
+    num_running: int
+    """Sequences that steps serve."""
+    num_waiting: int
+    """Sequences that have not begun, or were preempted."""
+    num_blocks: int
+    """Of the pool. Where a model has several cache groups, blocks are here its pages."""
+    num_used_blocks: int
+    """Held by sequences."""
+    num_cached_blocks: int
+    """Held by nobody, and found again by an equal prefix."""
+    totals: EngineStats
+    """What it has done since it started: subtract those of an earlier snapshot to see a stretch of time."""

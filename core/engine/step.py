@@ -107,6 +107,13 @@ class Sampled:
     """[rows]: how many of them hold: 1 without drafts."""
     found: Found | None = None
 
+    def plain_tokens(self) -> list[int] | None:
+        """The token of each row, where that is all there is to know; else None."""
+        if self.found is not None or self.tokens.shape[1] != 1 or (self.tokens < 0).any():
+            return None
+        tokens: list[int] = self.tokens[:, 0].tolist()
+        return tokens
+
     def token_lists(self) -> list[list[int]]:
         """The tokens that hold, of each row."""
         if self.tokens.shape[1] == 1:

@@ -79,7 +79,8 @@ class TokenSampler:
         needs = self._needs[rows]
         if needs.any():
             scales[(needs & SHAPING) != 0] = 0
-        return Draws(scales, self._keys(rows, positions))
+        drawn = scales.any()
+        return Draws(scales, self._keys(rows, positions) if drawn else numpy.zeros(len(rows), dtype=numpy.int64))
 
     def plain(self, rows: NDArray[numpy.int32]) -> bool:
         """Whether these rows want nothing but a draw from their logits."""

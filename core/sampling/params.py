@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError
@@ -21,7 +22,6 @@ _ELSEWHERE: Final = {
     "use_beam_search": _BEAMS,
     "length_penalty": _BEAMS,
     "early_stopping": _BEAMS,
-    "output_kind": "leave it out: LLM.generate returns whole outputs, and LLM.stream what is new",
     "stream_interval": "leave it out: LLM.stream yields after every step",
     "spaces_between_special_tokens": "not supported: the tokenizer's own decoding is used; see skip_special_tokens",
     "flat_logprobs": "not supported: logprobs come as dicts by token id",
@@ -39,6 +39,17 @@ _ELSEWHERE: Final = {
 LogitsProcessor = Callable[..., Any]
 """(token_ids, logits) -> logits, or (prompt_token_ids, token_ids, logits) -> logits: the request's output so far, and the next
 token's logits, float32 [vocab_size], on the engine's device."""
+
+
+class RequestOutputKind(Enum):
+    """What each output of a request that is read as it grows holds; names and values are vLLM's."""
+
+    CUMULATIVE = 0
+    """All so far."""
+    DELTA = 1
+    """What is new since the last output."""
+    FINAL_ONLY = 2
+    """All, once: there is no output before the request has ended."""
 
 
 @knows_its_fields(_ELSEWHERE, "docs/sampling.md")
@@ -102,6 +113,8 @@ class SamplingParams:
     """Make a text of the tokens."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's last tokens."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of AsyncLLM holds; LLM.generate returns whole ones in any case."""
 
     def __post_init__(self) -> None:
         self._make_tuples()
@@ -120,6 +133,8 @@ class SamplingParams:
         form = self.structured_outputs
         self._need("structured_outputs", form is None or isinstance(form, StructuredOutputsParams), "a StructuredOutputsParams")
         self._need("extra_args", self.extra_args is None or isinstance(self.extra_args, Mapping), "a mapping")
+        kinds = ", ".join(map(str, RequestOutputKind))
+        self._need("output_kind", isinstance(self.output_kind, RequestOutputKind), f"one of {kinds}")
         known = all(callable(each) or isinstance(each, str) for each in self.logits_processors or ())
         self._need("logits_processors", known, "a list of functions, or of names that plugins registered")
 

@@ -1,4 +1,4 @@
-"""The command line: `headway generate`, `headway backends`, `headway diff`, `headway doctor`, `headway bench ...` and others."""
+"""The command line: `headway generate`, `headway chat`, `headway backends`, `headway doctor`, `headway bench ...` and others."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headway.cli.bench_experts import experts
 from headway.cli.bench_kernel import kernel
 from headway.cli.bench_throughput import throughput
 from headway.cli.build import build
+from headway.cli.chat import chat
 from headway.cli.check import check
 from headway.cli.diff import diff
 from headway.cli.doctor import doctor
@@ -58,6 +59,7 @@ listing = typer.Typer(invoke_without_command=True, callback=backends)
 listing.command(cls=Command)(explain)
 app.add_typer(listing, name="backends")
 app.command(cls=Command)(generate)
+app.command(cls=Command)(chat)
 app.command(cls=Command)(diff)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(build)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from headway.cli.engine_options import takes_engine_options
+from headway.cli.sampling_options import takes_sampling_options
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.sampling.params import SamplingParams
 from headway.engine_args import help_texts
@@ -25,40 +27,30 @@ if TYPE_CHECKING:
 
 
 @takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
+@takes_sampling_options(max_tokens=64, temperature=0.0)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, the message to answer.")],
     engine: dict[str, Any],
+    sampling: dict[str, Any],
     chat: Annotated[bool, typer.Option("--chat", help="Put PROMPT into the model's chat template and answer it.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token every time.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set of tokens that reaches this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many most likely tokens; -1: from all.")] = -1,
-    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this times the most likely one.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampled text repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the completion. Repeatable.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end-of-text token.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Show what the engine does while it runs, and all of it at the end.")
+    ] = False,
     show_cache: Annotated[
         bool, typer.Option("--show-cache", help="Draw the cache's blocks as they were at the last token, by sequence and group.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the text is complete.")] = False,
 ) -> None:
     """Continue PROMPT, token by token; then say how fast."""
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        max_tokens=max_tokens,
-    )
+    params = SamplingParams(**sampling)
     if not prompt:
         raise ConfigError("prompt", "at least one character", "an empty text")
     err = Console(stderr=True)
     started = time.perf_counter()
     with err.status(f"loading {engine['model']}"):
+        from headway.cli.live import LiveStats
         from headway.llm import LLM
+        from headway.stats_text import stats_page
 
         llm = LLM(**engine)
     loaded = time.perf_counter() - started
@@ -70,7 +62,15 @@ def generate(
         if usage.sequences or not usages:  # after the last token nobody holds anything
             usages[:] = [usage]
 
-    output = _write(llm, request, params, not as_json, look if show_cache else None)
+    begun = llm.stats()
+    with LiveStats(llm.stats, stats) as live:
+
+        def after_step() -> None:
+            live.refresh()
+            if show_cache:
+                look()
+
+        output = _write(llm, request, params, not as_json, after_step)
     if usages:
         from headway.cli.cache_picture import picture
 
@@ -78,50 +78,66 @@ def generate(
     if as_json:
         print(json.dumps(_record(prompt, output, loaded, llm), indent=2))
         return
+    if params.logprobs is not None:
+        _print_logprobs(err, output)
     _report(err, output, loaded)
+    if stats:
+        for line in stats_page(llm.stats(), begun):
+            err.print(line, highlight=False, markup=False, soft_wrap=True)
     if engine["speculate"] is not None:
         err.print(f"speculation: {_guesses(llm)}", highlight=False, markup=False, soft_wrap=True)
     err.print(f"model: computed by {llm.model.implementation}", highlight=False, markup=False, soft_wrap=True)
     err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _write(
-    llm: LLM, request: Prompt, params: SamplingParams, shown: bool, after_step: Callable[[], None] | None
-) -> RequestOutput:
-    """Generate, and show the text as it grows.
+def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool, after_step: Callable[[], None]) -> RequestOutput:
+    """Generate, and show the text as it grows; several texts one after the other, when all are complete.
 
     :raises BackendError: a backend raised in the middle of a step.
     """
-    begun, last = False, None
+    begun, last, streamed = False, None, shown and params.n == 1
     for text, output in llm.stream(request, params):
         last = output
-        if after_step is not None:
-            after_step()
+        after_step()
         text = text if begun else text.lstrip()  # a completion starts with the space after the prompt
         begun = begun or bool(text)
-        if shown:
+        if streamed:
             sys.stdout.write(text)
             sys.stdout.flush()
     assert last is not None  # a stream yields at least once
-    error = last.outputs[0].error
-    if shown and (begun or error is None):
+    failed = next((each.error for each in last.outputs if each.error is not None), None)
+    if streamed and (begun or failed is None):
         print(flush=True)
-    if error is not None:
-        raise BackendError(error)
+    if failed is not None:
+        raise BackendError(failed)
+    for completion in last.outputs if shown and not streamed else ():
+        print(f"[{completion.index}] {completion.text.lstrip()}", flush=True)
     return last
 
 
+def _print_logprobs(err: Console, output: RequestOutput) -> None:
+    """A line for each token: its log-probability, and the most likely tokens beside it."""
+    for completion in output.outputs:
+        for token, place in zip(completion.token_ids, completion.logprobs or (), strict=False):
+            others = "  ".join(f"{each.decoded_token!r} {each.logprob:.3f}" for other, each in place.items() if other != token)
+            own = place[token]
+            line = f"{own.decoded_token!r:>16} {own.logprob:8.3f} (rank {own.rank})  {others}"
+            err.print(line.rstrip(), highlight=False, markup=False, soft_wrap=True)
+
+
 def _record(prompt: str, output: RequestOutput, loaded: float, llm: LLM) -> dict[str, Any]:
-    """What --json prints; times are in seconds."""
-    completion = output.outputs[0]
+    """What --json prints; times are in seconds. The first completion's text and tokens stand at the top as well."""
+    first, tokens = output.outputs[0], sum(len(each.token_ids) for each in output.outputs)
     return {
         "prompt": prompt,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
+        "text": first.text,
+        "token_ids": first.token_ids,
+        "finish_reason": first.finish_reason,
+        "completions": [asdict(each) for each in output.outputs],
         "prompt_tokens": len(output.prompt_token_ids),
-        "output_tokens": len(completion.token_ids),
-        "tokens_per_second": len(completion.token_ids) / _seconds(output),
+        "cached_tokens": output.num_cached_tokens,
+        "output_tokens": tokens,
+        "tokens_per_second": tokens / _seconds(output),
         "time_to_first_token": output.metrics.time_to_first_token,
         "generation_time": _seconds(output),
         "load_time": loaded,
@@ -145,7 +161,7 @@ def _seconds(output: RequestOutput) -> float:
 
 
 def _report(err: Console, output: RequestOutput, loaded: float) -> None:
-    tokens, seconds = len(output.outputs[0].token_ids), _seconds(output)
+    tokens, seconds = sum(len(each.token_ids) for each in output.outputs), _seconds(output)
     err.print(
         f"[bold]{tokens / seconds:.1f} tokens/s[/] ({tokens} tokens in {seconds:.2f} s, the first after "
         f"{output.metrics.time_to_first_token * 1e3:.0f} ms; {output.outputs[0].finish_reason}; loaded in {loaded:.1f} s)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.models.experts.config import ExpertsConfig
@@ -21,11 +21,12 @@ class ExpertTimes:
     source: str
     """Where they come from, in words."""
 
-    def fastest(self, num_tokens: int) -> str | None:
-        """The method of least time; None: nothing was measured there."""
+    def fastest(self, num_tokens: int, able: Collection[str]) -> str | None:
+        """Of the methods that take so many tokens the one of least time; None: nothing was measured there."""
         cell = nearest(num_tokens)
-        known = [(times[cell], name) for name, times in self.us.items() if cell < len(times) and times[cell] is not None]
-        return min(known)[1] if known else None
+        known = [(self.us[name][cell], name) for name in able if cell < len(self.us.get(name, ()))]
+        times = [(us, name) for us, name in known if us is not None]
+        return min(times)[1] if times else None
 
 
 def nearest(num_tokens: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, nearest, rule
+from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, rule
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.methods import INVARIANT, TILINGS, GroupedMM, Method, Rows, Tiles, row_cuts
+from headway.models.experts.methods import INVARIANT, TILINGS, GroupedMM, Method, Rows, Tiles
 from headway.models.experts.router import Router
 from headway.models.experts.weights import ExpertWeights
 from headway.models.operations import Norm
@@ -23,8 +23,7 @@ class FusedExperts:
         if batch_invariant:
             ways: list[Method] = [Tiles(INVARIANT, config, router, device, always=True)]
         else:
-            ways = [Rows(config, router, device, cut) for cut in row_cuts(config.intermediate_size)]
-            ways += [Tiles(tiling, config, router, device) for tiling in TILINGS]
+            ways = [Rows(config, router, device), *(Tiles(tiling, config, router, device) for tiling in TILINGS)]
             ways += [GroupedMM(config, router, device)]
         self.methods = {way.name: way for way in ways if any(way.takes(count, dtype) for count in TOKEN_COUNTS)}
         self.example: ExpertWeights | None = None
@@ -51,14 +50,13 @@ class FusedExperts:
 
     def method_for(self, num_tokens: int) -> Method:
         """What computes so many tokens."""
-        cell = nearest(num_tokens)
-        method = self._chosen.get(cell)
+        method = self._chosen.get(num_tokens)
         if method is None:
             able = {each.name: each for each in self.methods.values() if each.takes(num_tokens, self.dtype)}
-            name = None if self._times is None else self._times.fastest(num_tokens)
+            name = None if self._times is None else self._times.fastest(num_tokens, able)
             ruled = rule(num_tokens, self.config)
             likely = [each for each in able.values() if each.name.startswith(ruled)] or list(able.values())
-            method = self._chosen[cell] = able.get(name or "") or likely[0]
+            method = self._chosen[num_tokens] = able[name] if name else likely[0]
         return method
 
     def __call__(self, residual: Tensor, norm: Norm, weights: ExpertWeights) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +14,11 @@ from headway.core.contract.compiled import AHEAD
 from headway.models.experts.choice import nearest
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.router import Routed, Router, dot_type
+from headway.models.experts.routing import ExpertOrder
 from headway.models.experts.row_kernels import down_rows, gate_up_rows
 from headway.models.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product
 from headway.models.experts.weights import ExpertWeights
-from headway.models.fused.launch import INTERPRETED, Launcher
+from headway.models.fused.launch import Launcher
 from headway.models.operations import Norm
 
 
@@ -68,8 +69,6 @@ class RowCut:
     gate_rows: int = 4
     """Rows of the gate, and of the other half, that a program of one pair holds."""
     gate_warps: int = 4
-    prefetch: bool = False
-    """Whether they ask for the down product's weights, too."""
     down_rows: int = 8
     """Rows of the down product that a program of one token holds, in all of its experts."""
     down_chunk: int = 256
@@ -77,16 +76,18 @@ class RowCut:
     down_depth: int = 6
     """Chunks that are asked for ahead."""
     down_warps: int = 4
-    pipelined: bool = False
-    """Whether they come through shared memory."""
 
 
 class Rows:
     """Each token by itself: three launches a layer. Right for any dtype; fast for one token, and a few."""
 
+    name = "triton.rows"
+
     def __init__(self, config: ExpertsConfig, router: Router, device: torch.device, cut: RowCut | None = None) -> None:
-        self._config, self._router, self._launchers, self._cut = config, router, _Launchers(device), cut or RowCut()
-        self.name = f"triton.rows{'.pipelined' if self._cut.pipelined else ''}{'.prefetch' if self._cut.prefetch else ''}"
+        """cut: None: what suits the width of an expert."""
+        whole = config.intermediate_size % 256 == 0
+        self._cut = cut or (RowCut() if whole else RowCut(down_chunk=128, down_depth=24, down_warps=8))
+        self._config, self._router, self._launchers = config, router, _Launchers(device)
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
@@ -105,15 +106,14 @@ class Rows:
         biased = weights.gate_up_bias is not None
         block_k = min(triton.next_power_of_2(hidden), 1024)
         how = {"BLOCK_N": cut.gate_rows, "BLOCK_K": block_k, "DEPTH": min(4, triton.cdiv(hidden, block_k))}
-        prefetch = cut.prefetch and not INTERPRETED and hidden * inner % 128 == 0
-        how |= {**_activation(config), "BIAS": biased, "PREFETCH": prefetch}
+        how |= {**_activation(config), "BIAS": biased}
         launch = self._launchers.get(gate_up_rows, cut.gate_warps, **sizes, **how)
         bias = routed.x if weights.gate_up_bias is None else weights.gate_up_bias
         grid = num_tokens * slots, triton.cdiv(inner, cut.gate_rows), 1
-        launch(grid, routed.x, weights.gate_up, bias, weights.down, routed.experts, between)
+        launch(grid, routed.x, weights.gate_up, bias, routed.experts, between)
         block_k = min(cut.down_chunk, triton.next_power_of_2(inner))
         depth = min(cut.down_depth, slots * triton.cdiv(inner, block_k))
-        how = {"BLOCK_N": cut.down_rows, "BLOCK_K": block_k, "DEPTH": depth, "PIPELINED": cut.pipelined, "BIAS": biased}
+        how = {"BLOCK_N": cut.down_rows, "BLOCK_K": block_k, "DEPTH": depth, "BIAS": biased}
         launch = self._launchers.get(down_rows, cut.down_warps, **sizes, **how)
         bias = routed.x if weights.down_bias is None else weights.down_bias
         grid = num_tokens, triton.cdiv(hidden, cut.down_rows), 1
@@ -131,36 +131,40 @@ class Tiling:
     warps: int
     stages: int
     swapped: bool = False
+    whole: bool = False
+    """For at most block_m tokens, all of which make up each expert's tile: they need no order."""
     group_m: int = 8
 
 
 class Tiles:
-    """Pairs in the order of experts, multiplied in tiles of our own: five launches a layer."""
+    """Pairs in the order of experts, multiplied in tiles of our own: five launches a layer; four without the order."""
 
     def __init__(self, tiling: Tiling, config: ExpertsConfig, router: Router, device: torch.device, always: bool = False) -> None:
         """always: for any number of tokens, not only for those that such tiles may suit."""
         sizes = f"{tiling.block_m}x{tiling.block_n}x{tiling.block_k}"
-        self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}"
+        self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}{'.whole' if tiling.whole else ''}"
         self._tiling, self._config, self._router, self._launchers = tiling, config, router, _Launchers(device)
         self._always = always
+        self._places = torch.arange(tiling.block_m * config.num_slots if tiling.whole else 0, dtype=torch.int32, device=device)
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method. Tiles of many rows need experts of some pairs, and for very many those of few are too small."""
         pairs, rows = num_tokens * self._config.num_slots / self._config.num_all, self._tiling.block_m
+        if self._tiling.whole:
+            return num_tokens <= rows
         return self._always or (rows <= 16 * max(pairs, 1) and (rows > 32 or pairs <= 4 * rows))
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """See Method."""
-        return self._router.tiles(x, norm, weights)
+        return (self._router.rows if self._tiling.whole else self._router.tiles)(x, norm, weights)
 
     def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
         """See Method."""
-        config = self._config
-        order = self._router.order(routed)
-        num_pairs = len(order.pairs)
-        between = residual.new_empty((num_pairs, config.intermediate_size))
+        config, pairs = self._config, routed.experts
+        order = ExpertOrder(pairs, self._places, pairs) if self._tiling.whole else self._router.order(routed)
+        between = residual.new_empty((pairs.numel(), config.intermediate_size))
         self._multiply(routed.x, weights.gate_up, weights.gate_up_bias, order.pairs, order.ends, between, gated=True)
-        parts = residual.new_empty((num_pairs, residual.shape[1]))
+        parts = residual.new_empty((pairs.numel(), residual.shape[1]))
         self._multiply(between, weights.down, weights.down_bias, order.pairs, order.ends, parts, gated=False)
         add_all_slots(self._launchers, config, parts, None, routed, order.places, residual)
 
@@ -169,7 +173,7 @@ class Tiles:
     ) -> None:
         tiling, config = self._tiling, self._config
         num_pairs, width = y.shape
-        num_blocks = most_blocks(num_pairs, config.num_all, tiling.block_m)
+        num_blocks = config.num_all if tiling.whole else most_blocks(num_pairs, config.num_all, tiling.block_m)
         block_n = tiling.block_n // 2 if gated and tiling.block_m > 64 else tiling.block_n
         launch = self._launchers.get(
             grouped_product,
@@ -189,10 +193,13 @@ class Tiles:
             **_activation(config),
             BIAS=bias is not None,
             SWAPPED=tiling.swapped,
+            WHOLE=tiling.whole,
+            BLOCK_S=triton.next_power_of_2(config.num_slots),
             DOT=dot_type(x.dtype),
         )
         grid = triton.cdiv(width, block_n) * num_blocks, 1, 1
-        launch(grid, x, weight, x if bias is None else bias, pairs, ends, y, num_blocks)
+        count = num_pairs // config.num_slots if tiling.whole else num_blocks
+        launch(grid, x, weight, x if bias is None else bias, pairs, ends, y, count)
 
 
 class GroupedMM:
@@ -262,16 +269,14 @@ def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:
     return (num_pairs + touched * (block_m - 1)) // block_m
 
 
-def row_cuts(inner: int) -> tuple[RowCut, ...]:
-    """The cuts of single tokens that are tried when methods are measured. inner: of one expert."""
-    first = RowCut() if inner % 256 == 0 else RowCut(down_chunk=128, down_depth=24, down_warps=8)
-    pipelined = RowCut(prefetch=True, down_rows=16, down_depth=10, pipelined=True)
-    return first, replace(first, prefetch=True), pipelined
-
-
 TILINGS = (
     Tiling(16, 64, 128, 4, 4),
     Tiling(16, 32, 128, 4, 5),
+    Tiling(16, 64, 128, 4, 3, swapped=True, whole=True),
+    Tiling(32, 64, 128, 4, 4, whole=True),
+    Tiling(32, 64, 128, 4, 3, swapped=True, whole=True),
+    Tiling(64, 64, 128, 4, 4, whole=True),
+    Tiling(64, 64, 128, 4, 3, swapped=True, whole=True),
     Tiling(16, 64, 128, 4, 3, swapped=True),
     Tiling(16, 128, 64, 4, 3, swapped=True),
     Tiling(32, 64, 128, 4, 4),

@@ -191,7 +191,7 @@ def route_tiles(
 @triton.jit(do_not_specialize=["num_tokens"])
 def order_pairs(
     experts_ptr,  # int32 [num_tokens, SLOTS]
-    counts_ptr,  # int32 [cdiv(num_tokens, BLOCK_T), NUM_ALL]: pairs of each expert in each tile of tokens
+    counts_ptr,  # int32 [cdiv(num_tokens, BLOCK_T), NUM_ALL]: pairs of each expert in each tile of tokens (COUNTED)
     pairs_ptr,  # int32 [num_tokens * SLOTS], written: the pair at each place
     places_ptr,  # int32 [num_tokens * SLOTS], written: the place of each pair
     ends_ptr,  # int32 [NUM_ALL], written: where each expert's places end
@@ -201,6 +201,7 @@ def order_pairs(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,  # tiles whose counts are read at a time
+    COUNTED: tl.constexpr,  # else of few tokens, whose pairs are counted here
     PDL: tl.constexpr,
 ):
     """Sort the pairs (token, slot) by expert, tokens of one expert in their order. Grid (cdiv(num_tokens, BLOCK_T)).
@@ -214,11 +215,21 @@ def order_pairs(
         gdc_launch_dependents()
     counts = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
-    for first in range(0, tl.num_programs(0), BLOCK_C):
-        other = first + tl.arange(0, BLOCK_C)[:, None]
-        found = tl.load(counts_ptr + other * NUM_ALL + e, mask=(other < tl.num_programs(0)) & (e < NUM_ALL), other=0)
-        counts += tl.sum(found, 0)
-        before += tl.sum(tl.where(other < tile, found, 0), 0)
+    if COUNTED:
+        for first in range(0, tl.num_programs(0), BLOCK_C):
+            other = first + tl.arange(0, BLOCK_C)[:, None]
+            found = tl.load(counts_ptr + other * NUM_ALL + e, mask=(other < tl.num_programs(0)) & (e < NUM_ALL), other=0)
+            counts += tl.sum(found, 0)
+            before += tl.sum(tl.where(other < tile, found, 0), 0)
+    else:
+        for other in range(tl.num_programs(0)):
+            their = other * BLOCK_T + tl.arange(0, BLOCK_T)
+            of_tile = tl.zeros((BLOCK_E,), tl.int32)
+            for j in tl.static_range(SLOTS):
+                expert = tl.load(experts_ptr + their * SLOTS + j, mask=their < num_tokens, other=-1)
+                of_tile += tl.sum((e == expert[:, None]).to(tl.int32), 0)
+            counts += of_tile
+            before += tl.where(other < tile, of_tile, 0)
     ends = tl.cumsum(counts, 0)
     if tile == 0:
         at = tl.arange(0, BLOCK_E)

@@ -22,6 +22,8 @@ DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl
 """What the matrix units multiply, by the tensors' type."""
 _ROW_LOGITS = 4
 """Logits a program of one token: few, so that many programs read the router."""
+_FEW = 64
+"""Tokens up to which a router row for each is read faster than tiles of tokens are chosen for."""
 _NORMED = 8192
 """Elements of the rows that a program norms: they are held in registers."""
 _COUNTERS = 8192
@@ -44,7 +46,7 @@ class Routed:
     weights: Tensor
     """float32 [num_tokens, num_slots]"""
     counts: Tensor | None
-    """int32 [tiles, num_all], pairs of each expert in each tile of `block_t` tokens; None: of few tokens, which need no order"""
+    """int32 [tiles, num_all], pairs of each expert in each tile of `block_t` tokens; None: of few tokens, not counted"""
     block_t: int
 
 
@@ -60,7 +62,7 @@ class Router:
     def rows(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """For few tokens, each by itself. x: [num_tokens, hidden_size], the residual stream."""
         num_logits = self._config.num_logits
-        tensors, routed = self._tensors(x, norm, weights, 0)
+        tensors, routed = self._tensors(x, norm, weights, 16, counted=False)
         key = "rows", x.dtype, *_biases(weights)
         if key not in self._launchers:
             block_k = triton.next_power_of_2(x.shape[1])
@@ -70,12 +72,14 @@ class Router:
         return routed
 
     def tiles(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
-        """For many tokens, with what `order` needs. x: [num_tokens, hidden_size], the residual stream."""
+        """For many tokens, counted for `order`. x: [num_tokens, hidden_size], the residual stream."""
+        if len(x) <= _FEW and not self._one_size:
+            return self.rows(x, norm, weights)
         num_logits, num_tokens = self._config.num_logits, len(x)
         block_t, block_l = self._tile(num_tokens)
         logit_tiles = triton.cdiv(num_logits, block_l)
         rows = min(block_t, max(1, _NORMED // triton.next_power_of_2(x.shape[1])))
-        tensors, routed = self._tensors(x, norm, weights, block_t)
+        tensors, routed = self._tensors(x, norm, weights, block_t, counted=True)
         key = "tiles", block_t, block_l, x.dtype, *_biases(weights)
         if key not in self._launchers:
             block_h = triton.next_power_of_2(x.shape[1])
@@ -90,17 +94,18 @@ class Router:
 
     def order(self, routed: Routed) -> ExpertOrder:
         """Sort pairs by expert."""
-        assert routed.counts is not None
         config, num_tokens = self._config, len(routed.x)
         pairs, places = torch.empty((2, routed.experts.numel()), dtype=torch.int32, device=self._device).unbind()
         ends = torch.empty(config.num_all, dtype=torch.int32, device=self._device)
-        key = "order", routed.block_t
+        counted = routed.counts is not None
+        key = "order", routed.block_t, counted
         if key not in self._launchers:
             sizes = {"NUM_ALL": config.num_all, "SLOTS": config.num_slots, "BLOCK_E": self._block_e}
-            sizes |= {"BLOCK_T": routed.block_t, "BLOCK_C": 16}
+            sizes |= {"BLOCK_T": routed.block_t, "BLOCK_C": 16, "COUNTED": counted}
             self._launchers[key] = Launcher(order_pairs, 4, self._device, **sizes)
-        grid = len(routed.counts), 1, 1
-        self._launchers[key](grid, routed.experts, routed.counts, pairs, places, ends, num_tokens)
+        grid = triton.cdiv(num_tokens, routed.block_t), 1, 1
+        counts = routed.experts if routed.counts is None else routed.counts
+        self._launchers[key](grid, routed.experts, counts, pairs, places, ends, num_tokens)
         return ExpertOrder(pairs, places, ends)
 
     @property
@@ -114,14 +119,16 @@ class Router:
             return 16, 16
         return (32, min(64, self._block_e)) if num_tokens <= 2048 else (64, min(128, self._block_e))
 
-    def _tensors(self, x: Tensor, norm: Norm, weights: ExpertWeights, block_t: int) -> tuple[tuple[Tensor, ...], Routed]:
+    def _tensors(
+        self, x: Tensor, norm: Norm, weights: ExpertWeights, block_t: int, counted: bool
+    ) -> tuple[tuple[Tensor, ...], Routed]:
         """The kernels' tensors in their order, and those among them that are the result."""
         config, num_tokens = self._config, len(x)
         logits = torch.empty((num_tokens, config.num_logits), dtype=torch.float32, device=self._device)
         experts = torch.empty((num_tokens, config.num_slots), dtype=torch.int32, device=self._device)
         slot_weights = torch.empty((num_tokens, config.num_slots), dtype=torch.float32, device=self._device)
         counts = None
-        if block_t:
+        if counted:
             counts = torch.empty((triton.cdiv(num_tokens, block_t), config.num_all), dtype=torch.int32, device=self._device)
         normed = torch.empty_like(x)
         router_bias = logits if weights.router_bias is None else weights.router_bias

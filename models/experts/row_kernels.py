@@ -18,7 +18,6 @@ def gate_up_rows(
     x_ptr,  # [num_tokens, HIDDEN], normed
     weight_ptr,  # [NUM_ALL, 2 INNER, HIDDEN], gate over up
     bias_ptr,  # [NUM_ALL, 2 INNER] (BIAS)
-    down_ptr,  # [NUM_ALL, HIDDEN, INNER] (PREFETCH)
     experts_ptr,  # int32 [num_tokens * SLOTS]
     y_ptr,  # [num_tokens * SLOTS, INNER], written
     HIDDEN: tl.constexpr,
@@ -30,14 +29,9 @@ def gate_up_rows(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,  # 0: none
     BIAS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = activation(W_e x + bias) for a pair. Grid (num_tokens * SLOTS, cdiv(INNER, BLOCK_N)): pairs of one expert side by side.
-
-    PREFETCH: every program asks for a part of what the down product of its expert will read, so that memory is busy from one
-    kernel to the next.
-    """
+    """y = activation(W_e x + bias) for a pair. Grid (num_tokens * SLOTS, cdiv(INNER, BLOCK_N))."""
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     pair = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -54,14 +48,6 @@ def gate_up_rows(
     for c in tl.static_range(DEPTH):
         gates = gates + (_streamed(rows, at, n, k, c, INNER, HIDDEN, BLOCK_N, BLOCK_K),)
         ups = ups + (_streamed(rows + INNER * HIDDEN, at, n, k, c, INNER, HIDDEN, BLOCK_N, BLOCK_K),)
-    if PREFETCH:
-        LINE: tl.constexpr = 128 * 8 // down_ptr.dtype.element_ty.primitive_bitwidth  # elements of a cache line
-        LINES: tl.constexpr = HIDDEN * INNER // LINE
-        SHARE: tl.constexpr = (LINES * BLOCK_N + INNER - 1) // INNER  # of each program
-        for first in tl.static_range(0, SHARE, 128):
-            line = first + tl.arange(0, 128)
-            line = tl.program_id(1) * SHARE + tl.where(line < SHARE, line, 0)
-            _prefetched(down_ptr + expert * (HIDDEN * INNER) + tl.where(line < LINES, line, 0) * LINE)
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for c in tl.static_range(CHUNKS):
@@ -95,7 +81,6 @@ def down_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DEPTH: tl.constexpr,  # chunks of the weights that are asked for ahead
-    PIPELINED: tl.constexpr,  # through shared memory, once x is there; else through registers, before that
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -110,11 +95,10 @@ def down_rows(
     k = tl.arange(0, BLOCK_K)
     at = n[:, None] * INNER + k[None, :]
     tiles = ()
-    if not PIPELINED:
-        for i in tl.static_range(DEPTH):
-            expert = tl.load(experts_ptr + pair + i // CHUNKS).to(tl.int64)
-            rows = weight_ptr + expert * (HIDDEN * INNER)
-            tiles = tiles + (_streamed(rows, at, n, k, i % CHUNKS, HIDDEN, INNER, BLOCK_N, BLOCK_K),)
+    for i in tl.static_range(DEPTH):
+        expert = tl.load(experts_ptr + pair + i // CHUNKS).to(tl.int64)
+        rows = weight_ptr + expert * (HIDDEN * INNER)
+        tiles = tiles + (_streamed(rows, at, n, k, i % CHUNKS, HIDDEN, INNER, BLOCK_N, BLOCK_K),)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -126,25 +110,15 @@ def down_rows(
             bias = tl.load(bias_ptr + expert * HIDDEN + n, mask=n < HIDDEN, other=0.0).to(tl.float32)
             y += tl.load(weights_ptr + pair + slot) * bias
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    if PIPELINED:
-        for i in tl.range(0, SLOTS * CHUNKS, num_stages=DEPTH):
-            slot = i // CHUNKS
-            c = i % CHUNKS
-            expert = tl.load(experts_ptr + pair + slot).to(tl.int64)
-            tile = _streamed(weight_ptr + expert * (HIDDEN * INNER), at, n, k, c, HIDDEN, INNER, BLOCK_N, BLOCK_K)
-            x = tl.load(x_ptr + (pair + slot) * INNER + c * BLOCK_K + k, mask=c * BLOCK_K + k < INNER, other=0.0)
-            weight = tl.load(weights_ptr + pair + slot)
-            sums += tile.to(tl.float32) * (x.to(tl.float32) * weight)[None, :]
-    else:
-        for i in tl.static_range(SLOTS * CHUNKS):
-            inside = (i % CHUNKS) * BLOCK_K + k < INNER
-            weight = tl.load(weights_ptr + pair + i // CHUNKS)
-            x = tl.load(x_ptr + (pair + i // CHUNKS) * INNER + (i % CHUNKS) * BLOCK_K + k, mask=inside, other=0.0)
-            sums += tiles[i].to(tl.float32) * (x.to(tl.float32) * weight)[None, :]
-            if i + DEPTH < SLOTS * CHUNKS:
-                expert = tl.load(experts_ptr + pair + (i + DEPTH) // CHUNKS).to(tl.int64)
-                rows = weight_ptr + expert * (HIDDEN * INNER)
-                tiles = tiles + (_streamed(rows, at, n, k, (i + DEPTH) % CHUNKS, HIDDEN, INNER, BLOCK_N, BLOCK_K),)
+    for i in tl.static_range(SLOTS * CHUNKS):
+        inside = (i % CHUNKS) * BLOCK_K + k < INNER
+        weight = tl.load(weights_ptr + pair + i // CHUNKS)
+        x = tl.load(x_ptr + (pair + i // CHUNKS) * INNER + (i % CHUNKS) * BLOCK_K + k, mask=inside, other=0.0)
+        sums += tiles[i].to(tl.float32) * (x.to(tl.float32) * weight)[None, :]
+        if i + DEPTH < SLOTS * CHUNKS:
+            expert = tl.load(experts_ptr + pair + (i + DEPTH) // CHUNKS).to(tl.int64)
+            rows = weight_ptr + expert * (HIDDEN * INNER)
+            tiles = tiles + (_streamed(rows, at, n, k, (i + DEPTH) % CHUNKS, HIDDEN, INNER, BLOCK_N, BLOCK_K),)
     tl.store(y_at, (y + tl.sum(sums, 1)).to(y_ptr.dtype.element_ty), mask=n < HIDDEN)
 
 
@@ -166,11 +140,3 @@ def _streamed(rows, at, n, k, c, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.c
         inside = (n < N)[:, None] & (c * BLOCK_K + k < K)[None, :]
         tile = tl.load(rows + c * BLOCK_K + at, mask=inside, other=0.0, eviction_policy="evict_first")
     return tile
-
-
-@triton.jit
-def _prefetched(at):
-    """Ask for the cache lines at pointers [128 or a multiple], a thread each, into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )

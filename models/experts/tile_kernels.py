@@ -16,13 +16,13 @@ from headway.models.experts.row_kernels import activated
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def grouped_product(
-    x_ptr,  # [num_tokens, K] (GATHER), else [num_pairs, K], in the order of experts
+    x_ptr,  # [num_tokens, K] (GATHER), else [num_pairs, K], in the order of experts (WHOLE: of tokens)
     weight_ptr,  # [NUM_ALL, N, K]; GATED: [NUM_ALL, 2 N, K], gate over up
     bias_ptr,  # [NUM_ALL, N] or [NUM_ALL, 2 N] (BIAS)
-    pairs_ptr,  # int32 [num_pairs]: of the row of token p // SLOTS (GATHER)
-    ends_ptr,  # int32 [NUM_ALL]
-    y_ptr,  # [num_pairs, N], in the order of experts, written
-    num_blocks,  # of BLOCK_M rows, at most
+    pairs_ptr,  # int32 [num_pairs]: of the row of token p // SLOTS (GATHER); WHOLE: the expert of each pair
+    ends_ptr,  # int32 [NUM_ALL]; not WHOLE
+    y_ptr,  # [num_pairs, N], in the order of x, written
+    num_blocks,  # of BLOCK_M rows, at most; WHOLE: tokens
     N: tl.constexpr,
     K: tl.constexpr,
     NUM_ALL: tl.constexpr,
@@ -39,34 +39,48 @@ def grouped_product(
     LIMIT: tl.constexpr,
     BIAS: tl.constexpr,
     SWAPPED: tl.constexpr,  # the product is W x^T: for few rows, where the weights fill the matrix units' longer side
+    WHOLE: tl.constexpr,  # of at most BLOCK_M tokens: a tile's rows are these, in their own order
+    BLOCK_S: tl.constexpr,  # SLOTS rounded up to a power of two
     DOT: tl.constexpr,  # what the matrix units multiply
     PDL: tl.constexpr,
 ):
-    """y = W_e x + bias, or its activation. Grid (cdiv(N, BLOCK_N) * num_blocks). Sums in float32."""
+    """y = W_e x + bias, or its activation. Grid (cdiv(N, BLOCK_N) * num_blocks), WHOLE: * NUM_ALL. Sums in float32."""
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0
-    group = tl.program_id(0) // (GROUP_M * NUM_N)
-    side = tl.minimum(num_blocks - group * GROUP_M, GROUP_M)
-    block = group * GROUP_M + tl.program_id(0) % (GROUP_M * NUM_N) % side
-    n = tl.program_id(0) % (GROUP_M * NUM_N) // side * BLOCK_N + tl.arange(0, BLOCK_N)
+    if WHOLE:
+        expert = tl.program_id(0) // NUM_N
+        n = tl.program_id(0) % NUM_N * BLOCK_N + tl.arange(0, BLOCK_N)
+    else:
+        group = tl.program_id(0) // (GROUP_M * NUM_N)
+        side = tl.minimum(num_blocks - group * GROUP_M, GROUP_M)
+        block = group * GROUP_M + tl.program_id(0) % (GROUP_M * NUM_N) % side
+        n = tl.program_id(0) % (GROUP_M * NUM_N) // side * BLOCK_N + tl.arange(0, BLOCK_N)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    e = tl.arange(0, BLOCK_E)
-    ends = tl.load(ends_ptr + e, mask=e < NUM_ALL, other=0)
-    starts = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < NUM_ALL), other=0)
-    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    last = tl.cumsum(tiles, 0)
-    expert = tl.sum(((last <= block) & (e < NUM_ALL)).to(tl.int32), 0)
-    if expert < NUM_ALL:
+    if WHOLE:
+        row = _pairs_of(expert, pairs_ptr, num_blocks, SLOTS, BLOCK_M, BLOCK_S)
+        live = row >= 0
+        wanted = tl.max(row, 0) >= 0
+    else:
+        e = tl.arange(0, BLOCK_E)
+        ends = tl.load(ends_ptr + e, mask=e < NUM_ALL, other=0)
+        starts = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < NUM_ALL), other=0)
+        tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+        last = tl.cumsum(tiles, 0)
+        expert = tl.sum(((last <= block) & (e < NUM_ALL)).to(tl.int32), 0)
         own = e == expert
         row = tl.sum(tl.where(own, starts + (block - last + tiles) * BLOCK_M, 0), 0) + tl.arange(0, BLOCK_M)
         live = row < tl.sum(tl.where(own, ends, 0), 0)
-        if GATHER:
+        wanted = expert < NUM_ALL
+    if wanted:
+        if GATHER and WHOLE:
+            x_row = tl.where(live, row // SLOTS, 0)
+        elif GATHER:
             x_row = tl.load(pairs_ptr + row, mask=live, other=0) // SLOTS
         else:
-            x_row = row
+            x_row = tl.where(live, row, 0)
         k = tl.arange(0, BLOCK_K)
         x_at = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
         WIDTH: tl.constexpr = 2 * N if GATED else N
@@ -104,6 +118,16 @@ def grouped_product(
         if GATED:
             gate = activated(gate, up, ALPHA, LIMIT)
         tl.store(y_at, gate.to(y_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _pairs_of(expert, experts_ptr, num_tokens, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The pair of each token with an expert, [BLOCK_M]; -1: it did not choose it."""
+    token = tl.arange(0, BLOCK_M)[:, None]
+    slot = tl.arange(0, BLOCK_S)[None, :]
+    pair = token * SLOTS + slot
+    chosen = tl.load(experts_ptr + pair, mask=(token < num_tokens) & (slot < SLOTS), other=-1)
+    return tl.max(tl.where(chosen == expert, pair, -1), 1)
 
 
 @triton.jit

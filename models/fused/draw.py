@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from headway.core.contract.compiled import AHEAD
 from headway.core.sampling.sampler import LANES
 from headway.models.fused.draw_kernels import best_of_chunks, best_of_rows
 from headway.models.fused.launch import Launcher
@@ -34,7 +35,9 @@ class FusedSampling:
     def _choose(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None) -> Tensor:
         """logits: rows may be strided, their elements may not."""
         rows, vocab_size = logits.shape
-        chosen = torch.empty(rows, dtype=torch.int64, device=self._device)
+        # While kernels are compiled ahead nothing fills it, and yet its tokens are looked up in tables.
+        make = torch.empty if AHEAD.get() is None else torch.zeros
+        chosen = make(rows, dtype=torch.int64, device=self._device)
         if rows == 0:
             return chosen
         chunks = triton.cdiv(vocab_size, _BLOCK)

@@ -67,7 +67,7 @@ OPTIONS = {
     "no threads": (["--num-threads", "0"], ("num_threads", "at least 1", "got 0")),
     "a budget below nothing": (["--autotune-budget", "-1"], ("autotune_budget", "at least 0", "got -1.0")),
     "unknown cache dtype": (["--kv-cache-dtype", "int4"], ("kv_cache_dtype", "auto or fp8_e4m3", "got 'int4'")),
-    "unknown flag": (["--frobnicate"], ("--frobnicate", "an option of", "--help lists them")),
+    "unknown flag": (["--qqq"], ("--qqq", "an option of", "--help lists them")),
     "misspelt flag": (["--attn-backen", "sdpa"], ("--attn-backen", "did you mean --attn-backend?")),
     "a flag of vLLM": (["--attention-backend", "sdpa"], ("--attention-backend", "Headway calls it attn_backend")),
     "another flag of vLLM": (["--tensor-parallel-size", "2"], ("--tensor-parallel-size", "not supported yet, because")),

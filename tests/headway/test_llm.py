@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from weakref import ref
 
 import pytest
 
-from headway import LLM, RequestOutput, SamplingParams
+from headway import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.turns import Turns
 
@@ -178,3 +179,51 @@ def test_an_llm_is_freed_with_its_last_holder_without_a_collection(tiny_model_fo
         assert [each() for each in left] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_a_stream_of_several_prompts_and_completions_brings_each_its_own(llm: LLM) -> None:
+    params = SamplingParams(n=2, temperature=1, seed=3, max_tokens=8, ignore_eos=True)
+    delta = replace(params, output_kind=RequestOutputKind.DELTA)
+    whole = llm.generate(prompts(llm), params, use_tqdm=False)
+    last: dict[int, RequestOutput] = {}
+    news: dict[tuple[int, int], str] = {}
+    for index, output in llm.stream(prompts(llm), [params, delta, params]):
+        assert output.prompt_token_ids == prompts(llm)[index]
+        for completion in output.outputs:
+            news[index, completion.index] = news.get((index, completion.index), "") + completion.text
+        assert index not in last or not last[index].finished
+        last[index] = output
+    assert all(output.finished for output in last.values())
+    for index in (0, 2):
+        assert [each.text for each in last[index].outputs] == [each.text for each in whole[index].outputs]
+    assert [news[1, number] for number in range(2)] == [each.text for each in whole[1].outputs]
+    assert not llm.engine.has_unfinished
+
+
+def test_a_stream_goes_on_without_the_request_that_was_aborted(llm: LLM) -> None:
+    whole = llm.generate(prompts(llm), GREEDY, use_tqdm=False)
+    ends: dict[int, tuple[str, str | None]] = {}
+    for index, output in llm.stream(prompts(llm), GREEDY):
+        ends[index] = output.outputs[0].text, output.outputs[0].finish_reason
+        if index == 1 and not output.finished:
+            llm.abort(output.request_id)
+    assert ends[1][1] == "abort"
+    assert [ends[index] for index in (0, 2)] == [(whole[index].outputs[0].text, "length") for index in (0, 2)]
+    llm.abort(["no such request"])
+    llm.engine.blocks.check_integrity([])
+
+
+def test_lower_priorities_are_served_first_where_they_count(llm: LLM, tiny_model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match='priority: needs 0.*first come.*scheduling_policy="priority"'):
+        llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[0, 1])
+    assert not llm.engine.has_unfinished
+    with pytest.raises(ConfigError, match="priority: needs one, or one for each of the 2 prompts, got 3"):
+        llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[0, 1, 2])
+    with pytest.raises(ConfigError, match="scheduling_policy: needs fcfs or priority, got 'lifo'"):
+        LLM(str(tiny_model_folder), scheduling_policy="lifo")
+    one = LLM(str(tiny_model_folder), kv_cache_memory="1MiB", num_threads=1, max_num_seqs=1, scheduling_policy="priority")
+    order: list[int] = []
+    for index, output in one.stream([[1], [2], [3], [4]], GREEDY, priority=[2, 1, 0, 1]):
+        if output.finished:
+            order.append(index)
+    assert order == [2, 1, 3, 0]

@@ -148,7 +148,7 @@ def test_the_llm_takes_them_all_and_chats(tiny_model_folder: Path, bos_tokenizer
     assert generate(llm.tokenizer(["the fox"] * 2, return_tensors="pt")) == [expected] * 2
     with pytest.raises(ConfigError, match="chat template"):
         llm.chat([{"role": "user", "content": "the fox"}], greedy, use_tqdm=False)
-    monkeypatch.setattr(llm, "tokenizer", bos_tokenizer)
+    monkeypatch.setattr(llm.driver.intake, "tokenizer", bos_tokenizer)
     conversation = [{"role": "user", "content": "the fox"}]
     (one,) = llm.chat(conversation, greedy, use_tqdm=False)
     two = llm.chat([conversation, conversation], greedy, use_tqdm=False)

@@ -53,7 +53,7 @@ def llm(models: Path) -> LLM:
     ("keywords", "words"),
     [
         ({"lora_request": "adapter"}, "lora_request: needs an option of LLM.generate.*merge the adapter"),
-        ({"priority": [1]}, "priority: needs .*first come, first served"),
+        ({"priority": [1]}, "priority: needs 0, because .*first come, first served.*scheduling_policy"),
         ({"prompt_token_ids": [[1]]}, "prompt_token_ids: needs .*pass them as prompts"),
         ({"params": SamplingParams()}, "params: needs .*it is called sampling_params"),
         ({"use_tqmd": True}, "use_tqmd: needs .*did you mean use_tqdm?"),

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import PlainExperts
+from headway.models.experts.routing import Routing, route
 from headway.models.experts.weights import ExpertWeights
+from headway.models.linear import Linear
 from headway.models.operations import Norm
 
 HIDDEN = 48
@@ -67,8 +69,23 @@ class Layer:
         """The norm before it."""
         return Norm(self.norm.to(device, dtype), 1e-5)
 
-    def reference(self, x: Tensor) -> Tensor:
-        """The residual stream after the layer, in float64. x: float64 [num_tokens, hidden_size], before the norm."""
-        normed = torch.nn.functional.rms_norm(x, self.norm.shape, self.norm, 1e-5).to(self.dtype).double()
-        plain = PlainExperts(self.config, self.weights(torch.float64))
-        return x + plain(normed, lambda rows, linear: linear(rows))
+    def reference(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+        """The residual stream after the layer, in float64. x: float64 [num_tokens, hidden_size], before the norm.
+
+        routing: which experts, where that is not the question; its weights are float64.
+        """
+        plain, normed = PlainExperts(self.config, self.weights(torch.float64)), self._normed(x)
+        return x + plain.apply(normed, routing or self.routing(x), _product)
+
+    def routing(self, x: Tensor) -> Routing:
+        """Which experts, and with what weights, in float64."""
+        weights = self.weights(torch.float64)
+        bias = 0 if weights.router_bias is None else weights.router_bias
+        return route(self._normed(x) @ weights.router.T + bias, self.config, weights.correction_bias)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, self.norm.shape, self.norm, 1e-5).to(self.dtype).double()
+
+
+def _product(rows: Tensor, linear: Linear) -> Tensor:
+    return linear(rows)

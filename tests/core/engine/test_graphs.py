@@ -27,7 +27,8 @@ from headway.core.engine.graphs import DecodeGraphs, capture_sizes
 from headway.core.engine.prepare import prepare
 from headway.core.engine.prompts import PromptGraphs
 from headway.core.engine.rows import Rows
-from headway.core.engine.scheduler import ScheduledSequence, Scheduler
+from headway.core.engine.schedule import Schedule
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.params import SamplingParams
@@ -95,16 +96,17 @@ def test_a_replay_is_fed_what_the_metadata_says(prompts: list[list[int]], spare:
         scheduler.remove_finished()
 
 
-def check(inputs: StaticInputs, rows: Rows, step: list[ScheduledSequence], told: StepInput) -> None:
+def check(inputs: StaticInputs, rows: Rows, step: Schedule, told: StepInput) -> None:
     inputs.device.fill_(99)
-    count, (lens_cpu, table_cpu) = len(step), inputs.fill(ROWS, told.rows, told.context_lens, rows)
-    longs, ints, (table,), _ = inputs.views(inputs.device, ROWS)
+    count, size = len(step), ROWS if len(step) > ROWS // 2 else ROWS // 2  # two sizes share the memory
+    lens_cpu, table_cpu = inputs.fill(size, told.rows, told.context_lens, rows)
+    longs, ints, (table,), _ = inputs.views(inputs.device, size)
     (places, _, slots), (positions, seq_lens, scales) = longs.tolist(), ints.tolist()
     assert not any(scales)
     pages = [scheduled.seq.tables[0].pages for scheduled in step]
     metadata = AttentionMetadata.build([1] * count, [scheduled.context_len for scheduled in step], pages, BLOCK_SIZE)
-    assert slots == metadata.slot_mapping.tolist() + [-1] * (ROWS - count)
-    assert seq_lens == lens_cpu.tolist() == metadata.kv_lens + [0] * (ROWS - count)
+    assert slots == metadata.slot_mapping.tolist() + [-1] * (size - count)
+    assert seq_lens == lens_cpu.tolist() == metadata.kv_lens + [0] * (size - count)
     assert positions[:count] == metadata.context_lens.tolist()
     assert torch.equal(table, table_cpu[0])
     for row, blocks in enumerate(pages):

@@ -12,7 +12,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.deterministic import IndependentScheduler
 from headway.core.engine.groups import NULL_PAGE, CacheGroup
-from headway.core.engine.scheduler import ScheduledSequence, Scheduler
+from headway.core.engine.schedule import Schedule, ScheduledSequence
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 
@@ -70,7 +71,7 @@ class Cache:
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         """What each slot (page, place) holds, whatever the group that wrote it: the group, and the prefix."""
 
-    def run(self, step: list[ScheduledSequence], running: list[Sequence]) -> None:
+    def run(self, step: Schedule, running: list[Sequence]) -> None:
         """Make the copies of a step, then its sequences' tokens, as a device does."""
         copied = {}
         self.sources = [copy.source for seq in running for copy in seq.prefix_copies]
@@ -140,6 +141,7 @@ def room(groups: list[CacheGroup], chunk: int) -> int:
     failing=st.booleans(),
     grouped=st.sampled_from(GROUPS),
     smallest=st.sampled_from([6, 20]),
+    priorities=st.integers(0, 3),
 )
 def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     arrivals: list[Arrival],
@@ -156,23 +158,25 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     failing: bool,
     grouped: Callable[[int], list[CacheGroup]],
     smallest: int,
+    priorities: int,
 ) -> None:
     max_model_len, groups = MAX_MODEL_LEN, grouped(block_size)
     budget = budget if chunked else max(budget, max_model_len)
     blocks = BlockManager(
         room(groups, smallest if chunked else max_model_len) + spare, block_size, prefix_caching, groups, smallest
     )
-    scheduler = Scheduler(blocks, budget, max_num_seqs, chunked)
+    scheduler = Scheduler(blocks, budget, max_num_seqs, chunked, priorities > 0)
     cache = Cache(blocks, failing)
     coming = sorted(enumerate(arrivals), key=lambda item: item[1].step)
     seqs: list[Sequence] = []
-    in_flight: list[ScheduledSequence] = []
+    in_flight: Schedule | list[ScheduledSequence] = []
     time = 0
     while coming or scheduler.has_unfinished:
         while coming and coming[0][1].step <= time:
             number, arrival = coming.pop(0)
             seqs.append(sequence(str(number), arrival.prompt, arrival.max_tokens))
             seqs[-1].stop_token_ids = stop
+            seqs[-1].turn = (number % (priorities + 1), len(seqs))
             scheduler.add(seqs[-1])
         if time == 8:
             for seq in seqs:
@@ -192,6 +196,9 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
         rows = [seq.row for seq in scheduler.running]
         assert len(set(rows)) == len(rows)
         assert all(row in range(max_num_seqs) for row in rows)
+        if priorities:
+            for queue in (scheduler.running, scheduler.waiting):
+                assert list(queue) == sorted(queue, key=lambda seq: seq.turn)
         phases = [scheduled.phase is Phase.DECODE for scheduled in step]
         assert phases == sorted(phases), "prefill and extend come before decode"
         blocks.check_integrity(scheduler.running)
@@ -208,6 +215,8 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
                 scheduler.read(seq, [] if seq.finished else verified(scheduled))
                 ahead = range(seq.num_tokens, seq.num_tokens + drafts)
                 seq.draft_token_ids = [next_token(place) ^ (place % 5 == 0) for place in ahead]
+        if drafts:
+            scheduler.part()
         scheduler.remove_finished()
         blocks.check_integrity(scheduler.running)
 
@@ -228,7 +237,7 @@ def run_step(scheduler: Scheduler) -> list[ScheduledSequence]:
         if scheduled.samples:
             scheduler.read(scheduled.seq, [1])
     scheduler.remove_finished()
-    return step
+    return list(step)
 
 
 def finish(scheduler: Scheduler, *seqs: Sequence) -> None:
@@ -272,6 +281,25 @@ def test_the_youngest_is_preempted_and_admitted_first_again() -> None:
     assert list(scheduler.waiting) == seqs[1:]
     assert seqs[1].num_preemptions == 1
     assert not seqs[1].tables
+
+
+def test_the_lowest_priority_is_preempted_and_waits_behind_the_higher() -> None:
+    scheduler = Scheduler(BlockManager(4, 4, enable_prefix_caching=False), 64, 4, by_priority=True)
+    seqs = [sequence("low", [1] * 7, 9), sequence("high", [2] * 7, 9), sequence("middle", [3] * 7, 9), sequence("second", [4], 9)]
+    for number, (seq, priority) in enumerate(zip(seqs, [5, -1, 2, -1], strict=True)):
+        seq.turn = (priority, number)
+    low, high, middle, second = seqs
+    scheduler.add(low)
+    run_step(scheduler)
+    for seq in (middle, second, high):
+        scheduler.add(seq)
+    assert list(scheduler.waiting) == [high, second, middle]
+    run_step(scheduler)  # the pool has room for two, and who runs is not preempted for who waits
+    assert (scheduler.running, list(scheduler.waiting)) == ([high, low], [second, middle])
+    for _ in range(2):
+        run_step(scheduler)
+    assert scheduler.running == [high, second]
+    assert list(scheduler.waiting) == [middle, low]
 
 
 def test_an_equal_prefix_is_found_after_its_owner_is_gone() -> None:
@@ -321,10 +349,11 @@ def test_a_token_under_way_is_scheduled_before_the_host_has_seen_it() -> None:
     seq = sequence("ahead", [1] * 4, 3)
     scheduler.add(seq)
     for expected in ((4, 0), (1, 4), (1, 5)):
-        (scheduled,) = scheduler.schedule()
+        step = scheduler.schedule()
+        (scheduled,) = step
         assert (scheduled.num_new_tokens, scheduled.context_len) == expected
-        scheduler.launched([scheduled])
-    assert scheduler.schedule() == [], "the third token ends it by length: nothing is computed for a fourth"
+        scheduler.launched(step)
+    assert not scheduler.schedule(), "the third token ends it by length: nothing is computed for a fourth"
     assert seq.output_token_ids == []
     assert seq.tables[0].num_published == 1, "the second block holds tokens nobody knows yet"
 

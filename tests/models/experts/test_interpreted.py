@@ -21,11 +21,11 @@ def way_of(method: str, config: ExpertsConfig, router: object) -> object:
     """A method of few and large programs, which the interpreter runs one after the other."""
     from headway.models.experts.methods import RowCut, Rows, Tiles, Tiling
 
-    cut = RowCut(gate_rows=16, down_rows=16, down_chunk=32)
-    rows = {"rows": cut, "pipelined": dataclasses.replace(cut, pipelined=True)}
-    if method in rows:
-        return Rows(config, router, CPU, rows[method])
-    tilings = {"tiles": Tiling(16, 32, 64, 4, 2), "swapped": Tiling(16, 64, 32, 4, 2, swapped=True, group_m=2)}
+    if method == "rows":
+        return Rows(config, router, CPU, RowCut(gate_rows=16, down_rows=16, down_chunk=32))
+    swapped = Tiling(16, 64, 32, 4, 2, swapped=True, group_m=2)
+    tilings = {"tiles": Tiling(16, 32, 64, 4, 2), "swapped": swapped}
+    tilings |= {"whole": Tiling(16, 32, 64, 4, 2, whole=True), "whole.swapped": dataclasses.replace(swapped, whole=True)}
     return Tiles(tilings[method], config, router, CPU)
 
 
@@ -43,7 +43,9 @@ def check(config: ExpertsConfig, num_tokens: int, method: str, dtype: torch.dtyp
 
 
 EVERYDAY = [("qwen2_moe", "rows", 2), ("deepseek_v3", "rows", 1), ("gpt_oss", "tiles", 5), ("deepseek_v2", "tiles", 33)]
-WAYS = ("rows", 1), ("rows", 3), ("pipelined", 2), ("tiles", 5), ("tiles", 33), ("swapped", 20)
+EVERYDAY += [("deepseek_v3", "whole", 11)]
+WAYS = ("rows", 1), ("rows", 3), ("tiles", 5), ("tiles", 33), ("swapped", 20), ("whole", 1), ("whole", 16), ("tiles", 70)
+WAYS += (("whole.swapped", 7),)
 CASES = [(name, *way) for name in CONFIGS for way in WAYS]
 
 

@@ -122,7 +122,9 @@ def test_the_choice_takes_the_nearest_count_by_ratio() -> None:
     ]
     us = {"a": [2.0, 1.0, None], "b": [1.0, 3.0, 5.0]}
     times = ExpertTimes(us, "a test")
-    assert [times.fastest(count) for count in (1, 2, 4, 8)] == ["b", "a", "b", None]
+    assert [times.fastest(count, "ab") for count in (1, 2, 4, 8)] == ["b", "a", "b", None]
+    assert times.fastest(1, "a") == "a", "b does not take so many tokens"
+    assert times.fastest(1, "c") is None
 
 
 def test_the_rule_grows_with_the_pairs_of_an_expert() -> None:

@@ -64,3 +64,15 @@ def test_a_row_with_a_nan_has_no_token(device: str, place: int) -> None:
         assert int(tokens[0]) == 17
         assert int(tokens[1]) == -1
         assert int(tokens[2]) >= 0
+
+
+@pytest.mark.gpu
+def test_while_kernels_are_compiled_ahead_the_tokens_can_be_looked_up() -> None:
+    from headway.core.contract.compiled import compile_ahead
+    from headway.models.fused.draw import FusedSampling
+
+    device = torch.device("cuda")
+    logits = torch.randn(64, 5000, device=device)
+    torch.full((64,), 2**62, device=device)  # whose memory the tokens are given next
+    with compile_ahead():
+        assert FusedSampling(device).greedy(logits).unique().tolist() == [0]

@@ -1,0 +1,48 @@
+"""What a step has brought for a sequence, and what clients are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from functools import partial
+from typing import Any
+
+from headway.core.engine.deltas import OutputDelta
+from headway.core.engine.sequence import Sequence
+from headway.core.engine.step import Found
+from headway.core.sampling.logprobs import TokenLogprobs
+from headway.core.sampling.sampler import NOT_A_TOKEN
+
+made: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, OutputDelta)
+"""An OutputDelta of all its fields, without the call in Python that its constructor makes: every token comes in one."""
+
+
+def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
+    """What is told of a sequence that has got these tokens, or ended without any."""
+    told = seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens, (), ()
+    return made(told)
+
+
+def with_logprobs(delta: OutputDelta, seq: Sequence, logprobs: Items[TokenLogprobs], known: int) -> OutputDelta:
+    """The same with log-probabilities of its tokens, and of its prompt where these are its first. known: tokens before them."""
+    prompt = tuple(seq.prompt_logprobs) if known == seq.num_prompt_tokens else ()
+    return delta._replace(logprobs=tuple(logprobs[: len(delta.new_token_ids)]), prompt_logprobs=prompt)
+
+
+def reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:
+    """Why a sequence has no next token. fault: what stands in the token's place. error: what the sampler says of it."""
+    if error is not None:
+        return error
+    if fault == NOT_A_TOKEN:
+        found = first_nan or "HEADWAY_DEBUG=1 says which layer made the first"
+        return f"the logits of token {seq.num_tokens} hold a NaN; {found}"
+    return f"token {seq.num_tokens}: what the request forbids leaves no token; its parameters exclude each other here"
+
+
+def keep_prompt_logprobs(step: Items[Sequence], found: Found) -> None:
+    """Append what a step has found of prompts; a prompt that is computed again brings nothing new."""
+    for index, (position, entries) in found.prompt_logprobs.items():
+        seq = step[index]
+        known = len(seq.prompt_logprobs)
+        assert position - 1 <= known, "a part of the prompt was spared"
+        seq.prompt_logprobs += entries[known - (position - 1) :]

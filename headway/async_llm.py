@@ -1,0 +1,288 @@
+"""`AsyncLLM`: the engine in a thread of its own, and requests as asynchronous iterators."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from headway.assembly import assemble
+from headway.core.engine.stats import EngineSnapshot
+from headway.core.sampling.params import SamplingParams
+from headway.driver import EngineDriver
+from headway.engine_args import EngineArgs, takes_arguments_of
+from headway.engine_thread import EngineDeadError, EngineThread
+from headway.intake import CheckedRequest, check_streamed, template_options
+from headway.outputs import RequestOutput
+from headway.prompts import Message, Prompt
+from headway.streams import Mailbox, Mailboxes, RequestStream
+
+if TYPE_CHECKING:
+    from headway.llm import LLM
+
+T = TypeVar("T")
+
+_DRAIN_INTERVAL = 0.02
+"""Seconds between two looks at what still runs."""
+_TOKENISERS = 2
+"""Threads that render templates and tokenise; the tokenizer's own code runs beside Python's."""
+
+
+class AsyncLLM:
+    """A model whose requests come and go while it runs. Methods are named as those of vLLM's AsyncLLM.
+
+    Prompts are tokenised in threads, the engine runs in another one, and texts are made on the caller's event loop. Coroutines of
+    several event loops may use one AsyncLLM.
+    """
+
+    @takes_arguments_of(EngineArgs)
+    def __init__(self, *model: object, **options: object) -> None:
+        """Load a model and start its engine, which takes seconds to minutes. The options are those of LLM.
+
+        :raises HeadwayError: anything the caller can put right, in one line.
+        """
+        self._start(EngineDriver(assemble(EngineArgs.of(*model, **options))))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """With these options."""
+        made = cls.__new__(cls)
+        made._start(EngineDriver(assemble(engine_args)))
+        return made
+
+    @classmethod
+    def from_llm(cls, llm: LLM) -> Self:
+        """Over the model and the engine of an LLM, which may be used meanwhile: the requests of both share the batch."""
+        made = cls.__new__(cls)
+        made._start(llm.driver)
+        return made
+
+    def _start(self, driver: EngineDriver) -> None:
+        self.driver = driver
+        self.model, self.engine = driver.assembly.model, driver.engine
+        self._mailboxes = Mailboxes()
+        self._tokenisers = ThreadPoolExecutor(_TOKENISERS, "headway-tokenise")
+        self._draining = False
+        self._thread = EngineThread(driver, self._mailboxes.fail)
+        driver.listen(self._mailboxes.post)
+        self._stop = weakref.finalize(self, _stop, driver, self._thread, self._mailboxes, self._tokenisers)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt; each item is the output so far, or what SamplingParams.output_kind says.
+
+        The request ends with the iterator, and with the task that reads it: who stops listening need not abort it. prompt and
+        sampling_params: see LLM.generate. request_id: a text that no unfinished request has; None: one is made. priority: see
+        scheduling_policy.
+
+        :raises PromptError: an empty or too long prompt, before the first item.
+        :raises ConfigError: a parameter that cannot work, likewise.
+        :raises EngineDeadError: a fault in the engine has ended it.
+        """
+        (request,) = await self.check([prompt], sampling_params)
+        stream = self.submit(request, request_id, priority=priority)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def chat(
+        self,
+        messages: str | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        **template: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation in the model's chat template, as `generate` completes a prompt. template: see `chat_prompt`."""
+        prompt = await self.chat_prompt(messages, **template)
+        async with aclosing(self.generate(prompt, sampling_params, request_id, priority=priority)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def chat_prompt(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """A conversation in the model's chat template, ready for `generate`; rendered and tokenised in a thread. See LLM.chat.
+
+        :raises HeadwayError: the model has no chat template, or a message has another form.
+        """
+        options = template_options(add_generation_prompt, continue_final_message, chat_template, tools, chat_template_kwargs)
+        return await self._in_thread(partial(self.driver.intake.chat_prompt, messages, **options))
+
+    async def check(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[CheckedRequest]:
+        """Tokenise and check prompts in a thread, without queueing any: all are good for `submit`, or it raises.
+
+        :raises HeadwayError: as `generate`.
+        """
+        return await self._in_thread(partial(self.driver.intake.check, prompts, sampling_params))
+
+    def submit(self, request: CheckedRequest, request_id: str | None = None, *, priority: int = 0) -> RequestStream:
+        """Queue a request that `check` returned, and return the stream of its outputs; call it on an event loop.
+
+        The stream must be read to its end or closed; `generate` sees to that.
+
+        :raises ConfigError: the id is taken.
+        :raises EngineDeadError: the engine has ended or is being drained.
+        """
+        self.engine.limits.check_priority(priority)
+        check_streamed(request.params)
+        if self._draining:
+            raise EngineDeadError("the engine takes no more requests, because it is being drained")
+        box = self._mailboxes.of(asyncio.get_running_loop(), self.model.tokenizer, partial(_abort, self._thread))
+        request_id = self.driver.claim(request_id)
+        stream = box.open(request_id, request, partial(self._close, box, request_id))
+        try:
+            added = self._thread.call(
+                lambda engine: engine.add_request(request_id, request.prompt_token_ids, request.resolved, priority)
+            )
+        except EngineDeadError:
+            stream.close()
+            raise
+        added.add_done_callback(partial(_tell, box, request_id))
+        return stream
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their streams end with an output whose completions have finish_reason "abort".
+
+        A request that is unknown or has ended is left alone.
+        """
+        for each in [request_id] if isinstance(request_id, str) else list(request_id):
+            self._mailboxes.abort(each)
+        await asyncio.sleep(0)  # which lets it happen
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests, and wait until those that run have ended. timeout: seconds; None: however long it takes.
+
+        Returns whether all have ended.
+        """
+        self._draining = True
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        while self.num_unfinished_requests and self.is_running:
+            if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(_DRAIN_INTERVAL)
+        return True
+
+    def shutdown(self) -> None:
+        """End all requests, as `abort` does, and the engine's thread, after the step that it is in. This is for good."""
+        self._stop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.shutdown()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine serves requests."""
+        return self._thread.error is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it does not, because of a fault or a shutdown."""
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether a fault has ended the engine."""
+        return self._thread.error is not None and self._thread.error.__cause__ is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """What has ended the engine; None while it runs."""
+        return self._thread.error
+
+    async def check_health(self) -> None:
+        """:raises EngineDeadError: the engine has ended."""
+        if self._thread.error is not None:
+            raise self._thread.error
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests of this AsyncLLM whose stream has not ended."""
+        return self._mailboxes.num_streams
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences (completions of requests) in the engine that have not begun, or wait to go on."""
+        return len(self.engine.scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the engine that are served in its steps."""
+        return len(self.engine.scheduler.running)
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer of the model; None where it was loaded without one."""
+        return self.model.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends: what `generate` takes where it is given none."""
+        return self.driver.intake.default_params()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the prompts that the cache holds; True, as vLLM's returns."""
+        await asyncio.wrap_future(self._thread.call(lambda engine: engine.blocks.forget_prefixes()))
+        return True
+
+    async def stats(self) -> EngineSnapshot:
+        """What the engine does at this moment and has done since it started, read between two steps.
+
+        :raises EngineDeadError: the engine has ended.
+        """
+        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.snapshot()))
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenisers, function)
+
+    def _close(self, box: Mailbox, request_id: str) -> None:
+        """After a stream was read to its end or given up."""
+        if not box.remove(request_id).finished:
+            _abort(self._thread, request_id, None)
+        self.driver.release(request_id)
+
+
+def _abort(thread: EngineThread, request_id: str, index: int | None) -> None:
+    with suppress(EngineDeadError):
+        thread.call(lambda engine: engine.abort(request_id, index))
+
+
+def _tell(box: Mailbox, request_id: str, added: Future[None]) -> None:
+    """Pass on that the engine has refused a request."""
+    error = added.exception()
+    if error is not None:
+        box.post_failure(error, request_id)
+
+
+def _stop(driver: EngineDriver, thread: EngineThread, mailboxes: Mailboxes, tokenisers: ThreadPoolExecutor) -> None:
+    thread.stop()
+    driver.leave(mailboxes.post)
+    tokenisers.shutdown(wait=False, cancel_futures=True)
+    with driver.turns:
+        for request_id in mailboxes.abort_all():
+            driver.engine.abort(request_id)

@@ -1,0 +1,178 @@
+"""`headway chat`: a conversation in the terminal, or through a pipe, one message a line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.console import Console
+
+from headway.cli.engine_options import takes_engine_options
+from headway.cli.sampling_options import takes_sampling_options
+from headway.core.contract.errors import BackendError, HeadwayError, PromptError
+from headway.core.sampling.params import SamplingParams
+from headway.engine_args import help_texts
+
+if TYPE_CHECKING:
+    from headway.llm import LLM
+
+_MAX_TOKENS: Final = 1024
+_TEMPERATURE: Final = 0.7
+"""Of models that recommend nothing."""
+_HELP: Final = """\
+/reset   forget the conversation
+/stats   what the engine has done: tokens a second, prompts found in the cache, backends
+/help    these lines
+/exit    leave, as does Ctrl-D
+Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
+
+
+@takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
+@takes_sampling_options("n", "logprobs", max_tokens=_MAX_TOKENS)
+def chat(
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    system: Annotated[str | None, typer.Option(help="A message of the system, before all others.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Show what the engine does while it answers.")] = False,
+) -> None:
+    """Talk to a model that has a chat template. Sampling is what the model recommends, where no flag says otherwise."""
+    SamplingParams(**sampling)  # what cannot work is refused before the model is loaded
+    err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    with err.status(f"loading {engine['model']}"):
+        from headway.llm import LLM
+
+        llm = LLM(**engine)
+    llm.chat_prompt("")  # a model without a template is refused before anybody types
+    recommended = llm.get_default_sampling_params()
+    if recommended == SamplingParams():
+        recommended = replace(recommended, temperature=_TEMPERATURE)
+    talk = Conversation(llm, replace(recommended, **sampling), err, system, stats)
+    if sys.stdin.isatty():
+        err.print(f"{llm.model.name}: /help lists the commands, /exit or Ctrl-D leaves", style="dim")
+    for message in _messages():
+        if not talk.take(message):
+            break
+
+
+class Conversation:
+    """What was said, and how an answer is made and shown."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, err: Console, system: str | None, stats: bool) -> None:
+        """err: where everything goes that is no answer. stats: show the live line."""
+        self._llm, self._params, self._err, self._shows_stats = llm, params, err, stats
+        self._start = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._start)
+        self._begun = llm.stats()
+
+    def take(self, message: str) -> bool:
+        """Answer a message, or obey a command; False: leave."""
+        command = message.strip()
+        if command in ("/exit", "/quit"):
+            return False
+        if command == "/reset":
+            self._messages = list(self._start)
+        elif command == "/stats":
+            self._print_stats()
+        elif command == "/help":
+            self._err.print(_HELP)
+        elif command.startswith("/"):
+            self._err.print(f"no such command: {command.split()[0]}; /help lists them")
+        elif command:
+            self._answer(message)
+        return True
+
+    def _answer(self, message: str) -> None:
+        asked = [*self._messages, {"role": "user", "content": message}]
+        try:
+            with _noted_interrupts(self._llm) as interrupts:
+                text, reason = self._stream(asked, interrupts)
+        except HeadwayError as error:  # of this message alone
+            hint = "; /reset forgets the conversation" if isinstance(error, PromptError) and self._messages else ""
+            self._err.print(f"headway: {error}{hint}", style="red")
+            return
+        self._messages = [*asked, {"role": "assistant", "content": text}]
+        if reason in ("abort", "length"):
+            self._err.print("(stopped)" if reason == "abort" else "(cut off at max_tokens or the model's length)", style="dim")
+
+    def _stream(self, messages: list[dict[str, str]], interrupts: list[int]) -> tuple[str, str | None]:
+        """Write an answer as it grows; returns it, and why it ended.
+
+        :raises HeadwayError: it cannot be made.
+        """
+        from headway.cli.live import LiveStats
+
+        text, last = "", None
+        try:
+            with LiveStats(self._llm.stats, self._shows_stats) as live:
+                for piece, last in self._llm.stream(self._llm.chat_prompt(messages), self._params):
+                    shown = piece if text else piece.lstrip()
+                    text += shown
+                    sys.stdout.write(shown)
+                    sys.stdout.flush()
+                    live.refresh()
+                    if interrupts:  # it may have come before there was a request to end
+                        self._llm.abort(last.request_id)
+        finally:
+            if text or last is not None:
+                print(flush=True)
+        assert last is not None  # a stream yields at least once
+        (completion,) = last.outputs
+        if completion.error is not None:
+            raise BackendError(completion.error)
+        return text, completion.finish_reason
+
+    def _print_stats(self) -> None:
+        from headway.stats_text import stats_page
+
+        for line in stats_page(self._llm.stats(), self._begun):
+            self._err.print(line)
+        self._err.print(f"attention  {self._llm.engine.selection}")
+
+
+def _messages() -> Iterator[str]:
+    """What is typed, with a prompt and a history of lines; or what comes through a pipe, one message a line."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\r\n") for line in sys.stdin)
+        return
+    with suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401  # input() takes it from here on
+    lines: list[str] = []
+    while True:
+        try:
+            line = input("" if not sys.stdout.isatty() else "... " if lines else "> ")
+        except EOFError:
+            print(flush=True)
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
+            lines = []
+            continue
+        lines.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield "\n".join(lines)
+            lines = []
+
+
+@contextmanager
+def _noted_interrupts(llm: LLM) -> Iterator[list[int]]:
+    """Ctrl-C ends the request after the step that is under way, and is noted in the list.
+
+    It raises nothing: an exception in the middle of a step would leave the engine half-way.
+    """
+    interrupts: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        interrupts.append(number)
+        Thread(target=llm.abort, daemon=True).start()  # which waits for the end of the step
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,204 @@
+"""The requests of one event loop: what the engine's steps bring them, and the streams that callers read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from threading import Lock
+
+from headway.core.engine.deltas import OutputDelta
+from headway.core.sampling.detokenizer import Tokenizer
+from headway.intake import CheckedRequest
+from headway.outputs import RequestOutput
+from headway.processor import OutputProcessor
+from headway.progress import Progress, RequestState
+
+
+class RequestStream:
+    """The outputs of one request as they come: an asynchronous iterator that ends after the output that is finished.
+
+    What SamplingParams.output_kind asks for: all so far, only what is new since the last output, or the finished output alone. A
+    reader who is slower than the engine finds several steps in one output. Texts are made when an output is read.
+    """
+
+    def __init__(self, state: RequestState, close: Callable[[], None]) -> None:
+        """close: called once, when the stream is read to its end or given up."""
+        self.request_id = state.request_id
+        self.state = state
+        self._close: Callable[[], None] | None = close
+        self._news = asyncio.Event()
+        self._error: BaseException | None = None
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output.
+
+        :raises HeadwayError: the engine has refused the request.
+        :raises EngineDeadError: the engine has ended.
+        """
+        if self._close is None:
+            raise StopAsyncIteration
+        try:
+            await self._news.wait()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if self._close is None:
+            raise StopAsyncIteration
+        self._news.clear()
+        error = self._error
+        if error is None:
+            output = self.state.next_output()
+            if not output.finished:
+                return output
+        self.close()
+        if error is not None:
+            raise error
+        return output
+
+    def close(self) -> None:
+        """End the request, if it has not ended, and the stream; whoever waits for an output finds the stream at its end."""
+        close, self._close = self._close, None
+        if close is not None:
+            self._news.set()
+            close()
+
+    def wake(self) -> None:
+        """Have the reader look again, if there is something to be read."""
+        if self.state.has_news:
+            self._news.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error, unless the request has ended."""
+        if not self.state.finished:
+            self._error = error
+            self._news.set()
+
+    def abort(self) -> None:
+        """End the stream with an output of what there is, whose unfinished completions have finish_reason "abort"."""
+        self.state.abort()
+        self.wake()
+
+
+class Mailbox:
+    """Brings what the engine's steps have added to the streams of one event loop, in one call to the loop for each step.
+
+    `open` and `remove` are called on the loop, the others by any thread.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer | None, abort: Callable[[str, int | None], None]
+    ) -> None:
+        """abort: has the engine end a completion, or (None) all of a request."""
+        self.loop = loop
+        self._abort = abort
+        self._processor = OutputProcessor(tokenizer)
+        self.streams: dict[str, RequestStream] = {}
+
+    def post(self, deltas: list[OutputDelta]) -> bool:
+        """Hand over what a step has added; False if the loop is closed."""
+        return self._call(self._take, deltas)
+
+    def post_failure(self, error: BaseException, request_id: str | None = None) -> bool:
+        """End one stream, or (None) all of them, with an error; False if the loop is closed."""
+        return self._call(self._fail, error, request_id)
+
+    def post_abort(self, request_id: str) -> bool:
+        """End a request; False if the loop is closed."""
+        return self._call(self._end, request_id)
+
+    def open(self, request_id: str, request: CheckedRequest, close: Callable[[], None]) -> RequestStream:
+        """A stream for a request that is about to be queued."""
+        state = self._processor.add(request_id, request.prompt, request.prompt_token_ids, request.params, Progress())
+        self.streams[request_id] = RequestStream(state, close)
+        return self.streams[request_id]
+
+    def remove(self, request_id: str) -> RequestState:
+        """Forget a request; returns what it was."""
+        self._processor.remove(request_id)
+        return self.streams.pop(request_id).state
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> bool:
+        try:
+            self.loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop was closed with requests unfinished
+            return False
+        return True
+
+    def _take(self, deltas: Sequence[OutputDelta]) -> None:
+        for request_id, index in self._processor.process(deltas):
+            self._abort(request_id, index)
+        for delta in deltas:
+            stream = self.streams.get(delta.request_id)
+            if stream is not None:
+                stream.wake()
+
+    def _fail(self, error: BaseException, request_id: str | None) -> None:
+        for stream in list(self.streams.values()):
+            if request_id in (None, stream.request_id):
+                stream.fail(error)
+
+    def _end(self, request_id: str) -> None:
+        stream = self.streams.get(request_id)
+        if stream is not None and not stream.state.finished:
+            self._abort(request_id, None)
+            stream.abort()
+
+
+class Mailboxes:
+    """Those of all event loops that use one engine. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._guard = Lock()
+        self._boxes: tuple[Mailbox, ...] = ()
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that have not ended."""
+        return sum(len(box.streams) for box in self._boxes)
+
+    def of(
+        self, loop: asyncio.AbstractEventLoop, tokenizer: Tokenizer | None, abort: Callable[[str, int | None], None]
+    ) -> Mailbox:
+        """The mailbox of a loop, made when it is first asked for; see Mailbox."""
+        with self._guard:
+            found = next((box for box in self._boxes if box.loop is loop), None)
+            if found is None:
+                found = Mailbox(loop, tokenizer, abort)
+                open_ones = (box for box in self._boxes if box.streams or not box.loop.is_closed())
+                self._boxes = (*open_ones, found)
+        return found
+
+    def post(self, deltas: list[OutputDelta]) -> list[tuple[str, int | None]]:
+        """Hand over what a step has added; returns the requests to end, because their loop was closed."""
+        left: list[tuple[str, int | None]] = []
+        if deltas:
+            for box in self._boxes:
+                if box.streams and not box.post(deltas):
+                    left += [(request_id, None) for request_id in self._drop(box)]
+        return left
+
+    def fail(self, error: BaseException) -> None:
+        """End all streams with an error."""
+        for box in self._boxes:
+            box.post_failure(error)
+
+    def abort(self, request_id: str) -> None:
+        """End a request."""
+        for box in self._boxes:
+            if request_id in box.streams:
+                box.post_abort(request_id)
+
+    def abort_all(self) -> list[str]:
+        """End all requests; returns their ids."""
+        ids = [request_id for box in self._boxes for request_id in list(box.streams)]
+        for request_id in ids:
+            self.abort(request_id)
+        return ids
+
+    def _drop(self, box: Mailbox) -> list[str]:
+        with self._guard:
+            self._boxes = tuple(each for each in self._boxes if each is not box)
+        return list(box.streams)

@@ -1,0 +1,1 @@
+../../headway/async_llm.py

@@ -1,0 +1,1 @@
+../../headway/stats_text.py
