@@ -48,7 +48,6 @@ CHANGED = {"sliding_window": 7, "softcap": 20.0}
         *((name, NHD, {}) for name in CASES),
         ("verify", HND, {}),
         ("decode ragged", HND, CHANGED),
-        ("prefill ragged", NHD, CHANGED),
     ],
 )
 def test_it_computes_every_phase(plugin: ModuleType, name: str, layout: CacheLayout, changes: dict[str, Any]) -> None:
