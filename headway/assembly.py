@@ -19,7 +19,7 @@ from headway.heap import freeze_heap
 from headway.models.device_operations import compile_ahead, fastest_sampling
 from headway.models.identity import identity_of
 from headway.models.loader import LoadedModel, load_model
-from headway.registry import Registry, create_registry
+from headway.registry import Registry
 from headway.stats_log import StatsLog
 from headway.threads import set_threads
 from headway.tuning.autotune import TableRequest, costs_for
@@ -54,7 +54,7 @@ def assemble(args: EngineArgs) -> Assembly:
     :raises HeadwayError: anything the caller can put right, in one line.
     """
     config, deterministic = args.engine_config(), args.deterministic
-    registry = args.registry or create_registry(args.plugins, policy=args.plugin_policy)
+    registry = args.make_registry()
     for failure in registry.failures:
         log.warning("plugin left out: %s", failure)
     check_names(registry, config.attn_backend, config.kv_layout, config.attn_options)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib import import_module
-from types import ModuleType
 
 import pluggy
 
@@ -14,6 +12,7 @@ from headway.core.contract.errors import PluginError
 from headway.core.system.faults import trace, warn_once
 from headway.registry import hookspecs
 from headway.registry.discovery import FoundPlugin, PluginFailure, entry_points
+from headway.registry.given import given_plugins
 from headway.registry.guests import TIMEOUT, Verdict, verdicts
 from headway.registry.policy import PluginPolicy
 from headway.registry.records import PluginRecord
@@ -32,7 +31,8 @@ def create_registry(
 ) -> Registry:
     """Make a registry: the built-ins first, then the given plugin objects, then entry points of the group "headway".
 
-    plugins: modules or objects with hook implementations, or name -> object; one that fails raises.
+    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or name -> plugin;
+    one that fails raises.
     block: names of entry points to leave alone. policy: which installed plugins are wanted (`PluginPolicy.parse`); None: as
     $HEADWAY_PLUGINS says.
 
@@ -46,8 +46,8 @@ def create_registry(
     registry = Registry(manager)
     registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, import_module(BUILTIN_PLUGIN))
     wanted = PluginPolicy.of_environment() if policy is None else PluginPolicy.parse(policy)
-    for name, plugin in plugins.items() if isinstance(plugins, Mapping) else _named(plugins):
-        registry.add_plugin(name, name, plugin)
+    for name, owner, plugin in given_plugins(plugins, registry.layouts):
+        registry.add_plugin(name, owner, plugin)
     if load_entry_points:
         _add_installed(registry, list(entry_points(hookspecs.PROJECT, frozenset(block))), wanted, retry)
     return registry
@@ -94,16 +94,3 @@ def _add(registry: Registry, plugin: FoundPlugin, verdict: Verdict) -> None:
             tried=verdict.date,
         )
     )
-
-
-def _named(plugins: Iterable[object]) -> Iterable[tuple[str, object]]:
-    """Names for plugin objects: their type's, numbered from the second of a kind on."""
-    seen: Counter[str] = Counter()
-    for plugin in plugins:
-        name = _name(plugin)
-        seen[name] += 1
-        yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), plugin
-
-
-def _name(plugin: object) -> str:
-    return plugin.__name__ if isinstance(plugin, (type, ModuleType)) else type(plugin).__name__

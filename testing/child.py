@@ -1,4 +1,4 @@
-"""`python -m headway.testing.child TARGET DEVICE THREADS`: a process that loads a subject and runs the cells it is told.
+"""`python -m headway.testing.child TARGET DEVICE THREADS PLUGIN...`: a process that runs the cells of a subject that it is told.
 
 Each answer is one line of JSON. What the subject prints goes to the error stream; what it breaks is this process alone.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from headway.testing.kit import Kit
 from headway.testing.subject import load_subject
 
 
-def main(target: str, device: str, threads: int) -> None:
+def main(target: str, device: str, threads: int, plugins: Sequence[str]) -> None:
     """Answer requests until the input ends."""
     told = answers()
     faulthandler.enable()
@@ -29,7 +30,7 @@ def main(target: str, device: str, threads: int) -> None:
         request = json.loads(line)
         try:
             if kit is None:
-                kit = Kit(load_subject(target, torch.device(device)))
+                kit = Kit(load_subject(target, torch.device(device), plugins=plugins))
             say(told, _answer(kit, request))
         except HeadwayError as error:
             say(told, {"error": str(error)})
@@ -57,4 +58,4 @@ def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])

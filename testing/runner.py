@@ -38,6 +38,7 @@ class Child:
     device: str
     threads: int
     timeout: float
+    plugins: Sequence[str] = ()
     _process: JsonChild | None = None
 
     def list(self, **request: Any) -> Listed:
@@ -77,8 +78,9 @@ class Child:
 
     def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         if self._process is None:
+            command = python("headway.testing.child", self.target, self.device, str(self.threads), *self.plugins)
             limits = {"HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": str(self.threads)}
-            self._process = JsonChild(python("headway.testing.child", self.target, self.device, str(self.threads)), limits)
+            self._process = JsonChild(command, limits)
         try:
             return self._process.ask(request, timeout)
         except Died:

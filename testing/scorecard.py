@@ -82,7 +82,8 @@ def command(report: CheckReport, cell: CellResult) -> str:
     device = f" --device {report.machine.device}" if report.machine.device != "cpu" else ""
     target = f" {report.target}" if not report.target.startswith("layout ") else ""
     layout = f" --layout {cell.layout}" if cell.check == "layout" else ""
-    return f"headway check{target}{layout}{device} --cell {cell.cell}"
+    plugins = "".join(f" --plugin {file}" for file in report.plugins)
+    return f"headway check{target}{plugins}{layout}{device} --cell {cell.cell}"
 
 
 def patterns(cells: Sequence[CellResult]) -> list[str]:

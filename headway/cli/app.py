@@ -21,6 +21,7 @@ from headway.cli.diff import diff
 from headway.cli.doctor import doctor
 from headway.cli.explain import explain
 from headway.cli.generate import generate
+from headway.cli.new_backend import new_backend
 from headway.cli.plugins import plugins
 from headway.cli.table import table
 from headway.cli.warm import warm
@@ -67,6 +68,7 @@ app.command(cls=Command)(build)
 app.command(cls=Command)(warm)
 app.command(cls=Command)(check)
 app.command(cls=Command)(plugins)
+app.command("new-backend", cls=Command)(new_backend)
 bench.command(cls=Command)(throughput)
 bench.command(cls=Command)(kernel)
 bench.command(cls=Command)(crossover)

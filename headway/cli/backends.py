@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from headway.cli.options import PluginFiles
 from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
 
 
 def backends(
-    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plugin: PluginFiles = None,
 ) -> None:
     """Show every attention backend: available here or the reason why not, phases, layouts, block sizes, dtypes."""
     if context.invoked_subcommand is not None:
         return
     from headway.registry import create_registry
 
-    registry = create_registry()
+    registry = create_registry(plugin or ())
     rows = [describe(registry, name) for name in registry.backends]
     if as_json:
         failures = [

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import dtype_of, names_of, sizes_of
+from headway.cli.options import PluginFiles, dtype_of, names_of, sizes_of
 from headway.core.system.terminal import Terminal
 
 _FILE_WIDTH = 240
@@ -43,6 +43,7 @@ def kernel(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
     rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds over which runs are repeated.")] = 60.0,
+    plugin: PluginFiles = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
@@ -50,6 +51,7 @@ def kernel(
     from headway.bench.kernel.run import KernelOptions, run_kernel_bench
     from headway.bench.kernel.table import print_report
     from headway.core.contract.spec import DTYPES, KV_DTYPES
+    from headway.registry import create_registry
     from headway.testing.json_files import write_json
     from headway.threads import set_threads
     from headway.tuning.device import resolve_device
@@ -75,7 +77,7 @@ def kernel(
         output=output,
         command=shlex.join(["headway", *sys.argv[1:]]),
     )
-    report = run_kernel_bench(options, console=Terminal(stderr=True))
+    report = run_kernel_bench(options, create_registry(plugin or ()), console=Terminal(stderr=True))
     console = Terminal()
     if not console.is_terminal:
         console = Terminal(width=_FILE_WIDTH)

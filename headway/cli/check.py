@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
+from headway.cli.options import PluginFiles
+
 
 def check(
     target: Annotated[str, typer.Argument(help="A backend's name, FILE.py:CLASS, or broken:NAME.", show_default=False)] = "",
     device: Annotated[str, typer.Option(help="Where the backend runs: cpu or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Try each value once in place of each pair of values.")] = False,
     layout: Annotated[str, typer.Option(help="Check a cache layout: its writer, its check() and gather().")] = "",
+    plugin: PluginFiles = None,
     only: Annotated[str, typer.Option(help="Run one check, by its name in the scorecard.")] = "",
     cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
     jobs: Annotated[int, typer.Option(help="Processes that run cells side by side; 0: one for each core, up to 4.")] = 0,
@@ -41,7 +44,7 @@ def check(
     if jobs < 0:
         raise ConfigError("--jobs", "0 or more processes", jobs)
     console, failed = Terminal(), 0
-    wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, os.cpu_count() or 1), timeout)
+    wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, os.cpu_count() or 1), timeout, tuple(plugin or ()))
     with console.status(f"{target or layout}: loading") as status:
         done, whole = 0, 0
 

@@ -24,7 +24,18 @@ _RANDOM_LENGTHS = (7, 64, 300, 1000)
 
 
 @takes_engine_options(
-    *("model", "attn_options", "kv_layout", "block_size", "load_format", "model_impl", "dtype", "device", "num_threads")
+    *(
+        "model",
+        "attn_options",
+        "kv_layout",
+        "block_size",
+        "load_format",
+        "model_impl",
+        "dtype",
+        "device",
+        "num_threads",
+        "plugins",
+    )
 )
 def diff(
     a: Annotated[str, typer.Argument(help="The side in question: a backend, prefill=NAME,decode=NAME, or reference.")],
@@ -52,7 +63,6 @@ def diff(
     from headway.core.contract.spec import DTYPE_NAMES
     from headway.core.engine.specs import cache_specs
     from headway.models.loader import load_model
-    from headway.registry import create_registry
     from headway.testing.json_files import write_bytes, write_json
     from headway.testing.origin import Origin
     from headway.threads import set_threads
@@ -66,7 +76,7 @@ def diff(
         new_figure(1, 1)  # what a picture needs is missed before the comparison, not after it
     args = EngineArgs.of(**engine, kv_cache_dtype=kv_cache_dtype)
     options = SideOptions(args.kv_layout, args.block_size, args.attn_options)
-    registry = create_registry()
+    registry = args.make_registry()
     for name in (a, b):
         check_side(name, registry, options)
     texts = _texts(prompt, prompts_file) if prompt or prompts_file else None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from headway.cli.options import PluginFiles
 from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -23,13 +24,16 @@ _STATE = 9
 _REASON_CHARACTERS = 160
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False,
+    plugin: PluginFiles = None,
+) -> None:
     """Show this machine and every attention backend: ready, or why not and the command that installs it here."""
     from headway.doctor import PACKAGES, library
     from headway.machine import examine
     from headway.registry import create_registry
 
-    registry = create_registry()
+    registry = create_registry(plugin or ())
     names = [library(entry.info.extra) for entry in registry.backends.values()]
     machine = examine(tuple(name for name in dict.fromkeys([*PACKAGES, *names]) if name not in ("", "torch")))
     findings = diagnose(registry, machine)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headway.cli.options import PluginFiles
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
@@ -80,7 +81,7 @@ def plot(
 
 
 @table.command()
-def check(file: Annotated[Path | None, _FILE] = None) -> None:
+def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None) -> None:
     """Say whether a table still fits this machine: device, driver, libraries. Exit code 1: it does not."""
     from headway.registry import create_registry
     from headway.tuning.compare import differences, remarks
@@ -90,7 +91,7 @@ def check(file: Annotated[Path | None, _FILE] = None) -> None:
 
     path = _found(file)
     known = read_table(path)
-    registry = create_registry()
+    registry = create_registry(plugin or ())
     here = identify_device(resolve_device(None if known.device.type == "cuda" else known.device.type))
     reasons = differences(known, here, owners=owners(registry))
     console = _console()
@@ -162,6 +163,7 @@ def regret(
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
     without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave each point of the table out.")] = False,
     anywhere: Annotated[bool, typer.Option("--anywhere", help="Also against every other layout and block size.")] = False,
+    plugin: PluginFiles = None,
     trials: Annotated[Path | None, typer.Option(help="Measure nothing: judge by the times of this earlier --output.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write the results to this JSON file; for several tables a folder, a file for each.")
@@ -184,7 +186,7 @@ def regret(
         raise ConfigError("headway table regret --trials", "one table, which the times are of", f"{len(paths)} tables")
     seeds = sizes_of("--seed", seed, least=0) or [1]
     tables = [read_table(path) for path in paths]
-    expected, registry = Workload.parse(workload), create_registry()
+    expected, registry = Workload.parse(workload), create_registry(plugin or ())
     reports: list[RegretReport] = []
     for path, known in zip(paths, tables, strict=True):
         if without:
