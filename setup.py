@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 PARTS = ("core", "registry", "backends", "models", "testing", "tuning", "bench")
 
 setup(
-    packages=["headway", "headway.cli"]
+    packages=["headway", "headway.cli", "headway.server"]
     + [f"headway.{part}" for part in PARTS]
     + [f"headway.{part}.{sub}" for part in PARTS for sub in find_packages(part)],
     package_dir={"headway": "headway", **{f"headway.{part}": part for part in PARTS}},

@@ -141,6 +141,7 @@ class RequestState:
         self._num_unfinished = params.num_drawn
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None
+        self.scheduled_time: float | None = None
         self.finished_time: float | None = None
 
     @property
@@ -160,6 +161,7 @@ class RequestState:
             return False
         if delta.new_token_ids and self.first_token_time is None:
             self.first_token_time, self.num_cached_tokens = now, delta.num_cached_tokens
+            self.scheduled_time = delta.admitted_time
             self._plain = not self.watched
         self._prompt_logprobs += [by_token(each, self._tokenizer) for each in delta.prompt_logprobs]
         completion.take(delta)
@@ -218,7 +220,7 @@ class RequestState:
             self.prompt_token_ids,
             completions,
             self.finished,
-            RequestMetrics(self.arrival_time, self.first_token_time, self.finished_time),
+            RequestMetrics(self.arrival_time, self.first_token_time, self.finished_time, self.scheduled_time),
             self.num_cached_tokens,
             None if self.params.prompt_logprobs is None else list(self._prompt_logprobs),
         )

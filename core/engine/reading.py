@@ -19,7 +19,17 @@ made: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, OutputDe
 
 def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
     """What is told of a sequence that has got these tokens, or ended without any."""
-    told = seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens, (), ()
+    told = (
+        seq.request_id,
+        seq.index,
+        tuple(tokens),
+        seq.finish_reason,
+        seq.error,
+        seq.num_cached_tokens,
+        (),
+        (),
+        seq.admitted_time,
+    )
     return made(told)
 
 
