@@ -194,11 +194,16 @@ class RequestState:
 
     def next_output(self) -> RequestOutput:
         """What a reader sees next: all so far, or what is new."""
-        self._changed = False
         if self.params.output_kind is not RequestOutputKind.DELTA:
+            self._changed = False
             return self.output()
+        return self._output(self.news())
+
+    def news(self) -> list[CompletionOutput]:
+        """What is new of each completion since this was last asked."""
+        self._changed = False
         self._read()
-        return self._output([new for completion in self.completions if (new := completion.new_output()) is not None])
+        return [new for completion in self.completions if (new := completion.new_output()) is not None]
 
     def output(self) -> RequestOutput:
         """What the caller sees: of more completions than were asked for, those with the largest sum of log-probabilities."""

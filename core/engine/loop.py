@@ -241,18 +241,7 @@ class EngineLoop:
         for seq, token in zip(sampling, tokens, strict=True):
             if seq.together:
                 seq.append(token)
-                told = (
-                    seq.request_id,
-                    seq.index,
-                    (token,),
-                    seq.finish_reason,
-                    None,
-                    seq.num_cached_tokens,
-                    (),
-                    (),
-                    seq.admitted_time,
-                )
-                report(made(told))
+                report(made((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), (), None)))
                 num_new += 1
             elif seq.finished:
                 self.scheduler.read(seq, [])

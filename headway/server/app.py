@@ -73,8 +73,8 @@ class Routes:
         app.add_exception_handler(HTTPException, self._refuse)
         app.add_exception_handler(RequestValidationError, self._refuse)
         app.add_exception_handler(Exception, self._refuse)
-        for kind in (ApiError, ConfigError, ValueError):  # pydantic's is a ValueError
-            app.add_exception_handler(kind, self._refuse)
+        for error in (ApiError, ConfigError, ValueError):  # pydantic's is a ValueError
+            app.add_exception_handler(error, self._refuse)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -94,9 +94,13 @@ class Routes:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "prompt: needs either a prompt or messages", "prompt")
         if asked.messages is not None:
-            options = {"add_generation_prompt": asked.add_generation_prompt, "chat_template_kwargs": asked.chat_template_kwargs}
-            options["continue_final_message"] = asked.continue_final_message
-            prompt: Any = await self._llm.chat_prompt(asked.messages, tools=asked.tools, **options)
+            prompt: Any = await self._llm.chat_prompt(
+                asked.messages,
+                add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=asked.continue_final_message,
+                tools=asked.tools,
+                chat_template_kwargs=asked.chat_template_kwargs,
+            )
             tokens = prompt["prompt_token_ids"]
         else:
             encode = partial(tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens)

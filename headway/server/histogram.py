@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from prometheus_client.utils import floatToGoString
-
 
 class Histogram:
     """Counts of values by upper bound. For one thread."""
@@ -30,7 +28,7 @@ class Histogram:
         total, listed = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
-            listed.append((floatToGoString(bound), float(total)))
+            listed.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
         return listed
 
     @property

@@ -85,7 +85,7 @@ class Metrics:
     def page(self, engine: EngineSnapshot, queued: int) -> bytes:
         """All of it. queued: requests that the engine has not been handed yet."""
         families = [*self._engine(engine, queued), *self._requests()]
-        return generate_latest(_Families(families))  # type: ignore[arg-type]
+        return generate_latest(_Families(families))
 
     def _engine(self, now: EngineSnapshot, queued: int) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())

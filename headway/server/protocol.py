@@ -26,7 +26,7 @@ def limited_protocol(options: ServerOptions) -> type[HttpToolsProtocol]:
         _head = 0
         _in_head = True
 
-        def connection_made(self, transport: Any) -> None:  # type: ignore[override]
+        def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > options.max_connections:
                 self._refuse(ApiError(503, f"there are {options.max_connections} connections already", retry_after=1))

@@ -6,15 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 
 from headway.intake import CheckedRequest
-from headway.outputs import RequestOutput
 from headway.server.errors import ApiError, api_error
+from headway.server.reading import PromptReader
 from headway.server.service import Service, Ticket
-from headway.server.shapes import DONE, Shape, check_ended, usage
+from headway.server.shapes import DONE, Shape, usage
 from headway.streams import RequestStream
 
 log = logging.getLogger("headway")
@@ -36,10 +37,6 @@ class Reply(Response):
         self._asked = shape.asked
         self._streams: list[RequestStream] = []
         self._left = self._started = False
-        self._outputs: dict[int, RequestOutput] = {}
-        """The last output of each prompt."""
-        self._written: dict[int, int] = {}
-        """Tokens that were sent of each prompt's completions."""
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Serve it; the request ends with its client's connection."""
@@ -67,70 +64,29 @@ class Reply(Response):
         requests = await self._prepare()
         if self._left:
             return
-        llm, priority = self._service.llm, self._asked.priority
+        llm, priority, metrics = self._service.llm, self._asked.priority, self._service.metrics
         for number, request in enumerate(requests):
             self._streams.append(llm.submit(request, f"{self._shape.id}-{number}", priority=priority))
         ticket.submitted()
-        parts = [self._read(number, ticket, send) for number in range(len(requests))]
+        readers = [PromptReader(each, number, self._shape, ticket, metrics) for number, each in enumerate(self._streams)]
+        if not self._asked.stream:
+            outputs = [await reader.whole() for reader in readers]
+            if not self._left:
+                await self._send_whole(self._shape.whole([each for each in outputs if each is not None]), send)
+            return
+        parts = [self._stream(reader, send) for reader in readers]
         await (parts[0] if len(parts) == 1 else _all(parts))
         if self._left:
             return
-        outputs = [self._outputs[number] for number in range(len(requests))]
-        if not self._asked.stream:
-            await self._send_whole(self._shape.whole(outputs), send)
-            return
         end = DONE
         if self._shape.includes_usage:
-            used = usage([(output, self._written[number]) for number, output in enumerate(outputs)])
-            end = self._shape.chunk([], used) + DONE
+            end = self._shape.chunk([], usage([(reader.output, reader.num_written) for reader in readers])) + DONE
         await self._write(send, end, more=False)
 
-    async def _read(self, number: int, ticket: Ticket, send: Send) -> None:
-        """Follow one prompt to its end."""
-        first = number * (self._asked.n or 1)
-        metrics, streamed = self._service.metrics, self._asked.stream
-        last: dict[int, float] = {}
-        structured = self._asked.response_format is not None or self._asked.structured_outputs is not None
-        reasons: dict[int, str] = {}
-        written = 0
-        async for output in self._streams[number]:
-            now = time.perf_counter()
-            if not last:
-                ticket.begun()
-            parts = []
-            for new in output.outputs:
-                if new.finish_reason is not None:
-                    reasons[new.index] = new.finish_reason
-                    check_ended(new, structured)
-                tokens = len(new.token_ids)
-                written += tokens
-                before = last.get(new.index)
-                last[new.index] = now
-                if streamed:
-                    if before is None:
-                        parts.append(self._shape.begin(first + new.index, output))
-                        if number not in self._outputs:
-                            metrics.first_token(now - output.metrics.arrival_time)
-                    elif tokens:
-                        metrics.next_tokens((now - before) / tokens, tokens)
-                    parts.append(self._shape.piece(first + new.index, new, output, written))
-                    self._outputs[number] = output
-            self._outputs[number], self._written[number] = output, written
-            if streamed:
-                await self._write(send, b"".join(parts))
-        if self._outputs.get(number) is not None:
-            self._note(self._outputs[number], written, reasons)
-
-    def _note(self, output: RequestOutput, written: int, reasons: dict[int, str]) -> None:
-        """Count a request that has ended."""
-        ended = [reasons.get(index, "abort") for index in range(self._asked.n or 1)]
-        times, metrics = output.metrics, self._service.metrics
-        metrics.finished(times, len(output.prompt_token_ids), written, ended)
-        if not self._asked.stream and times.first_token_time is not None and times.finished_time is not None:
-            metrics.first_token(times.time_to_first_token)
-            later = written - len(ended)
-            if later > 0:  # nobody has seen the tokens one by one: their mean stands for each
-                metrics.next_tokens((times.finished_time - times.first_token_time) * len(ended) / later, later)
+    async def _stream(self, reader: PromptReader, send: Send) -> None:
+        async with aclosing(reader.events()) as events:
+            async for part in events:
+                await self._write(send, part)
 
     async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
         """Send a part of a stream. A client that does not read is waited for, and then given up."""

@@ -44,21 +44,23 @@ class Shape(ABC):
         self.asked, self.model, self.created = asked, model, int(time.time())
         options = asked.stream_options
         self.includes_usage = options is not None and options.include_usage
-        self._running_usage = options is not None and options.continuous_usage_stats
-        self._plain = not (has_logprobs or asked.return_token_ids or self._running_usage)
+        self.tells_usage = options is not None and options.continuous_usage_stats
+        """Whether every chunk tells the usage so far."""
+        self.is_structured = asked.response_format is not None or asked.structured_outputs is not None
+        self._plain = not (has_logprobs or asked.return_token_ids or self.tells_usage)
         self._common = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": model}
         self._heads: dict[int, bytes] = {}
         self._tail = (self.around[1] + ',"finish_reason":null}]' + (',"usage":null' if self.includes_usage else "")).encode()
         self._tail += b"}\n\n"
 
-    def piece(self, index: int, new: CompletionOutput, output: RequestOutput, written: int) -> bytes:
-        """The events that tell what is new of a choice. written: its tokens so far, all choices of its prompt together."""
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """The event that tells what is new of a choice. used: the output and its tokens so far, where `tells_usage`."""
         if self._plain and new.finish_reason is None:
             head = self._heads.get(index)
             if head is None:
                 head = self._heads[index] = self._head(index)
             return head + orjson.dumps(new.text) + self._tail
-        return self.chunk([self.choice(index, new)], usage([(output, written)]) if self._running_usage else None)
+        return self.chunk([self.choice(index, new)], None if used is None else usage([used]))
 
     def chunk(self, choices: list[dict[str, Any]], used: CompletionUsage | None = None) -> bytes:
         """An event with these choices."""
