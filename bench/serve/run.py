@@ -65,7 +65,8 @@ async def run_cell(
     found = await asyncio.gather(*map(talk, range(len(talks))))
     answers = [answer for listed, _ in found for answer in listed]
     lateness = [late for _, late in found] if plan.mode == "online" else []
-    return summary(plan, answers, time.perf_counter() - start, lateness, limits)
+    ended = max((answer.ended for answer in answers), default=start)  # what the client still does then is not the server's time
+    return summary(plan, answers, ended - start, lateness, limits)
 
 
 async def _converse(client: Asks, talk: Conversation, sending: Sending, tell: Callable[[], None]) -> list[Answer]:

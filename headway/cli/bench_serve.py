@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import shlex
 import sys
@@ -18,6 +17,7 @@ from headway.cli.options import names_of
 from headway.core.contract.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headway.bench.serve.client import Client
     from headway.bench.serve.load import Load
     from headway.bench.serve.report import ServeReport
     from headway.bench.serve.run import Plan, Sending
@@ -77,10 +77,10 @@ def serve(
         raise ConfigError("--modes", f"some of {', '.join(_MODES)}", repr(modes))
     limits, rates = _limits(goodput), _rates(rate)
     plans = [Plan("online", each, burstiness, max_concurrency) for each in rates] if "online" in chosen else []
-    plans += [Plan(mode, max_concurrency=max_concurrency) for mode in ("offline", "naive") if mode in chosen]  # type: ignore[arg-type]
+    plans += [Plan(mode, max_concurrency=max_concurrency) for mode in ("offline", "naive") if mode in chosen]
     load = Load(num_requests, parse_mix(mix), shared_prefix, num_prefixes, turns, vocab_size, seed)
     client = Client(url, api_key, timeout)
-    name = model or asyncio.run(client.model())
+    name = model or client.run(client.model())
     sending = Sending(name, endpoint, temperature)  # type: ignore[arg-type]
     report = _run(client, url, load, num_naive, plans, sending, limits)
     print_report(report, Console())
@@ -95,7 +95,7 @@ def serve(
 
 
 def _run(
-    client: object, url: str, load: Load, num_naive: int, plans: list[Plan], sending: Sending, limits: dict[str, float]
+    client: Client, url: str, load: Load, num_naive: int, plans: list[Plan], sending: Sending, limits: dict[str, float]
 ) -> ServeReport:
     from dataclasses import replace
 
@@ -112,7 +112,7 @@ def _run(
             what = plan.mode if plan.mode != "online" else f"online, {plan.rate:g}/s"
             task = progress.add_task(what, total=own.num_requests * own.turns)
             cells.append(
-                asyncio.run(run_cell(client, own, plan, sending, limits, lambda task=task: progress.update(task, advance=1)))  # type: ignore[arg-type, misc]
+                client.run(run_cell(client, own, plan, sending, limits, lambda task=task: progress.update(task, advance=1)))  # type: ignore[misc]
             )
     sent = {
         "conversations": str(load.num_requests),

@@ -59,6 +59,7 @@ def serve(
 ) -> None:
     """Serve MODEL with OpenAI's API: chats, completions, and Prometheus' metrics."""
     try:
+        from headway.server.launch import bound_socket
         from headway.server.launch import serve as listen
         from headway.server.service import ServerOptions
     except ImportError as error:
@@ -75,10 +76,11 @@ def serve(
         shutdown_timeout=shutdown_timeout,
     )
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    sock = bound_socket(host, port)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
         from headway.async_llm import AsyncLLM
 
         llm = AsyncLLM(model, **engine)
     err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {llm.engine.selection}")
-    listen(llm, options, host, port, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))
+    listen(llm, options, host, sock, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))
