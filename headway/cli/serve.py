@@ -20,6 +20,7 @@ LIMITS = "Limits"
 def serve(
     engine: dict[str, Any],
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
+    model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.", rich_help_panel=SERVER)] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of this machine.", rich_help_panel=SERVER)
     ] = "127.0.0.1",
@@ -64,6 +65,7 @@ def serve(
         from headway.server.service import ServerOptions
     except ImportError as error:
         raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
+    model = model_option or model
     options = ServerOptions(
         served_model_names=tuple(served_model_name or ()) or (model,),
         api_key=api_key or None,
