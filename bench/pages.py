@@ -20,6 +20,7 @@ from headway.bench.crossover.view import view
 from headway.bench.generate.report import read_offline, read_peers
 from headway.bench.generate.table import markdown
 from headway.bench.kernel.results import KernelCell, KernelReport, read_report
+from headway.core.system.files import write_whole
 from headway.testing.origin import Origin
 from headway.tuning.files import read_table
 
@@ -144,7 +145,7 @@ def main() -> None:
     """Rewrite the documents named on the command line."""
     for name in sys.argv[1:]:
         path = Path(name)
-        path.write_text(render(path.read_text()))
+        write_whole(path, render(path.read_text()).encode())
 
 
 if __name__ == "__main__":

@@ -7,22 +7,24 @@ reads bench/results/ of the working folder and writes one PNG for each picture.
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headway.bench.charts import new_figure, png
+from headway.bench.crossover.curves import to_curves
 from headway.bench.crossover.plot import to_png
 from headway.bench.crossover.view import view
+from headway.bench.diff.picture import to_png as diff_to_png
+from headway.bench.diff.report import DiffReport
 from headway.bench.generate.report import read_kernel_peers, read_peers
 from headway.bench.kernel.results import read_report
-from headway.core.contract.errors import ConfigError
 from headway.testing.json_files import write_bytes
 from headway.tuning.files import read_table
 
-H200 = Path("bench/results/h200")
+CPU, H200 = Path("bench/results/cpu"), Path("bench/results/h200")
 _COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#66ccee", "#aa3377")
 """After Paul Tol's bright scheme; Headway is always the first."""
 
@@ -39,13 +41,7 @@ def bars(
 
     :raises ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a picture", "matplotlib", str(error), "pip install 'headway[plot]'") from error
-    figure = Figure(figsize=(max(7.5, 1.15 * len(groups) * max(len(series), 2) ** 0.6 + 1.5), 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(max(7.5, 1.15 * len(groups) * max(len(series), 2) ** 0.6 + 1.5), 4.6)
     axis = figure.subplots()
     width = 0.82 / len(series)
     highest = max(value for values in series.values() for value in values if value is not None)
@@ -62,9 +58,7 @@ def bars(
     if highest >= 100:
         axis.yaxis.set_major_formatter("{x:,.0f}")
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110)
-    return out.getvalue()
+    return png(figure)
 
 
 def _figure(axis: Any, place: float, value: float | None, highest: float) -> None:
@@ -138,6 +132,9 @@ def main() -> None:
     for heads in ("16-8-128", "32-8-128"):
         table = read_table(H200 / f"crossover-{heads}.json")
         write_bytes(to_png(view(table)), folder / f"crossover-h200-{heads}.png")
+    write_bytes(to_curves(view(read_table(H200 / "crossover-16-8-128.json"))), folder / "curves-h200-16-8-128.png")
+    diff = DiffReport.model_validate_json((CPU / "diff-fp8.json").read_text())
+    write_bytes(diff_to_png(diff), folder / "diff-fp8.png")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from headway.version import __version__
-
 __all__ = [
     "AsyncLLM",
     "LLM",
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from headway.outputs import CompletionOutput, RequestOutput
     from headway.prompts import TextPrompt, TokensPrompt
     from headway.registry import create_registry, hookimpl
+    from headway.version import __version__
 
 _HOME = {
     "AsyncLLM": "headway.async_llm",
@@ -53,15 +52,20 @@ _HOME = {
     "StructuredOutputsParams": "headway.core.sampling.structured",
     "TextPrompt": "headway.prompts",
     "TokensPrompt": "headway.prompts",
+    "__version__": "headway.version",
     "create_registry": "headway.registry",
     "hookimpl": "headway.registry",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load public names when they are first used: a plugin that imports headway.core does not pay for the rest."""
+    """Load a public name when it is first used (PEP 562): `import headway` costs milliseconds and loads no torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'headway' has no attribute {name!r}")
     from importlib import import_module
 
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

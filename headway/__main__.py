@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-from rich.text import Text
-
 from headway.core.contract.errors import HeadwayError
 
 
@@ -17,7 +14,11 @@ def main() -> None:
     try:
         app()
     except HeadwayError as error:
-        Console(stderr=True, soft_wrap=True).print(Text("headway: error: ", "bold red").append(str(error), "default"))
+        from rich.text import Text
+
+        from headway.core.system.terminal import Terminal
+
+        Terminal(stderr=True, soft_wrap=True).print(Text("headway: error: ", "bold red").append(str(error), "default"))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,8 +17,9 @@ from headway.core.select.selector import check_names
 from headway.core.speculation.proposer import ProposerOptions
 from headway.heap import freeze_heap
 from headway.models.device_operations import compile_ahead, fastest_sampling
+from headway.models.identity import identity_of
 from headway.models.loader import LoadedModel, load_model
-from headway.registry import Registry, create_registry
+from headway.registry import Registry
 from headway.stats_log import StatsLog
 from headway.threads import set_threads
 from headway.tuning.autotune import TableRequest, costs_for
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     import torch
 
     from headway.engine_args import EngineArgs
+
+log = logging.getLogger("headway")
 
 
 class Assembly(NamedTuple):
@@ -50,7 +54,9 @@ def assemble(args: EngineArgs) -> Assembly:
     :raises HeadwayError: anything the caller can put right, in one line.
     """
     config, deterministic = args.engine_config(), args.deterministic
-    registry = args.registry or create_registry(args.plugins)
+    registry = args.make_registry()
+    for failure in registry.failures:
+        log.warning("plugin left out: %s", failure)
     check_names(registry, config.attn_backend, config.kv_layout, config.attn_options)
     speculate = None if config.speculate is None else registry.proposer(config.speculate)
     device = resolve_device(args.device)
@@ -79,9 +85,15 @@ def assemble(args: EngineArgs) -> Assembly:
     eos = model.eos_token_ids
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
     hosts = HostRows(grammars, registry.logits_processors)
-    made_for, scales = (config, eos, sampling, costs), decoder.kv_scales
     proposer = None if speculate is None else speculate.make(ProposerOptions())
-    engine = Engine(decoder, registry, *made_for, proposer, compile_ahead=ahead, hosts=hosts, kv_scales=scales)
+    weights = "" if config.kv_offload_dir is None else identity_of(model, args.load_format)
+    engine = Engine(
+        *(decoder, registry, config, eos, sampling, costs, proposer),
+        compile_ahead=ahead,
+        hosts=hosts,
+        kv_scales=decoder.kv_scales,
+        weights=weights,
+    )
     freeze_heap()
     stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
     return Assembly(registry, device, num_threads, model, engine, stats_log)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Final, ParamSpec, get_args, get_type_hints
@@ -14,6 +15,7 @@ from headway.core.contract.unknown import refuse_unknown
 from headway.core.engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from headway.core.contract.backend import AttentionBackend
     from headway.registry import Registry
 
 P = ParamSpec("P")
@@ -44,7 +46,17 @@ class EngineArgs(EngineConfig):
         float | None, "Seconds that auto may measure at the first start; 0: none. Default: 20 on a GPU, 10 on a CPU."
     ] = None
     log_stats_interval: Annotated[float | None, "Seconds between two lines of statistics in the log. Default: none."] = None
-    plugins: Annotated[Iterable[object], "Objects with hook implementations, registered beside the installed plugins."] = ()
+    plugins: Annotated[
+        Iterable[object],
+        "Registered beside the installed plugins: objects with hook implementations, backend classes, or files with either, as "
+        "FILE.py or FILE.py:CLASS.",
+    ] = ()
+    backends: Annotated[
+        Iterable[type[AttentionBackend]], "Classes of attention backends, registered as plugins are; attn_backend names one."
+    ] = ()
+    plugin_policy: Annotated[
+        str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: HEADWAY_PLUGINS, else all."
+    ] = None
     registry: Annotated[Registry | None, "A Registry to use in place of a new one."] = None
 
     def __post_init__(self) -> None:
@@ -55,6 +67,12 @@ class EngineArgs(EngineConfig):
             raise ConfigError("model", "a name or path as a text", f"a {type(self.model).__name__}")
         name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is as good as its name
         object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(name, name))
+        if isinstance(self.plugins, (str, PathLike)):
+            raise ConfigError("plugins", 'a list, such as ["my_backend.py"]', repr(self.plugins))
+        if self.registry is not None and (self.plugins or self.backends):
+            raise ConfigError(
+                "registry", "a Registry alone", "plugins or backends beside it", "create_registry(plugins) takes them"
+            )
         threads, budget = self.num_threads, self.autotune_budget
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
             raise ConfigError("num_threads", "a whole number of at least 1", repr(threads))
@@ -81,14 +99,34 @@ class EngineArgs(EngineConfig):
         tried = device_type == "cuda" and not self.enforce_eager
         return self.torch_compile if self.torch_compile is not None or tried else False
 
+    def make_registry(self) -> Registry:
+        """The registry given; else a new one, with what is given to it.
+
+        :raises HeadwayError: something of that cannot be registered.
+        """
+        from headway.registry import create_registry
+
+        if self.registry is not None:
+            return self.registry
+        backends = list(self.backends)
+        return create_registry([*self.plugins, *backends] if backends else self.plugins, policy=self.plugin_policy)
+
     def engine_config(self) -> EngineConfig:
         """The part of the options that the engine reads."""
         return EngineConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)})
 
 
-def help_texts() -> dict[str, str]:
+@functools.cache
+def option_types() -> Mapping[str, Any]:
+    """Option -> its annotation, text included. Reading all of them takes milliseconds, and every flag of a command asks."""
+    later = {"Registry": type("Registry", (), {}), "AttentionBackend": type("AttentionBackend", (), {})}
+    return get_type_hints(EngineArgs, localns=later, include_extras=True)
+
+
+@functools.cache
+def help_texts() -> Mapping[str, str]:
     """Option -> its text, in the order in which a person reads them: model and machine first."""
-    hints = get_type_hints(EngineArgs, localns={"Registry": object}, include_extras=True)
+    hints = option_types()
     own = [field.name for field in dataclasses.fields(EngineArgs)]
     engine = [field.name for field in dataclasses.fields(EngineConfig)]
     return {name: get_args(hints[name])[1] for name in (*(name for name in own if name not in engine), *engine)}
@@ -136,7 +174,9 @@ VLLM_OPTIONS: Final = {
     "hf_overrides": "not supported: edit the config.json of the model's folder",
     "revision": "not supported yet: load the folder that huggingface-cli download --revision writes",
     "download_dir": "set the environment variable HF_HOME",
-    "swap_space": "not supported, because a preempted request is computed again and nothing is swapped",
+    "swap_space": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'; preemption_mode='swap' always swaps",
+    "kv_offloading_size": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'",
+    "kv_offloading_backend": "leave it out: kv_offload_size keeps blocks in the host's memory, kv_offload_dir on disk too",
     "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
     "enable_lora": "not supported yet: merge the adapter into its model with peft's merge_and_unload()",
     "max_lora_rank": "not supported yet: merge the adapter into its model with peft's merge_and_unload()",

@@ -174,7 +174,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
         with self.driver.turns:
-            self.engine.blocks.forget_prefixes()
+            self.engine.blocks.forget_prefixes(everywhere=True)
         return True
 
     def __getattr__(self, name: str) -> NoReturn:

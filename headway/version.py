@@ -1,3 +1,8 @@
-"""The version of Headway; pyproject.toml has the same, and a test compares them."""
+"""The version of Headway, which git's tag sets when the package is built: here and nowhere else."""
 
-__version__ = "0.1.0"
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("headway")
+except PackageNotFoundError:  # sources that are not installed
+    __version__ = "unknown"

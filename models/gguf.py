@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import importlib.util
+import logging
 import shutil
-import tempfile
+import time
 import warnings
-from contextlib import suppress
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.folders import cache_folder
+from headway.core.system.files import new_folder
+from headway.core.system.terminal import Terminal
 from headway.models.families import read_decoder_config
+from headway.models.weights import check_files
+
+log = logging.getLogger("headway")
+_ABANDONED = 3600.0
+"""Seconds after which nobody goes on with a conversion."""
+
+
+def missing_readers() -> list[str]:
+    """Packages of the extra `gguf`, without which transformers reads no .gguf file, that are not installed."""
+    return [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
 
 
 def convert(path: Path) -> Path:
     """Folder with the model's float32 weights and tokenizer; made if it is not there yet (SmolLM2-135M: about 20 s).
 
-    The folder appears whole or not at all, so two first starts at once do no harm.
+    The folder appears whole or not at all, so two first starts at once do no harm. One whose files were cut short since is made
+    again, and what a conversion that was killed has left is removed.
 
     :raises ModelError: no such file, no gguf reader, or a file transformers cannot read.
     """
@@ -31,25 +43,41 @@ def convert(path: Path) -> Path:
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
     target = cache_folder() / "models" / f"{path.stem}-{key}"
     if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
-    try:
-        Console(stderr=True).print(f"converting {path.name} to safetensors, once", highlight=False)
+        damage = _damage(target)
+        if not damage:
+            return target
+        log.warning("model %s: %s is not whole (%s), and is made again", path.name, target, damage)
+        shutil.rmtree(target)
+    missing = missing_readers()
+    if missing:
+        raise ModelError(f"model {path}: needs {' and '.join(missing)} to read .gguf files; pip install 'headway[gguf]'")
+    for left in target.parent.glob(".converting-*"):  # by releases of before 2026-11-22
+        if time.time() - left.stat().st_mtime > _ABANDONED:
+            shutil.rmtree(left, ignore_errors=True)
+    with new_folder(target) as scratch:
+        Terminal(stderr=True).print(f"converting {path.name} to safetensors, once", highlight=False)
         _convert(path, scratch)
-        with suppress(OSError):  # another process was faster: its folder is the same
-            os.rename(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
-def _convert(path: Path, target: Path) -> None:
+def _damage(folder: Path) -> str:
+    """What is wrong with the files of a converted model, as far as their ends tell; empty if nothing is."""
+    for path in (folder / "config.json", *folder.glob("*.json")):
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 64))
+                if not file.read().rstrip().endswith(b"}"):
+                    return f"{path.name} ends too early"
+        except OSError as error:
+            return f"{path.name}: {error.strerror}"
     try:
-        import accelerate  # noqa: F401  (transformers needs both to read a .gguf file)
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise ModelError(f"model {path}: needs {error.name} to read .gguf files; pip install 'headway[gguf]'") from error
+        check_files(folder)
+    except ModelError as error:
+        return str(error).partition(";")[0]
+    return ""
+
+
+def _convert(path: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:

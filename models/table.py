@@ -13,6 +13,7 @@ import typer
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from headway.core.contract.errors import ModelError
+from headway.core.system.files import write_whole
 from headway.models.families import FAMILIES
 from headway.models.transformers_adapter.interface import NAME
 from headway.models.transformers_adapter.model import TransformersModel
@@ -172,7 +173,7 @@ def main(
     if docs is None:
         typer.echo(table)
     else:
-        docs.write_text(replace_in(docs.read_text(encoding="utf-8"), table), encoding="utf-8")
+        write_whole(docs, replace_in(docs.read_text(encoding="utf-8"), table).encode())
 
 
 if __name__ == "__main__":

@@ -147,6 +147,8 @@ def check_files(folder: Path) -> None:
 
 
 def _open(path: Path, device: torch.device) -> Any:
+    if not path.is_file():  # a pipe, say, would be waited for
+        raise ModelError(f"weights: {path} cannot be read: it is no file")
     try:
         return safe_open(path, framework="pt", device=str(device))
     except (SafetensorError, OSError) as error:
@@ -166,10 +168,16 @@ def _check_elements(name: str, dtype: torch.dtype) -> None:
 def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
+        if not index.is_file():
+            raise ModelError(f"weights: {index} cannot be read: it is no file")
         try:
-            names = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            outside = [name for name in listed if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ModelError(f"weights: {index} is not a safetensors index ({type(error).__name__}: {error})") from error
+        if outside:
+            raise ModelError(f"weights: {index} needs names of files in its folder, got {outside[0]!r}")
+        names = [folder / name for name in listed]
         missing = [path.name for path in names if not path.exists()]
         if missing:
             raise ModelError(f"weights: {folder} lacks {', '.join(missing)}, which {index.name} names; fetch the model again")

@@ -1,21 +1,31 @@
-"""Entry points, one by one: a broken plugin is a record, not a crash."""
+"""Entry points, one by one: what is installed, whose it is, and which files it consists of. Nothing of it is imported here."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, distributions
+from itertools import islice
+from pathlib import Path
 
 from headway.core.contract.errors import PluginError
+
+_MOST_FILES = 2000
+"""Files of a package that are looked at, to see whether it has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginFailure:
-    """A plugin that did not load, and what it raised."""
+    """A plugin that is left out, and why."""
 
     name: str
     owner: str
-    error: Exception | SystemExit
+    error: BaseException
+    details: str = ""
+    """Traceback, and what the plugin printed, of an error in another process."""
 
     def __str__(self) -> str:
         if isinstance(self.error, PluginError):  # which names the plugin already
@@ -29,6 +39,7 @@ class FoundPlugin:
 
     name: str
     owner: str
+    """Name and version of the distribution."""
     point: EntryPoint | Exception
     """What to load; or why the distribution's entry points cannot be read."""
 
@@ -37,6 +48,30 @@ class FoundPlugin:
         if isinstance(self.point, Exception):
             raise self.point
         return self.point.load()
+
+    @property
+    def file(self) -> Path | None:
+        """Where the plugin's top-level module or package lies; None where nothing of that name is found."""
+        with suppress(Exception):  # of an entry point that names no module, or a finder of somebody's own
+            assert isinstance(self.point, EntryPoint)
+            top = importlib.util.find_spec(self.point.module.partition(".")[0])  # what lies below would be imported to find it
+            assert top is not None
+            if top.submodule_search_locations:
+                return Path(next(iter(top.submodule_search_locations)))
+            return Path(top.origin) if top.origin else None
+        return None
+
+    def digest(self) -> str:
+        """Differs as soon as the plugin's version, its entry point or any of its files does."""
+        file = self.file
+        files = [] if file is None else [file] if file.is_file() else islice(sorted(file.rglob("*")), _MOST_FILES)
+        facts: list[object] = [self.name, self.owner, str(self.point)]
+        for path in files:
+            if "__pycache__" not in path.parts:
+                with suppress(OSError):
+                    stat = path.stat()
+                    facts.append((str(path), stat.st_mtime_ns, stat.st_size) if path.is_file() else str(path))
+        return hashlib.sha256(repr(facts).encode("utf-8", "replace")).hexdigest()
 
 
 def entry_points(group: str, blocked: frozenset[str] = frozenset()) -> Iterator[FoundPlugin]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import pluggy
@@ -19,8 +18,9 @@ from headway.core.contract.processors import LogitsProcessorInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.core.speculation.proposer import ProposerInfo
-from headway.registry import hookspecs
-from headway.registry.discovery import PluginFailure, entry_points
+from headway.core.system.faults import trace, warn_once
+from headway.registry.discovery import PluginFailure
+from headway.registry.records import Brought, PluginRecord
 from headway.registry.validate import (
     answers_of,
     check_backend_class,
@@ -56,6 +56,10 @@ class Registry:
         self.proposers: dict[str, ProposerInfo] = {}
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
         self.failures: list[PluginFailure] = []
+        self.plugins: list[PluginRecord] = []
+        """The installed plugins, those that were left out or not wanted as well."""
+        self.brought: dict[str, Brought] = {}
+        """What each registered plugin handed in."""
 
     def add_plugin(self, name: str, owner: str, plugin: object) -> None:
         """Register one plugin whole or, if anything is wrong with it, not at all.
@@ -102,6 +106,13 @@ class Registry:
                 self._manager.unregister(plugin)
             raise
         self._owners[name] = owner
+        self.brought[name] = Brought(
+            tuple(caller.name for caller in self._manager.get_hookcallers(plugin) or ()),
+            tuple(info.name for info in backends),
+            tuple(info.layout.name for info in layouts),
+            tuple(info.name for info in proposers),
+            tuple(info.name for info in processors),
+        )
         self.layouts.update({info.layout.name: info for info in layouts})
         self.proposers.update({info.name: info for info in proposers})
         self.backends.update({backend.name: BackendEntry(backend, owner) for backend in backends})
@@ -145,6 +156,7 @@ class Registry:
             try:
                 loaded = entry.info.load()
             except (Exception, SystemExit) as error:
+                trace(f"backend {name} of {entry.owner} does not load", error)
                 raise PluginError(f"backend {name} of {entry.owner} does not load: {type(error).__name__}: {error}") from error
             self._classes[name] = check_backend_class(loaded, name, f"backend {name} of {entry.owner}")
         return self._classes[name]
@@ -156,7 +168,8 @@ class Registry:
                 self._support[name] = _support(self.backend(name).available(), "available")
             except UnknownBackendError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
+                trace(f"available() of backend {name}", error)
                 info = self.backends[name].info
                 hint = f"pip install '{info.extra}'" if info.extra else ""
                 self._support[name] = Support.no("import", "a backend that loads and answers", error, hint)
@@ -187,61 +200,57 @@ class Registry:
             return available
         try:
             return _support(self.backend(name).supports(spec, layout, block_size, phase), "supports")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            trace(f"supports() of backend {name}", error)
             return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
 
     def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
         """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
 
-        :raises PluginError: a plugin's answer is not an order of the candidates.
+        A hook that raises, or whose answer is no order of the candidates, is named in the log and passed over.
         """
-        try:
-            answer = self._manager.hook.headway_rank_backends(spec=spec, phase=phase, candidates=tuple(candidates))
-        except Exception as error:
-            raise PluginError(f"headway_rank_backends of a plugin raised {type(error).__name__}: {error}") from error
-        if not isinstance(answer, (list, tuple)) or Counter(answer) != Counter(candidates):
-            raise PluginError(f"headway_rank_backends must return an order of {list(candidates)}, got {answer!r}")
-        return list(answer)
-
-
-def create_registry(
-    plugins: Mapping[str, object] | Iterable[object] = (), *, load_entry_points: bool = True, block: Iterable[str] = ()
-) -> Registry:
-    """Make a registry: the built-ins first, then the given plugin objects, then entry points of the group "headway".
-
-    plugins: modules or objects with hook implementations, or name -> object; one that fails raises.
-    block: names of entry points to leave alone. A failing entry point is recorded in `failures` and start-up goes on.
-    """
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    registry = Registry(manager)
-    registry.add_plugin(BUILTIN_OWNER, BUILTIN_OWNER, import_module(BUILTIN_PLUGIN))
-    named = plugins.items() if isinstance(plugins, Mapping) else _named(plugins)
-    for name, plugin in named:
-        registry.add_plugin(name, name, plugin)
-    if load_entry_points:
-        for point in entry_points(hookspecs.PROJECT, frozenset(block)):
+        for plugin, order in self.rank_hooks():
             try:
-                registry.add_plugin(point.name, point.owner, point.load())
+                answer = order(spec, phase, candidates)
             except (Exception, SystemExit) as error:
-                registry.failures.append(PluginFailure(point.name, point.owner, error))
-    return registry
+                who = f"plugin {plugin!r} of {self._owners.get(plugin, 'nobody')}"
+                trace(f"headway_rank_backends() of {who}", error)
+                raised = str(error) if isinstance(error, PluginError) else f"it raised {type(error).__name__}: {error}"
+                warn_once(f"headway_rank_backends() of {who} is passed over: {raised}")
+                continue
+            if answer is not None:
+                return answer
+        return list(candidates)
+
+    def rank_hooks(self) -> list[tuple[str, RankHook]]:
+        """Name of each plugin that has a rank hook, in the order in which they are asked -> the hook, with its answer checked.
+
+        It raises whatever the plugin raises, and PluginError for an answer that is no order of the candidates.
+        """
+        found = reversed(self._manager.hook.headway_rank_backends.get_hookimpls())
+        return [(each.plugin_name, partial(self._rank_of, each.plugin)) for each in found]
+
+    def _rank_of(self, plugin: object, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str] | None:
+        others = [other for other in self._manager.get_plugins() if other is not plugin]
+        ask = self._manager.subset_hook_caller("headway_rank_backends", others)
+        answer = ask(spec=spec, phase=phase, candidates=tuple(candidates))
+        if answer is not None and not _is_order(answer, candidates):
+            raise PluginError(f"it must return an order of {list(candidates)}, got {answer!r}")
+        return None if answer is None else list(answer)
+
+
+RankHook = Callable[[AttentionSpec, Phase, Sequence[str]], list[str] | None]
+"""(layer, phase, candidates) -> the candidates, best first; None leaves it to the next."""
+
+
+def _is_order(answer: object, candidates: Sequence[str]) -> bool:
+    try:
+        return isinstance(answer, (list, tuple)) and Counter(answer) == Counter(candidates)
+    except TypeError:  # of what cannot be hashed
+        return False
 
 
 def _support(answer: object, method: str) -> Support:
     if not isinstance(answer, Support):
         raise PluginError(f"{method}() must return a Support, got {answer!r}")
     return answer
-
-
-def _named(plugins: Iterable[object]) -> Iterable[tuple[str, object]]:
-    """Names for plugin objects: their type's, numbered from the second of a kind on."""
-    seen: Counter[str] = Counter()
-    for plugin in plugins:
-        name = _name(plugin)
-        seen[name] += 1
-        yield (name if seen[name] == 1 else f"{name}-{seen[name]}"), plugin
-
-
-def _name(plugin: object) -> str:
-    return plugin.__name__ if isinstance(plugin, (type, ModuleType)) else type(plugin).__name__

@@ -17,7 +17,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.processors import LogitsProcessorInfo
 from headway.core.speculation.proposer import ProposerInfo
 
-_RESERVED = ("auto", "reference")
+RESERVED = ("auto", "reference")
 """Words with a meaning of their own where a name is asked for."""
 _SWITCHES = (
     "value_in_key",
@@ -161,7 +161,7 @@ def _check_methods(backend: type[AttentionBackend], claims: Capabilities, where:
 def _check_name(name: object, what: str) -> None:
     ok = isinstance(name, str) and name and not any(sign in name for sign in ",=") and not any(map(str.isspace, name))
     _need(bool(ok), what, "a text without blanks, commas or equals signs", name)
-    _need(name not in _RESERVED, what, f"none of the words {' and '.join(_RESERVED)}", name)
+    _need(name not in RESERVED, what, f"none of the words {' and '.join(RESERVED)}", name)
 
 
 def _need(ok: bool, what: str, need: str, got: object) -> None:

@@ -32,6 +32,8 @@ class Wanted:
     jobs: int = 1
     timeout: float = 0.0
     """Seconds a cell may take; 0: TIMEOUT's."""
+    plugins: tuple[str, ...] = ()
+    """Files with plugins, beside the installed ones."""
 
 
 def check(
@@ -47,7 +49,7 @@ def check(
         raise ConfigError("--device", "a CUDA GPU", "none that torch can use", "--device cpu")
     target = wanted.target or BASELINE
     timeout = wanted.timeout or TIMEOUT[wanted.device]
-    children = [Child(target, wanted.device, 1, timeout) for _ in range(max(1, wanted.jobs))]
+    children = [Child(target, wanted.device, 1, timeout, wanted.plugins) for _ in range(max(1, wanted.jobs))]
     started = time.monotonic()
     try:
         listed = children[0].list(quick=wanted.quick, layout=wanted.layout)
@@ -60,6 +62,7 @@ def check(
     return CheckReport(
         target=wanted.target or f"layout {wanted.layout}",
         subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
+        plugins=list(wanted.plugins),
         origin=Origin.here(),
         version=_version(listed.owner),
         date=now(),

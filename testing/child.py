@@ -1,4 +1,4 @@
-"""`python -m headway.testing.child TARGET DEVICE THREADS`: a process that loads a subject and runs the cells it is told.
+"""`python -m headway.testing.child TARGET DEVICE THREADS PLUGIN...`: a process that runs the cells of a subject that it is told.
 
 Each answer is one line of JSON. What the subject prints goes to the error stream; what it breaks is this process alone.
 """
@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import sys
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from headway.core.contract.errors import HeadwayError
+from headway.core.system.child import answers, say
 from headway.testing.cells import Cell
 from headway.testing.kit import Kit
 from headway.testing.subject import load_subject
 
 
-def main(target: str, device: str, threads: int) -> None:
+def main(target: str, device: str, threads: int, plugins: Sequence[str]) -> None:
     """Answer requests until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    told = answers()
     faulthandler.enable()
     torch.set_num_threads(threads)
     kit: Kit | None = None
@@ -30,12 +30,12 @@ def main(target: str, device: str, threads: int) -> None:
         request = json.loads(line)
         try:
             if kit is None:
-                kit = Kit(load_subject(target, torch.device(device)))
-            _say(answers, _answer(kit, request))
+                kit = Kit(load_subject(target, torch.device(device), plugins=plugins))
+            say(told, _answer(kit, request))
         except HeadwayError as error:
-            _say(answers, {"error": str(error)})
+            say(told, {"error": str(error)})
         except Exception as error:
-            _say(answers, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
+            say(told, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
 
 
 def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
@@ -57,9 +57,5 @@ def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
     return {"subject": subject.name, "owner": owner, "unavailable": unavailable, "cells": [str(cell) for cell in cells]}
 
 
-def _say(answers: TextIO, message: dict[str, Any]) -> None:
-    print(json.dumps(message), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from headway.core.contract.errors import ConfigError
+from headway.core.system.files import write_whole
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -25,25 +24,16 @@ def write_json(model: BaseModel, path: Path, option: str = "--output") -> None:
 
 
 def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
-    """Write a file whole or not at all. option: the one that names it, for the error.
+    """Write a file of the user's as `write_whole` does. option: the one that names it, for the error.
 
-    :raises ConfigError: the folder cannot be written to.
+    :raises ConfigError: it cannot be written; an old file is as it was.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        write_whole(path, content, durable=True)
     except OSError as error:
-        raise ConfigError(option, "a file in a folder that can be written to", str(path), str(error)) from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # mkstemp's files are the owner's alone
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        old = "; the file that is there is as it was" if path.is_file() else ""
+        got = f"{path}, which cannot be written ({error.strerror or error})"
+        raise ConfigError(option, "a file in a folder that can be written to", got + old) from error
 
 
 def read_json(path: Path, kind: type[Model], schema: str) -> Model:

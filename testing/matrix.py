@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.system.files import write_whole
 from headway.testing.cells import FEATURES, MEMORIES, PHASES
 from headway.testing.report import CellResult, CheckReport, read_check
 
@@ -124,7 +125,7 @@ def main(
     try:
         matrix = render(read_check(path) for path in files)
         if docs is not None:
-            docs.write_text(replace_in(docs.read_text(encoding="utf-8"), matrix), encoding="utf-8")
+            write_whole(docs, replace_in(docs.read_text(encoding="utf-8"), matrix).encode())
     except (HeadwayError, OSError) as error:
         typer.echo(f"matrix: error: {error}", err=True)
         raise typer.Exit(2) from error

@@ -60,7 +60,7 @@ class CellItem(pytest.Item):
 
     def runtest(self) -> None:
         """Run the cell; a process that died fails it."""
-        from headway.testing.runner import Died
+        from headway.core.system.child import Died
 
         try:
             result = self._child.run(self.name)

@@ -67,6 +67,8 @@ class CheckReport(BaseModel):
     schema_: Literal["headway.check/1"] = Field(default=SCHEMA, alias="schema")
     target: str
     """What was asked for: a backend's name, FILE.py:CLASS, or the layout."""
+    plugins: list[str] = []
+    """Files that were registered beside the installed plugins."""
     subject: str
     """The name it is registered by."""
     origin: Origin

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import selectors
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.contract.errors import ConfigError
+from headway.core.system.child import Child as JsonChild
+from headway.core.system.child import Died, python
 from headway.testing.cells import Cell
 from headway.testing.report import CellResult
 
@@ -25,11 +18,6 @@ TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
 START_TIMEOUT = 180.0
 MOST_DEATHS = 6
 """After so many crashes and hangs in one run the rest is not run: each costs a new process."""
-_TAIL = 300
-
-
-class Died(Exception):
-    """The child is gone, or said nothing for too long."""
 
 
 @dataclass
@@ -50,9 +38,8 @@ class Child:
     device: str
     threads: int
     timeout: float
-    _process: subprocess.Popen[bytes] | None = None
-    _errors: Any = None
-    _rest: bytes = b""
+    plugins: Sequence[str] = ()
+    _process: JsonChild | None = None
 
     def list(self, **request: Any) -> Listed:
         """The cells of the subject.
@@ -86,66 +73,19 @@ class Child:
     def stop(self) -> None:
         """End the process and all that it started."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout, self._errors):
-                if stream is not None:
-                    stream.close()
-        self._process, self._rest = None, b""
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as the process
-        command = [sys.executable, "-P", "-m", "headway.testing.child", self.target, self.device, str(self.threads)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,
-            env={**os.environ, "HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": str(self.threads)},
-        )
-        return self._process
+            self._process.stop()
+        self._process = None
 
     def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        process = self._process or self._start()
-        assert process.stdin is not None
+        if self._process is None:
+            command = python("headway.testing.child", self.target, self.device, str(self.threads), *self.plugins)
+            limits = {"HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": str(self.threads)}
+            self._process = JsonChild(command, limits)
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
-            line = self._line(process, time.monotonic() + timeout)
-        except (BrokenPipeError, EOFError):
-            code = process.wait()
-            said = self._tail()
-            self.stop()
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            raise Died(f"the process {how}{said}") from None
-        except TimeoutError:
-            self.stop()
-            raise Died(f"no answer within {timeout:.0f} s") from None
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _line(self, process: subprocess.Popen[bytes], until: float) -> bytes:
-        assert process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._rest:
-                if not selector.select(max(0.0, until - time.monotonic())):
-                    raise TimeoutError
-                chunk = os.read(process.stdout.fileno(), 1 << 16)
-                if not chunk:
-                    raise EOFError
-                self._rest += chunk
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line
-
-    def _tail(self) -> str:
-        """The last words of a process that died."""
-        self._errors.seek(0)
-        lines = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
-        last = " ".join(lines[-1:])[-_TAIL:]
-        return f": {last}" if last else ""
+            return self._process.ask(request, timeout)
+        except Died:
+            self._process = None
+            raise
 
 
 class Refused(ConfigError):
@@ -199,7 +139,7 @@ class Run:
                     result = child.run(cell)
                 except Died as died:
                     self.deaths += 1
-                    hang = "no answer" in str(died)
+                    hang = died.silent
                     result = _failed(cell, str(died), "hangs" if hang else "takes the process with it: a crash or an exit")
             with self._lock:
                 self.results[cell] = result

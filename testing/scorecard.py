@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.text import Text
 
+from headway.core.system.text import page
 from headway.testing.cells import AXES
 from headway.testing.report import CellResult, CheckReport, Status
 
@@ -81,7 +82,8 @@ def command(report: CheckReport, cell: CellResult) -> str:
     device = f" --device {report.machine.device}" if report.machine.device != "cpu" else ""
     target = f" {report.target}" if not report.target.startswith("layout ") else ""
     layout = f" --layout {cell.layout}" if cell.check == "layout" else ""
-    return f"headway check{target}{layout}{device} --cell {cell.cell}"
+    plugins = "".join(f" --plugin {file}" for file in report.plugins)
+    return f"headway check{target}{plugins}{layout}{device} --cell {cell.cell}"
 
 
 def patterns(cells: Sequence[CellResult]) -> list[str]:
@@ -108,11 +110,12 @@ def badge(report: CheckReport) -> str:
         text, colour = f"{failed} of {done} failed", "#e05d44"
     else:
         text, colour = f"{done} cells passed ({kind})", "#4c1"
-    label = f"headway check {report.subject}"
+    label = page(f"headway check {report.subject}")
+    made = page(f"{report.machine.name}, {report.origin}, {report.date[:10]}")
     left, right = 7 * len(label) + 10, 7 * len(text) + 10
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" aria-label="{label}: {text}">'
-        f"<title>{label}: {text}, {report.machine.name}, {report.origin}, {report.date[:10]}</title>"
+        f"<title>{label}: {text}, {made}</title>"
         f'<rect width="{left}" height="20" fill="#555"/><rect x="{left}" width="{right}" height="20" fill="{colour}"/>'
         '<g fill="#fff" text-anchor="middle" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">'
         f'<text x="{left / 2}" y="14">{label}</text><text x="{left + right / 2}" y="14">{text}</text></g></svg>\n'

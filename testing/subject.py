@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from inspect import isabstract
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
-from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
-from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import CacheLayout, CacheWriter, LayoutInfo
+from headway.core.contract.layout import CacheLayout, CacheWriter
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
-from headway.registry import Registry, create_registry, hookimpl
+from headway.registry import Registry, create_registry
+from headway.registry.given import ClassPlugin, class_in, has_hooks, load_file, split_target
 
 BASELINE = "sdpa.math"
 """Serves what the subject does not, and takes turns with it."""
@@ -63,8 +58,10 @@ class Subject:
         return self.registry.backend(name or self.name)(spec, self.layouts[layout], block_size)
 
 
-def load_subject(target: str, device: torch.device, registry: Registry | None = None) -> Subject:
+def load_subject(target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()) -> Subject:
     """The subject of a command line: NAME, broken:NAME, or FILE.py:CLASS.
+
+    plugins: files that are registered beside the installed plugins.
 
     :raises ConfigError: there is no such file or class.
     :raises HeadwayError: a name that nobody registered; a plugin that does not register.
@@ -73,80 +70,29 @@ def load_subject(target: str, device: torch.device, registry: Registry | None = 
         from headway.testing.broken import find
 
         return _of_class(find(target.removeprefix("broken:")), target, device)
-    path, _, class_name = target.rpartition(":") if ".py:" in target else (target, "", "")
-    if not path.endswith(".py"):
-        registry = registry or create_registry()
+    if not target.endswith(".py") and ".py:" not in target:
+        registry = registry or create_registry(plugins)
         registry.backend(target)
         return Subject(registry, target, device)
-    module = _import(Path(path))
-    return _of_class(_class_of(module, class_name, path), target, device, module)
+    path, class_name = split_target(target)
+    module = load_file(path)
+    return _of_class(class_in(module, class_name, path), target, device, module, plugins)
 
 
-def _of_class(found: type[AttentionBackend], target: str, device: torch.device, module: ModuleType | None = None) -> Subject:
+def _of_class(
+    found: type[AttentionBackend],
+    target: str,
+    device: torch.device,
+    module: ModuleType | None = None,
+    plugins: Sequence[str] = (),
+) -> Subject:
     """Register a class under its own name or, where that is taken, under its target's; and the layouts it brings."""
-    plugins: list[Any] = []
-    if module is not None and any(hasattr(each, "headway_impl") for each in vars(module).values()):
-        plugins.append(module)
-    registry = create_registry(plugins, load_entry_points=module is not None)
+    beside: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
+    registry = create_registry(beside, load_entry_points=module is not None)
     entry = registry.backends.get(found.name)
     if entry is not None and registry.backend(found.name) is found:
         return Subject(registry, found.name, device)
     name = found.name if entry is None else f"{found.name}-{found.__name__}"
     loaded = found if entry is None else type(found.__name__, (found,), {"name": name, "__module__": found.__module__})
-    known = [info.layout for info in registry.layouts.values()]
-    layouts = [layout for layout in found.capabilities.layouts or () if layout not in known]
-    registry.add_plugin(f"check {name}", target, _plugin(loaded, layouts))
+    registry.add_plugin(f"check {name}", target, ClassPlugin(loaded, registry.layouts))
     return Subject(registry, name, device)
-
-
-def _plugin(found: type[AttentionBackend], layouts: Sequence[CacheLayout]) -> object:
-    """A plugin of one backend; its layouts get the plain writer, which reads their axes."""
-
-    def backends() -> list[BackendInfo]:
-        return [BackendInfo(found.name, "under test", lambda: found, api_version=API_VERSION)]
-
-    def own_layouts() -> list[LayoutInfo]:
-        from headway.backends.layouts import write_rows
-
-        return [LayoutInfo(layout, lambda device: write_rows) for layout in layouts]
-
-    backends.__name__, own_layouts.__name__ = "headway_register_backends", "headway_register_layouts"
-    plugin = ModuleType(f"headway_check_{found.__name__}")
-    plugin.headway_register_backends = hookimpl(backends)  # type: ignore[attr-defined]
-    if layouts:
-        plugin.headway_register_layouts = hookimpl(own_layouts)  # type: ignore[attr-defined]
-    return plugin
-
-
-def _import(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError("backend", "NAME or FILE.py:CLASS", str(path), "there is no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    spec.loader.exec_module(module)
-    return module
-
-
-def _class_of(module: ModuleType, name: str, path: str) -> type[AttentionBackend]:
-    """The named class, or the only backend of the file."""
-    own = {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, AttentionBackend) and value.__module__ == module.__name__
-    }
-    if name and name not in own:
-        raise ConfigError(f"class in {path}", f"one of {', '.join(own) or 'no subclass of AttentionBackend there'}", repr(name))
-    if not name and len(own) != 1:
-        raise ConfigError("backend", f"{path}:CLASS, with a class out of {', '.join(own) or 'none there'}", path)
-    found = own[name or next(iter(own))]
-    if isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"class {found.__name__}", "every method the contract asks for", f"without {missing}")
-    for field in ("name", "capabilities"):
-        if not hasattr(found, field):
-            raise ConfigError(f"class {found.__name__}", f"a class attribute `{field}`", "none")
-    return found

@@ -35,3 +35,8 @@ def test_ci_runs_the_whole_and_the_checks() -> None:
     text = (ROOT / ".ci" / "run").read_text()
     assert re.search(r"^for target in test test-slow; do$", text, re.MULTILINE)
     assert re.search(r"^make check$", text, re.MULTILINE)
+    assert re.search(r"^make docs$", text, re.MULTILINE)
+
+
+def test_the_site_is_built_without_a_warning() -> None:
+    assert any("mkdocs build" in line and "--strict" in line for line in recipe("docs")[1])

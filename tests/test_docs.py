@@ -35,8 +35,10 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_example_in_the_docs_is_the_example_file() -> None:
+def test_the_examples_in_the_docs_are_the_example_files() -> None:
     assert EXAMPLE.read_text().rstrip() in (ROOT / "docs" / "backends.md").read_text()
+    layout = ROOT / "examples" / "headway-layout" / "headway_layout.py"
+    assert layout.read_text().rstrip() in (ROOT / "docs" / "layouts.md").read_text()
 
 
 def test_the_example_is_short() -> None:

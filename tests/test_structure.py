@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("core", "registry", "backends", "models", "testing", "tuning", "headway", "bench")
 ROOMS = (
     "core.contract",
+    "core.system",
     "core.select",
     "core.sampling",
     "core.speculation",
@@ -28,8 +29,10 @@ ROOMS = (
     "cli",
     "entry",
 )
-"""From the bottom up: a file imports from its own room and from those before it. `entry` is what Python itself opens:
-headway/__init__.py, which lends names from below, and headway/__main__.py."""
+"""From the bottom up: a file imports from its own room and from those before it. `headway` is the face, headway/integrations with
+it; `entry` is what Python itself opens: headway/__init__.py, which lends names from below, and headway/__main__.py."""
+PLUGIN = ROOT / "integrations" / "headway-vllm" / "headway_vllm"
+"""A package of its own, which takes the contract, the selector and the tables, and never the engine."""
 
 
 def module_of(path: Path) -> str:
@@ -88,8 +91,15 @@ def test_the_hookimpl_marker_is_all_that_backends_take_from_the_registry() -> No
     assert {other for other in taken if room_of(other) == "registry"} <= {"registry.hookspecs"}
 
 
+def test_the_plugin_for_vllm_takes_no_more_than_it_says() -> None:
+    taken = {other for path in PLUGIN.glob("*.py") for other in imported(path)}
+    rooms = {room_of(other) for other in taken if other != "contract"}
+    assert rooms <= {"core.contract", "core.select", "registry", "tuning"}, taken
+
+
 def test_files_stay_short() -> None:
-    long = {module: lines for module, path in SOURCES.items() if (lines := len(path.read_text().splitlines())) > 300}
+    files = {**SOURCES, **{path.stem: path for path in PLUGIN.glob("*.py")}}
+    long = {module: lines for module, path in files.items() if (lines := len(path.read_text().splitlines())) > 300}
     assert not long
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Plan
+from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import CacheWriter
 from headway.core.contract.metadata import Phase
 from headway.testing.cases import Case
@@ -103,15 +104,18 @@ def run_layer(backend: AttentionBackend, case: Case, plan: Plan, out: Tensor, wr
     writer: of the layout; the new tokens are written (where they are already), by the backend if it does that in decode.
     """
     step = case.metadata
-    if writer is not None:
-        if step.phase is Phase.DECODE and step.max_query_len == 1 and backend.decode_writes:
-            backend.write_and_decode(case.q, case.k, case.v, case.cache, plan, out)
-            return
-        writer(case.k, case.v, case.cache, step.slot_mapping)
-    if step.phase is Phase.DECODE:
-        backend.decode(case.q, case.cache, plan, out)
-    else:
-        backend.prefill(case.q, case.k, case.v, case.cache, plan, out)
+    try:
+        if writer is not None:
+            if step.phase is Phase.DECODE and step.max_query_len == 1 and backend.decode_writes:
+                backend.write_and_decode(case.q, case.k, case.v, case.cache, plan, out)
+                return
+            writer(case.k, case.v, case.cache, step.slot_mapping)
+        if step.phase is Phase.DECODE:
+            backend.decode(case.q, case.cache, plan, out)
+        else:
+            backend.prefill(case.q, case.k, case.v, case.cache, plan, out)
+    except SystemExit as error:
+        raise BackendError(f"{backend.name} asked the program to end (SystemExit: {error})") from error
 
 
 def backend_attempt(

@@ -18,8 +18,10 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import CostTable
 from headway.core.select.request import parse_backend_request
+from headway.core.system.files import clean
 from headway.registry import Registry
 from headway.tuning import store
+from headway.tuning.apart import TOOK_ALONG, guests, measure_apart
 from headway.tuning.budget import MOST_COMPILING
 from headway.tuning.compare import differences, remarks
 from headway.tuning.convert import to_costs
@@ -92,6 +94,7 @@ def costs_for(
     if request.path is None and len(available) < 2:
         return None  # nothing to choose from
     device = identify_device(kinds[0].device)
+    clean(store.folder())
     found: dict[AttentionSpec, CostTable] = {}
     for spec in kinds:
         costs = _costs(spec, phases_of(spec, expanded), registry, available, device, request, compile_ahead)
@@ -114,8 +117,10 @@ def _costs(
     path = request.path or store.table_path(device, record)
     table = _fitting(path, device, record, registry, available, explicit=request.path is not None)
     wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
-    if request.path is None and (table is None or not _suffices(table, wanted)):
-        budget = request.seconds(spec.device)
+    budget = request.seconds(spec.device) if request.path is None else 0.0
+    if table is not None and table.cut_short and budget <= 0:
+        log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
+    if request.path is None and (table is None or table.cut_short or not _suffices(table, wanted)):
         table = _measure(spec, wanted, registry, available, path, budget, table, compile_ahead) if budget > 0 else table
     return None if table is None else to_costs(table, phases=phases)
 
@@ -168,7 +173,8 @@ def _measure(
     old: one that fits and lacks points; it is completed, and kept where that cannot be.
     """
     started = time.perf_counter()
-    what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and lacks others: measuring"
+    lacks = "was cut short" if old is not None and old.cut_short else "lacks others"
+    what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and {lacks}: measuring"
     compiling = (
         f", and up to {MOST_COMPILING * budget:.0f} s more where kernels must be compiled" if spec.device.type == "cuda" else ""
     )
@@ -183,11 +189,13 @@ def _measure(
         budget=budget,
         output=path,
         resume=old is not None,
+        interruptible=False,
+        excluded={record.name: record.reason for record in old.backends if record.reason.startswith(TOOK_ALONG)} if old else {},
         command=f"autotune {budget:g} s",
         compile_ahead=compile_ahead,
     )
     try:
-        table = run_kernel_level(options, registry)
+        table = measure_apart(options, registry) if guests(registry, available) else run_kernel_level(options, registry)
     except (HeadwayError, OSError) as error:
         instead = "rank order instead" if old is None else "the old one is used as it is"
         log.warning("auto: no crossover table could be measured, %s: %s", instead, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +52,8 @@ class Bench:
     seed: int = 0
     budget: Budget = field(default_factory=Budget)
     """Told what compiling takes."""
+    tell: Callable[[str, str], None] = lambda names, point: None
+    """Told the backends that are about to be called, and at which point."""
 
     def place(self, name: str, phase: Phase, pair: Pair) -> Pair | None:
         """Where a time of a backend belongs; None if it reads no cache, so that one measurement holds for all of them."""
@@ -154,6 +156,7 @@ def _measure_pair(
             reason = f"{us / best_us:.1f} times the fastest in its first runs: not timed further"
             cells.append(_timed(point, runner, "dropped", Timing(us, us, us), reason))
     device = bench.spec.device
+    bench.tell(",".join(runner.name for runner in runners), f"{point.phase} {point.case}")
     for runner in list(kept):
         try:
             _time_host(runner, bench)
@@ -173,6 +176,7 @@ def _given_up(us: float, best_us: float, turns: Turns) -> bool:
 
 def _prepare(point: Point, bench: Bench, name: str, pair: Pair, case: Case, inputs: Inputs, expected: Tensor) -> _Runner | Cell:
     place = bench.place(name, case.metadata.phase, pair)
+    bench.tell(name, f"{point.phase} {point.case}")
     try:
         began = time.perf_counter()
         backend = bench.registry.backend(name)(bench.spec, *pair)

@@ -13,6 +13,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.folders import cache_folder
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.selector import DEFAULT_BLOCK_SIZES
+from headway.core.system.files import write_whole
 from headway.registry import Registry
 from headway.registry.registry import BUILTIN_OWNER
 from headway.tuning.selftest import self_test
@@ -57,7 +58,6 @@ def _check(registry: Registry, name: str, owner: str, spec: AttentionSpec) -> No
     log.info("attention backend %s of %s passed its self-test", name, owner)
     if version:
         try:
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.write_text(f"{name} {owner} {spec}\n")
+            write_whole(passed, f"{name} {owner} {spec}\n".encode())
         except OSError as error:
             log.info("self-test of %s is not remembered: %s", name, error)

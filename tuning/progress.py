@@ -8,6 +8,8 @@ import rich.progress as bars
 import torch
 from rich.console import Console
 
+from headway.core.system.terminal import Terminal
+
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches, and times, on the current GPU."""
@@ -19,12 +21,12 @@ def progress_bar(console: Console | None) -> bars.Progress:
     hidden = console is None or not console.is_terminal
     return bars.Progress(
         bars.SpinnerColumn(),
-        bars.TextColumn("{task.description}"),
+        bars.TextColumn("{task.description}", markup=False),
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
         bars.TimeElapsedColumn(),
         bars.TimeRemainingColumn(),
-        console=console or Console(stderr=True),
+        console=console or Terminal(stderr=True),
         disable=hidden,
         transient=True,
     )

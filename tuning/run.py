@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +29,7 @@ from headway.tuning.measure_point import Bench, Pair, measure_point
 from headway.tuning.points import Point, grid
 from headway.tuning.progress import on_device, progress_bar
 from headway.tuning.refine import ROUNDS, midpoints
-from headway.tuning.schema import Cell, CrossoverTable, PhaseName, SpecRecord
+from headway.tuning.schema import BackendRecord, Cell, CrossoverTable, PhaseName, SpecRecord
 from headway.tuning.ties import noise_of
 from headway.tuning.timing import Turns
 
@@ -64,15 +64,25 @@ class CrossoverOptions:
     """Written anew after each point: a run that is cut short keeps what it has."""
     resume: bool = False
     """Go on with the table at `output`."""
+    interruptible: bool = True
+    """Whether Ctrl-C ends the run with what it has; else it ends the program."""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Backends that are not called -> why: they stand in the table as not usable."""
     command: str = ""
     compile_ahead: CompileAhead | None = None
     """What the device's kernels are compiled in, before the first point of the grid; None: each when it is needed."""
 
 
-def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Console | None = None) -> CrossoverTable:
+def run_kernel_level(
+    options: CrossoverOptions,
+    registry: Registry,
+    console: Console | None = None,
+    tell: Callable[[str, str], None] = lambda names, point: None,
+) -> CrossoverTable:
     """Measure the grid. What a backend does wrong is in the table, never an exception; Ctrl-C ends the run with what it has.
 
-    console: where the progress bar goes; None shows none.
+    console: where the progress bar goes; None shows none. tell: is called with the names of the backends that are about to run,
+    and the point.
 
     :raises HeadwayError: unknown backends or layouts, no backend that can run, or a table that cannot be resumed.
     """
@@ -80,11 +90,12 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
         names = _names(options.backends, registry)
         pairs = _pairs(options, registry)
         todo = list(grid(options.spec.device.type) if options.grid is None else options.grid)
-        bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget))
+        bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget), tell)
         task = progress.add_task("compiling", total=len(todo))
         if options.compile_ahead is not None:
             first = todo if options.budget is None else [point for point in todo if point.level <= _FIRST]
-            compile_points(first, bench, [name for name in names if registry.availability(name)], pairs, options.compile_ahead)
+            able = [name for name in names if name not in options.excluded and registry.availability(name)]
+            compile_points(first, bench, able, pairs, options.compile_ahead)
         table = _begin(options, registry, names, pairs)
         takers = [record.name for record in table.backends if record.usable]
         bench.budget.begin()
@@ -100,12 +111,16 @@ def run_kernel_level(options: CrossoverOptions, registry: Registry, console: Con
                 for point, cells in search.measure(wanted, table.cells):
                     table.cells += [cell.model_copy(update={"between": between}) for cell in cells]
                     table.noise = noise_of(table.cells)
+                    table.cut_short = True
                     _save(table, options.output)
                     progress.update(task, advance=1, description=f"{point.phase} {point.case}")
                 measured = {cell.point for cell in table.cells}
                 table.complete = all((point.phase, point.case) in measured for point in todo)
         except KeyboardInterrupt:
-            return table
+            if options.interruptible:
+                return table
+            raise
+        table.cut_short = False
         table.busy = table.busy or crowding()
         _save(table, options.output)
     return table
@@ -154,7 +169,12 @@ def _pairs(options: CrossoverOptions, registry: Registry) -> list[Pair]:
 
 
 def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], pairs: Sequence[Pair]) -> CrossoverTable:
-    records = selftest.examine(registry, names, options.spec, pairs)
+    called = [name for name in names if name not in options.excluded]
+    records = selftest.examine(registry, called, options.spec, pairs)
+    for name, why in options.excluded.items():
+        owner = registry.backends[name].owner
+        version = selftest.version_of(owner)
+        records.append(BackendRecord(name=name, owner=owner, version=version, available=True, reason=why))
     if not any(record.usable for record in records):
         reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]
         raise UnsupportedError(f"a crossover table for {options.spec}", reasons)
@@ -175,10 +195,10 @@ def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], 
         backends=records,
         cells=[],
     )
-    return _resumed(table, options.output) if options.resume else table
+    return _resumed(table, options.output, options.excluded) if options.resume else table
 
 
-def _resumed(table: CrossoverTable, path: Path | None) -> CrossoverTable:
+def _resumed(table: CrossoverTable, path: Path | None, excluded: Collection[str] = ()) -> CrossoverTable:
     """The new table with the cells of the old one.
 
     :raises ConfigError: the old one is of another machine, layer, or set of backends.
@@ -189,12 +209,14 @@ def _resumed(table: CrossoverTable, path: Path | None) -> CrossoverTable:
         return table
     old = read_table(path)
     reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.backends})
-    if [record.name for record in old.backends if record.usable] != [record.name for record in table.backends if record.usable]:
-        named = ", ".join(record.name for record in old.backends if record.usable)
-        reasons += [Reason("backends", named, ", ".join(record.name for record in table.backends if record.usable))]
+    cells = [cell for cell in old.cells if cell.backend not in excluded]
+    before = [record.name for record in old.backends if record.usable and record.name not in excluded]
+    now = [record.name for record in table.backends if record.usable]
+    if before != now:
+        reasons += [Reason("backends", ", ".join(before), ", ".join(now))]
     if reasons:
         raise UnsupportedError(f"--resume {path}: the table", reasons, "measure anew without --resume, or into another file")
-    table.cells, table.noise = old.cells, old.noise
+    table.cells, table.noise = cells, old.noise
     return table
 
 

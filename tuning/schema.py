@@ -225,6 +225,8 @@ class CrossoverTable(BaseModel):
     """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
     complete: bool
     """False: the run was interrupted, or its budget ended; `--resume` goes on."""
+    cut_short: bool = False
+    """Whether the run never came to its end: it was interrupted or killed, or the disk was full."""
     model: str = ""
     """Level engine."""
     device: DeviceIdentity

@@ -80,7 +80,7 @@ def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, text:
         backend = registry.backend(name)(spec, *pair)
         found = relative_error(run_backend(backend, case), reference(case), case)
         tolerance = backend.tolerance[spec.dtype]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -5,7 +5,6 @@ A library built for another torch may crash the process that loads it: this one 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from headway.backends.flash_attn_3.binding import Operators, registered
 from headway.core.contract.errors import BackendError
+from headway.core.system.child import answers, say
 
 TOLERANCE = 2e-2
 """Largest accepted ||out - right|| / ||right|| of the trial call, whose numbers are bfloat16."""
@@ -73,7 +73,5 @@ def trial(operators: Operators, device: torch.device) -> float:
 
 
 if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints while it loads is no answer
-    print(json.dumps(examine(sys.argv[1])), file=answers, flush=True)
+    say(answers(), examine(sys.argv[1]))
     os._exit(0)  # what crashes while the process ends has nothing to say about the library

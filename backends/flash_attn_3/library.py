@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +17,8 @@ from headway.backends.probe import has_gpu
 from headway.core.contract.errors import BackendError
 from headway.core.contract.folders import cache_folder
 from headway.core.contract.support import YES, Support
+from headway.core.system.child import Child, Died, python
+from headway.core.system.files import write_whole
 
 log = logging.getLogger("headway")
 CHILD = "headway.backends.flash_attn_3.child"
@@ -89,7 +86,7 @@ def verdict(candidate: Candidate) -> dict[str, str]:
     known = _read()
     if key in known:
         return {"namespace": known[key]}
-    found = ask([sys.executable, "-P", "-m", CHILD, str(candidate.path)])
+    found = ask(python(CHILD, str(candidate.path)))
     if "namespace" in found:
         _write({**{other: name for other, name in known.items() if not other.startswith(place)}, key: found["namespace"]})
     return found
@@ -97,24 +94,16 @@ def verdict(candidate: Candidate) -> dict[str, str]:
 
 def ask(command: Sequence[str]) -> dict[str, str]:
     """Run the child; its death is an answer too."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"did not answer within {SECONDS} s"}
+        with Child(command) as child:
+            return {str(name): str(text) for name, text in child.answer(SECONDS).items()}
+    except Died as died:
+        if died.silent:
+            return {"error": f"did not answer within {SECONDS} s"}
+        how, last = died.how.removeprefix("the process "), died.last[:200] or "no message"
+        return {"error": f"crashes the process that loads it ({how}: {last}); it was built for another torch?"}
     except OSError as error:
         return {"error": f"cannot be tried: {error}"}
-    try:
-        answer = json.loads(done.stdout)
-        return {str(name): str(text) for name, text in answer.items()}
-    except (ValueError, AttributeError):
-        how = f"exit code {done.returncode}"
-        if done.returncode < 0:
-            how = signal.Signals(-done.returncode).name
-        last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
-        return {"error": f"crashes the process that loads it ({how}: {last[:200]}); it was built for another torch?"}
 
 
 def _answers() -> Path:
@@ -131,14 +120,9 @@ def _read() -> dict[str, str]:
 
 def _write(known: dict[str, str]) -> None:
     path = _answers()
-    draft = path.with_suffix(f".{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(known))
-        os.replace(draft, path)
+        write_whole(path, json.dumps(known).encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
         log.warning(
             "flash_attn_3: its library is tried anew at every start, some seconds: %s cannot be written (%s)", path, error
         )

@@ -18,7 +18,8 @@ from headway.backends.nvrtc.launch import Kernel
 from headway.backends.nvrtc.variant import Variant, architecture
 from headway.core.contract.compiled import AHEAD, announce_compilation
 from headway.core.contract.errors import UnsupportedError
-from headway.core.contract.folders import kernel_folders, warn_unwritable, write_whole
+from headway.core.contract.folders import kernel_folders, warn_unwritable
+from headway.core.system.files import write_whole
 
 log = logging.getLogger("headway")
 

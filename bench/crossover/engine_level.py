@@ -17,6 +17,8 @@ from rich.console import Console
 from headway.bench.crossover.process import Worker
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.support import Reason
+from headway.core.select.request import parse_backend_request, request_for
+from headway.core.select.selector import check_names
 from headway.registry import Registry
 from headway.testing.cases import parse_case
 from headway.testing.json_files import write_json
@@ -48,7 +50,7 @@ class EngineOptions:
     cases: Sequence[str]
     """In the grammar of headway.testing.cases: query_len is the input's length, kv_len that of input and output."""
     backends: Sequence[str] | None = None
-    """None: all that are available here, and `auto`."""
+    """As `LLM` takes them: names and pairs. None: all that are available here, those without a phase beside auto; and `auto`."""
     repeat: int = 1
     cell_limit: float = 120.0
     """Seconds after which a generation is given up, with all that are no smaller."""
@@ -84,8 +86,7 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
     date = datetime.now(UTC).isoformat(timespec="seconds")
     names = list(options.backends) if options.backends else [*_available(registry), AUTO]
     for name in names:
-        if name != AUTO:
-            registry.backend(name)  # raises, naming all that are registered
+        check_names(registry, name, AUTO, {})
     todo = [_point(case) for case in options.cases]
     old = _old_table(options)
     ends = None if options.budget is None else time.monotonic() + options.budget
@@ -145,7 +146,8 @@ def _begin(name: str, todo: Sequence[Point], old: CrossoverTable | None) -> _Run
 
 
 def _available(registry: Registry) -> list[str]:
-    return [name for name in registry.backends if registry.availability(name)]
+    names = [name for name in registry.backends if registry.availability(name)]
+    return [request_for(name, registry.backend(name).capabilities.phases) for name in names]
 
 
 def _point(case: str) -> Point:
@@ -210,7 +212,6 @@ def _table(runs: Mapping[str, _Run], options: EngineOptions, registry: Registry,
         return None
     cells = [cell for run in runs.values() for cell in run.cells]
     marked = [cell for rivals in points(cells).values() for cell in mark_ties(rivals)]
-    owners = {name: entry.owner for name, entry in registry.backends.items()} | {AUTO: "headway"}
     return CrossoverTable(
         level="engine",
         date=date,
@@ -222,11 +223,17 @@ def _table(runs: Mapping[str, _Run], options: EngineOptions, registry: Registry,
         spec=spec,
         noise=noise_of(marked),
         backends=[
-            BackendRecord(name=name, owner=owners[name], available=not run.reason, reason=run.reason)
+            BackendRecord(name=name, owner=_owner(name, registry), available=not run.reason, reason=run.reason)
             for name, run in runs.items()
         ],
         cells=marked,
     )
+
+
+def _owner(request: str, registry: Registry) -> str:
+    """Of the backends that a request names."""
+    names = dict.fromkeys(parse_backend_request(request).values())
+    return ", ".join(dict.fromkeys("headway" if name == AUTO else registry.backends[name].owner for name in names))
 
 
 def _save(table: CrossoverTable | None, path: Path | None) -> None:

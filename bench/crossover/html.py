@@ -10,6 +10,7 @@ from headway.bench.crossover.palette import TIE, cell_colour, colours, faded
 from headway.bench.crossover.plot import lengths
 from headway.bench.crossover.report import notes, software, speedup, winner
 from headway.bench.crossover.view import Block, Row, View, show, unit
+from headway.core.system.text import harmless
 from headway.tuning.schema import PhaseName
 
 PURPOSE: dict[PhaseName, str] = {
@@ -23,8 +24,9 @@ PURPOSE: dict[PhaseName, str] = {
 
 def to_html(view: View) -> str:
     """The page. Every colour, rule and number is in it, so it can be mailed or kept beside the table."""
+    loader = PackageLoader(__package__, "")
     environment = Environment(
-        loader=PackageLoader(__package__, ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, finalize=_harmless, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     chosen = colours(view.backends)
     return environment.get_template("page.html").render(
@@ -43,6 +45,11 @@ def to_html(view: View) -> str:
         speedup=speedup,
         show=show,
     )
+
+
+def _harmless(value: object) -> object:
+    """What goes into the page: autoescape takes care of markup."""
+    return harmless(value, keep="\n") if type(value) is str else value
 
 
 def _wins(view: View, name: str) -> int:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from itertools import groupby
 from typing import Any
 
+from headway.bench.charts import new_figure, png
 from headway.bench.crossover.palette import TIE, cell_colour, colours, faded
 from headway.bench.crossover.report import speedup, winner
 from headway.bench.crossover.view import Block, Row, View
-from headway.core.contract.errors import ConfigError
+from headway.core.system.text import picture
 from headway.tuning.schema import PhaseName
 
-_TITLES: dict[PhaseName, str] = {
+TITLES: dict[PhaseName, str] = {
     "decode": "decode: one new token for each sequence",
     "verify": "verification: several new tokens for each sequence (a speculator's drafts)",
     "prefill": "prefill: prompts without a cached context",
     "extend": "extend: new tokens after a cached context",
     "generate": "whole generations",
 }
-_LENGTHS: dict[PhaseName, str] = {
+LENGTHS: dict[PhaseName, str] = {
     "decode": "cached tokens of each sequence",
     "verify": "new tokens of all tokens in each sequence",
     "prefill": "tokens of each prompt",
@@ -33,33 +33,23 @@ def to_png(view: View) -> bytes:
 
     :raises ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a .png", "matplotlib", str(error), "pip install 'headway[plot]', or ask for .html") from error
     panels = [(phase, list(blocks)) for phase, blocks in groupby(view.blocks, key=lambda block: block.phase)]
     sizes = [max(len(blocks), 2) for _, blocks in panels]
     widest = max(len(lengths(blocks)) for _, blocks in panels)
     height = 2.0 + sum(0.62 * size + 1.2 for size in sizes)
-    figure = Figure(figsize=(max(7.0, 1.25 * widest + 1.5), height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(max(7.0, 1.25 * widest + 1.5), height, "ask for .html")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[size + 1 for size in sizes])[:, 0]
     chosen = colours(view.backends)
     for (phase, blocks), axis in zip(panels, axes, strict=True):
         _panel(axis, phase, blocks, chosen)
-    figure.suptitle(
-        f"Fastest attention backend, and how many times faster than the runner-up\n{view.table.title}, {view.where}, "
-        f"measured {view.table.date[:10]}",
-        fontsize=10,
-    )
+    measured = f"{view.table.title}, {view.where}, measured {view.table.date[:10]}"
+    title = f"Fastest attention backend, and how many times faster than the runner-up\n{picture(measured)}"
+    figure.suptitle(title, fontsize=10)
     won = [name for name in view.backends if any(row.winners == [name] for row in view.rows)]
-    handles = [_patch(chosen[name], name) for name in won]
+    handles = [_patch(chosen[name], picture(name)) for name in won]
     handles += [_patch(TIE, "tie: cannot be told apart"), _not_measured("not measured")]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False, fontsize=9)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110)
-    return out.getvalue()
+    return png(figure)
 
 
 def _panel(axis: Any, phase: PhaseName, blocks: list[Block], chosen: dict[str, str]) -> None:
@@ -73,10 +63,11 @@ def _panel(axis: Any, phase: PhaseName, blocks: list[Block], chosen: dict[str, s
                 continue
             opacity = 1.0 if len(row.winners) > 1 else faded(row.speedup)
             axis.add_patch(_rectangle(across, down, cell_colour(row.winners, chosen), opacity))
-            axis.text(across + 0.5, down + 0.38, winner(row).replace(" = ", "\n= "), ha="center", va="center", fontsize=7)
+            names = picture(winner(row)).replace(" = ", "\n= ")
+            axis.text(across + 0.5, down + 0.38, names, ha="center", va="center", fontsize=7)
             axis.text(across + 0.5, down + 0.8, speedup(row), ha="center", va="center", fontsize=8, weight="bold")
-    axis.set(xlim=(0, len(labels)), ylim=(len(blocks), 0), ylabel="sequences (batch size)", xlabel=_LENGTHS[phase])
-    axis.set_title(_TITLES[phase], fontsize=10)
+    axis.set(xlim=(0, len(labels)), ylim=(len(blocks), 0), ylabel="sequences (batch size)", xlabel=LENGTHS[phase])
+    axis.set_title(TITLES[phase], fontsize=10)
     axis.set_xticks([place + 0.5 for place in range(len(labels))], labels, fontsize=8)
     axis.set_yticks([place + 0.5 for place in range(len(blocks))], [str(block.batch) for block in blocks], fontsize=8)
     axis.tick_params(length=0)

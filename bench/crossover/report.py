@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.bench.crossover.view import Block, Row, View, show, unit
+from headway.core.system.text import csv_cell, harmless, markdown
 from headway.tuning.device import DeviceIdentity
 from headway.tuning.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
 from headway.tuning.ties import TIE_RULE
@@ -153,21 +154,22 @@ def unsteady(table: CrossoverTable) -> list[str]:
 
 def to_markdown(view: View) -> str:
     """The view as a Markdown document."""
-    return f"# Crossover: {view.table.title}\n\n{to_section(view)}"
+    return f"# Crossover: {markdown(view.table.title)}\n\n{to_section(view)}"
 
 
 def to_section(view: View) -> str:
     """The blocks as Markdown tables, with what they were measured on and the notes."""
-    lines = [f"    {view.table.command}", "", f"{view.table.title}, {view.where}. {software(view.table.device)}.", ""]
+    measured = markdown(f"{view.table.title}, {view.where}. {software(view.table.device)}.")
+    lines = [f"    {harmless(view.table.command)}", "", measured, ""]
     for block in view.blocks:
-        header = [_LENGTHS[block.phase], *view.backends, "winner", "speed-up"]
+        header = [_LENGTHS[block.phase], *map(markdown, view.backends), "winner", "speed-up"]
         lines += [f"**{block.phase}, batch size {block.batch}** ({unit(block.phase)})", "", _line(header)]
         lines.append("|---|" + "---:|" * len(view.backends) + "---|---:|")
         for row in block.rows:
             cells = [_emphasised(row, name) for name in view.backends]
-            lines.append(_line([row.label, *cells, winner(row), speedup(row)]))
+            lines.append(_line([row.label, *cells, markdown(winner(row)), speedup(row)]))
         lines.append("")
-    return "\n".join([*lines, *(f"- {note}" for note in notes(view)), ""])
+    return "\n".join([*lines, *(f"- {markdown(note)}" for note in notes(view)), ""])
 
 
 def _emphasised(row: Row, name: str) -> str:
@@ -176,7 +178,7 @@ def _emphasised(row: Row, name: str) -> str:
 
 
 def _line(parts: Iterable[str]) -> str:
-    return "| " + " | ".join(part.replace("|", "\\|") for part in parts) + " |"
+    return "| " + " | ".join(parts) + " |"
 
 
 def to_plain(view: View) -> dict[str, Any]:
@@ -212,5 +214,6 @@ def to_csv(table: CrossoverTable) -> str:
     writer = csv.DictWriter(out, names, lineterminator="\n")
     writer.writeheader()
     for cell in table.cells:
-        writer.writerow({**cell.model_dump(), "layer_us": cell.layer_us, "tokens_per_second": cell.tokens_per_second})
+        row = {**cell.model_dump(), "layer_us": cell.layer_us, "tokens_per_second": cell.tokens_per_second}
+        writer.writerow({name: csv_cell(value) if isinstance(value, str) else value for name, value in row.items()})
     return out.getvalue()

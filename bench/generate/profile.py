@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch._C._autograd import DeviceType
@@ -18,6 +19,7 @@ from headway.bench.generate.workloads import Requests
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.engine import Engine
 from headway.core.sampling.params import SamplingParams
+from headway.testing.json_files import write_bytes
 
 MAX_STEPS = 20
 _SETTLED = 3
@@ -85,12 +87,10 @@ class Window:
             self._run()
             if self._device.type == "cuda":
                 torch.cuda.synchronize()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            profiler.export_chrome_trace(str(path))
-        except OSError as error:
-            raise ConfigError("--profile", "a file in a folder that can be written to", str(path), str(error)) from error
+        with TemporaryDirectory(prefix="headway-trace-") as folder:  # the profiler writes into a file of its own alone
+            trace = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(trace))
+            write_bytes(trace.read_bytes(), path, "--profile")
 
     def close(self) -> None:
         """Drop the sequences."""

@@ -11,7 +11,6 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from headway.core.contract.model import Attention
 from headway.core.engine import pool
 from headway.core.engine.attention import PagedAttention
 from headway.core.select.selector import Selector
+from headway.core.system.terminal import Terminal
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.dummy import DummyWeights
@@ -118,7 +118,7 @@ def main(
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*row)
-    Console(width=110).print(table)
+    Terminal(width=110).print(table)
 
 
 def _measure(decoder: Decoder, backend: str, batch_size: int, context: int, read_gbps: float) -> Sequence[str]:

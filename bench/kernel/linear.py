@@ -11,12 +11,12 @@ from itertools import cycle
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import linear
 
+from headway.core.system.terminal import Terminal
 from headway.models.linear import Linear
 from headway.threads import set_threads
 from headway.tuning.timing import Timer
@@ -37,7 +37,7 @@ def main() -> None:
     table.add_column("layer")
     for rows in ROWS:
         table.add_column(f"{rows} rows", justify="right")
-    for name, (out_features, in_features) in track(SHAPES.items(), "timing", console=Console(stderr=True), transient=True):
+    for name, (out_features, in_features) in track(SHAPES.items(), "timing", console=Terminal(stderr=True), transient=True):
         weights = [torch.randn(out_features, in_features) for _ in range(_COPIES if out_features < 10000 else 1)]
         row = []
         for rows in ROWS:
@@ -46,7 +46,7 @@ def main() -> None:
             packed = timer.time(_in_turn([Linear(w) for w in weights], x), cpu)
             row.append(f"{1e-3 * plain.median_us:.2f} / {1e-3 * packed.median_us:.2f}")
         table.add_row(name, *row)
-    Console().print(table)
+    Terminal().print(table)
 
 
 def _in_turn(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[], Tensor]:

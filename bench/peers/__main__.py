@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from headway.bench.generate.workloads import Nano, random_workloads
 from headway.bench.peers.run import PeerOptions, run_peer
 from headway.core.contract.errors import HeadwayError
+from headway.core.system.terminal import Terminal
 from headway.testing.json_files import write_json
 from headway.tuning.device import resolve_device
 
@@ -32,7 +32,7 @@ def measure(
     output: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
 ) -> None:
     """Measure another engine on the requests that Headway's own benchmark sends."""
-    err = Console(stderr=True)
+    err = Terminal(stderr=True)
     try:
         works = [Nano()] if workload == "nano" else random_workloads(batch_size, input_len, output_len, 0.0)
         command = shlex.join(["python", "-m", "headway.bench.peers", *sys.argv[1:]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -39,23 +38,6 @@ def obstacle(folder: Path) -> str:
         return "cannot be written"
     free = shutil.disk_usage(parent).free
     return f"{free / 2**20:.0f} MiB free" if free < _LITTLE else ""
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears under its name in one step, when it is complete, so that no other process reads half of it.
-
-    :raises OSError: it cannot be written; then nothing is left of it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:
-        part = Path(file.name)
-        try:
-            file.write(content)
-            file.close()
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
 
 
 @cache

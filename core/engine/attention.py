@@ -19,6 +19,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine import latent
 from headway.core.engine.groups import CacheGroup
+from headway.core.system.faults import trace
 
 Plans = dict[AttentionSpec, Plan]
 GroupMetadata = AttentionMetadata | Sequence[AttentionMetadata]
@@ -96,7 +97,7 @@ class PagedAttention:
                     for spec, each in zip(self._kinds, views, strict=True)
                     if each is not None
                 }
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 name = next(iter(backends.values())).name
                 raise _blame(error, name, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens") from error
             self._parts.append(self._part(view.phase, slice(start, start + view.num_tokens), backends, plans))
@@ -188,7 +189,7 @@ class PagedAttention:
                     backend.prefill(queries, k[tokens], v[tokens], cache, plan, result)
                 else:
                     backend.prefill(queries, k, v, cache, plan, result)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 shapes = f"layer {layer}, q {list(queries.shape)}, cache {list(cache.key.shape)} in {cache.layout.name}"
                 raise _blame(error, backend.name, phase, shapes) from error
         if self.debug:
@@ -200,10 +201,11 @@ class PagedAttention:
             self.first_nan = f"the first came from {where} attention layer {layer}"
 
 
-def _blame(error: Exception, name: str, phase: Phase, work: str) -> HeadwayError:
+def _blame(error: BaseException, name: str, phase: Phase, work: str) -> HeadwayError:
     """An error that names the backend, the phase and the shapes."""
     if isinstance(error, HeadwayError):
         return error
+    trace(f"backend {name}", error)
     return BackendError(f"backend {name} failed in {phase.value} ({work}): {type(error).__name__}: {error}")
 
 

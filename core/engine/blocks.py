@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import NamedTuple
 
+from headway.core.engine.free_pages import FreePages, PageKeeper
 from headway.core.engine.groups import NULL_PAGE, CacheGroup
-from headway.core.engine.hits import GroupPrefixes
+from headway.core.engine.hits import Elsewhere, GroupPrefixes
 from headway.core.engine.sequence import PageTable, PrefixCopy, Sequence
 
 SHORTEST_FIRST_HIT = 8
@@ -63,30 +64,31 @@ class BlockManager:
         first = NULL_PAGE + 1 if self._windowed else 0
         self.num_pages = num_pages - first
         """Those that sequences may hold."""
-        self._ref_counts = [0] * num_pages
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, num_pages))
-        self._prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
+        self._pages = FreePages(num_pages, first)
+        self.keeper: PageKeeper | None = None
+        """Told of free pages whose content can be found."""
+        self.prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
         self._given_back = [0] * len(self.groups)
 
     @property
     def num_free(self) -> int:
         """Pages nobody holds, those with a reusable content included."""
-        return len(self._free)
+        return len(self._pages)
 
     @property
     def num_cached(self) -> int:
         """Pages nobody holds whose content can be found."""
-        return sum(page in self._free for prefixes in self._prefixes for page in prefixes.index)
+        return sum(page in self._pages for prefixes in self.prefixes for page in prefixes.index)
 
     def num_holders(self, page: int) -> int:
         """Sequences that hold a page."""
-        return self._ref_counts[page]
+        return self._pages.ref_counts[page]
 
     def usage(self, holders: Iterable[Sequence]) -> list[PagesUsed]:
         """What each group uses. holders: all sequences with pages."""
         tables = [seq.tables for seq in holders]
         used = [len({page for each in tables for page in each[number].held}) for number in range(len(self.groups))]
-        cached = [sum(page in self._free for page in prefixes.index) for prefixes in self._prefixes]
+        cached = [sum(page in self._pages for page in prefixes.index) for prefixes in self.prefixes]
         return [PagesUsed(*counts) for counts in zip(used, cached, self._given_back, strict=True)]
 
     def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:
@@ -99,29 +101,32 @@ class BlockManager:
         assert not seq.tables, "a sequence is given its prefix before anything else"
         seq.tables = [PageTable(group.page_size) for group in self.groups]
         hits = self.enable_prefix_caching and not seq.computes_whole_prompt
-        length = seq.num_computed = self._longest_hit(seq, partly) if hits else 0
+        length = seq.num_computed = self.longest_hit(seq, partly) if hits else 0
         if length == 0:
             return 0
-        for number, (prefixes, table) in enumerate(zip(self._prefixes, seq.tables, strict=True)):
+        for number, (prefixes, table) in enumerate(zip(self.prefixes, seq.tables, strict=True)):
             first, pages, source, count = prefixes.hit(seq, length)
             table.pages = [NULL_PAGE] * first + pages
             table.num_given_back, table.num_published = first, len(table.pages)
             if table.pages:
                 seq.table_changes.append((number, 0, list(table.pages)))
             for page in pages:
-                self._take(page)
+                self.take(page)
             if count:
-                self._take(source)
+                self.take(source)
                 seq.prefix_copies.append(PrefixCopy(number, source, count))
         return length
 
-    def _longest_hit(self, seq: Sequence, partly: bool) -> int:
-        """Tokens of the longest start of a sequence that every group holds: what one refuses, the others are asked for less."""
+    def longest_hit(self, seq: Sequence, partly: bool, also: Elsewhere | None = None) -> int:
+        """Tokens of the longest start of a sequence that every group holds: what one refuses, the others are asked for less.
+
+        also: what counts as held beside what the pool holds.
+        """
         length = before = seq.num_tokens - 1
         while True:
-            for prefixes in self._prefixes:
-                length = prefixes.longest(seq, length, partly)
-            if length == before or len(self._prefixes) == 1:
+            for number, prefixes in enumerate(self.prefixes):
+                length = prefixes.longest(seq, length, partly, None if also is None else partial(also, number))
+            if length == before or len(self.prefixes) == 1:
                 break
             before = length
         return length if length >= min(SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)) else 0
@@ -143,9 +148,10 @@ class BlockManager:
 
         return max(bisect_right(range(count + 1), free, key=missing) - 1, self._smallest_chunk)
 
-    def has_room(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Whether there are pages for so many more tokens of a sequence, if they are computed in the smallest chunks."""
-        missing = 0
+    def has_room(self, seq: Sequence, num_new_tokens: int, beside: int = 0) -> bool:
+        """Whether there are pages for so many more tokens of a sequence, if they are computed in the smallest chunks, and for
+        `beside` more."""
+        missing = beside
         for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             most = group.most_pages(seq.num_computed + num_new_tokens, self._smallest_chunk) - len(table.held)
             missing += min(self._missing(seq, num_new_tokens, number), max(most, 0))
@@ -163,13 +169,13 @@ class BlockManager:
             count = -(-end // table.page_size) - len(table.pages)
             if count > 0:
                 missing += count
-        if missing > len(self._free):
+        if missing > len(self._pages):
             return False
         for number, table in enumerate(seq.tables):
             pages, held = table.pages, len(table.pages)
             count = -(-end // table.page_size) - held
             if count > 0:
-                new = [self._hand_out() for _ in range(count)]
+                new = [self.hand_out() for _ in range(count)]
                 seq.table_changes.append((number, held, new))
                 pages += new
                 held += count
@@ -197,7 +203,7 @@ class BlockManager:
             first, behind = table.num_given_back, group.num_behind(known)
             if first < behind:
                 for page in table.pages[first:behind]:
-                    self._give(page)
+                    self.give(page)
                 table.pages[first:behind] = [NULL_PAGE] * (behind - first)
                 seq.table_changes.append((number, first, table.pages[first:behind]))
                 self._given_back[number] += behind - first
@@ -208,7 +214,7 @@ class BlockManager:
     def copies_launched(self, seq: Sequence) -> None:
         """Let go of what a sequence's prefix was copied from."""
         for copy in seq.prefix_copies:
-            self._give(copy.source)
+            self.give(copy.source)
         seq.prefix_copies = []
 
     def release(self, seq: Sequence) -> None:
@@ -218,7 +224,7 @@ class BlockManager:
         self.copies_launched(seq)
         for table in seq.tables:
             for page in reversed(table.held):
-                self._give(page)
+                self.give(page)
         seq.tables = []
         seq.table_changes = []
         seq.started = False
@@ -226,12 +232,14 @@ class BlockManager:
         seq.next_boundary = 0
         seq.newest_at = -1
 
-    def forget_prefixes(self) -> None:
-        """Make every cached content unfindable; pages that sequences hold stay theirs."""
-        for prefixes in self._prefixes:
+    def forget_prefixes(self, everywhere: bool = False) -> None:
+        """Make every cached content unfindable, everywhere: on disk too; pages that sequences hold stay theirs."""
+        if self.keeper is not None:
+            self.keeper.forgotten(everywhere)
+        for prefixes in self.prefixes:
             for page in prefixes.index:
-                if page in self._free:  # nothing to reuse any more: hand it out first
-                    self._free.move_to_end(page, last=False)
+                if page in self._pages:  # nothing to reuse any more: hand it out first
+                    self._pages.put_first(page)
             prefixes.index.clear()
 
     def _publish(self, seq: Sequence, partly: bool) -> int:
@@ -239,7 +247,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return _NEVER
         known, boundary = min(seq.num_computed, len(seq.token_ids)), _NEVER
-        for table, prefixes in zip(seq.tables, self._prefixes, strict=False):  # no tables, where it holds nothing
+        for table, prefixes in zip(seq.tables, self.prefixes, strict=False):  # no tables, where it holds nothing
             size = table.page_size
             full = known // size
             for number in range(table.num_published, full):
@@ -251,42 +259,41 @@ class BlockManager:
                 boundary = (full + 1) * size
         return boundary
 
-    def _take(self, page: int) -> None:
-        if self._ref_counts[page] == 0:
-            del self._free[page]
-        self._ref_counts[page] += 1
+    def take(self, page: int) -> None:
+        """Hold a page for its content."""
+        if self._pages.take(page) and self.keeper is not None:
+            self.keeper.taken(page)
 
-    def _give(self, page: int) -> None:
-        self._ref_counts[page] -= 1
-        if self._ref_counts[page] == 0:
-            self._free[page] = None
-            if not any(page in prefixes.index for prefixes in self._prefixes):  # nothing to reuse: hand it out first
-                self._free.move_to_end(page, last=False)
+    def give(self, page: int) -> None:
+        """Hold a page no longer."""
+        if self._pages.give(page):
+            groups = [number for number, prefixes in enumerate(self.prefixes) if page in prefixes.index]
+            if not groups:  # nothing to reuse
+                self._pages.put_first(page)
+            elif self.keeper is not None:
+                self.keeper.freed(page, groups[0])
 
-    def _hand_out(self) -> int:
+    def hand_out(self) -> int:
         """A free page that is nobody's any more, whatever it held."""
-        page, _ = self._free.popitem(last=False)
-        self._ref_counts[page] = 1
-        for prefixes in self._prefixes:
+        page = self._pages.hand_out()
+        if self.keeper is not None:
+            self.keeper.handed_out(page)
+        for prefixes in self.prefixes:
             prefixes.index.discard(page)
         return page
 
     def check_integrity(self, holders: list[Sequence]) -> None:
         """Assert that every page is free or held exactly as often as `holders` (all sequences with pages) hold it."""
-        counts = [0] * len(self._ref_counts)
-        group_of: dict[int, int] = {}
+        pages, group_of = list[int](), dict[int, int]()
         for seq in holders:
             held = [(number, page) for number, table in enumerate(seq.tables) for page in table.held]
             assert len({page for _, page in held}) == len(held), f"{seq.request_id} holds a page twice"
             for number, page in [*held, *((copy.group, copy.source) for copy in seq.prefix_copies)]:
                 assert group_of.setdefault(page, number) == number, f"page {page} belongs to two groups"
-                counts[page] += 1
-        assert counts == self._ref_counts, "reference counts differ from what sequences hold"
-        nobodys = {NULL_PAGE} if self._windowed else set()
-        assert set(self._free) == {page for page, count in enumerate(counts) if count == 0} - nobodys, (
-            "a page leaked or is owned and free"
-        )
-        for prefixes in self._prefixes:
+                pages.append(page)
+        self._pages.check_integrity(pages)
+        named: list[int] = []
+        for prefixes in self.prefixes:
             prefixes.index.check_integrity()
-        named = [page for prefixes in self._prefixes for page in prefixes.index]
+            named += prefixes.index
         assert len(set(named)) == len(named), "a page is named in two groups"

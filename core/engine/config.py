@@ -50,6 +50,18 @@ class EngineConfig:
     kv_cache_memory: Annotated[
         int | str | None, "Size of the cache: bytes, or a text such as 2GiB. Default: what the memory has room for."
     ] = None
+    preemption_mode: Annotated[
+        str,
+        "What becomes of a request whose cache must make room: recompute, swap (to the host's memory), or auto: what costs less.",
+    ] = "auto"
+    kv_offload_size: Annotated[
+        int | str | None,
+        "Host memory that keeps blocks which the cache has no room for: bytes, or a text such as 4GiB. Default: none.",
+    ] = None
+    kv_offload_dir: Annotated[
+        str | None, "Folder that keeps such blocks on disk as well, for later starts too. Needs kv_offload_size. Default: none."
+    ] = None
+    kv_offload_dir_size: Annotated[int | str, "Most bytes of files in kv_offload_dir, or a text such as 64GiB."] = "16GiB"
     gpu_memory_utilization: Annotated[float, "Share of the GPU's memory for weights, activations and cache."] = 0.9
     enforce_eager: Annotated[bool, "Launch every kernel by itself: no CUDA graphs."] = False
     cudagraph_capture_sizes: Annotated[
@@ -72,6 +84,7 @@ class EngineConfig:
 
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
+        self._check_offload()
         for name in ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
             value = getattr(self, name)
             if not (value is None and name != "max_num_seqs") and not _is_count(value):
@@ -98,6 +111,30 @@ class EngineConfig:
         if self.block_size is not None and self.block_size % BLOCK_MULTIPLE:
             near = max(BLOCK_MULTIPLE, round(self.block_size / BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
             raise ConfigError("block_size", f"a multiple of {BLOCK_MULTIPLE}", self.block_size, f"{near} is the nearest")
+
+    def _check_offload(self) -> None:
+        modes = "auto", "recompute", "swap"
+        if self.preemption_mode not in modes:
+            raise ConfigError("preemption_mode", ", ".join(modes[:-1]) + f" or {modes[-1]}", repr(self.preemption_mode))
+        object.__setattr__(self, "kv_offload_dir_size", parse_bytes("kv_offload_dir_size", self.kv_offload_dir_size))
+        if self.kv_offload_size is None:
+            need = "kv_offload_size, the host memory that blocks are copied to"
+            if self.preemption_mode == "swap":
+                raise ConfigError("preemption_mode=swap", need, "none", "kv_offload_size='4GiB', or preemption_mode='auto'")
+            if self.kv_offload_dir is not None:
+                raise ConfigError("kv_offload_dir", need + " on their way", "none", "kv_offload_size='4GiB'")
+            return
+        object.__setattr__(self, "kv_offload_size", parse_bytes("kv_offload_size", self.kv_offload_size))
+        if self.deterministic or not self.enable_prefix_caching:
+            why = "deterministic, which has none" if self.deterministic else "enable_prefix_caching=False"
+            raise ConfigError("kv_offload_size", "the prefix cache, by whose names blocks are found again", why)
+
+    @property
+    def offload_bytes(self) -> tuple[int, int]:
+        """`kv_offload_size`, 0 for none, and `kv_offload_dir_size`, in bytes."""
+        assert not isinstance(self.kv_offload_size, str)
+        assert not isinstance(self.kv_offload_dir_size, str)
+        return self.kv_offload_size or 0, self.kv_offload_dir_size
 
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes

@@ -16,10 +16,12 @@ from headway.core.speculation.times import PLAIN, UNGUESSED, WIDTHS, StepTimes, 
 
 log = logging.getLogger("headway")
 
-FIRST_ACCEPTANCE = 0.5
-"""Share of guesses that hold, before any was verified; and what a trial after a rest hopes for."""
-_RATE, _SLOW_RATE = 0.1, 0.02
-"""Weights of the newest guess in the running means of a sequence and of all."""
+FIRST_ACCEPTANCE = 0.8
+"""Share of guesses that hold, before any was verified: so high that some are, for nothing is learnt from those that are not."""
+_HOPE = 0.5
+"""Share of guesses that a trial after a rest hopes for."""
+_PRIOR, _MEMORY, _LONG_MEMORY = 4, 10, 50
+"""Guesses that a sequence's own must outweigh; guesses that the running means of a sequence and of all reach back."""
 _SHORT_REST, _LONG_REST = 4, 64
 """Steps without guesses after which they are tried again: the first number, doubled each time they do not pay, to the second.
 A trial hopes for half of the guesses, so it takes at most twice as long as a step without: one in 64 costs less than 2 %."""
@@ -33,8 +35,14 @@ class _Sequence:
 
     proposer: SequenceProposer | None
     """None: it has raised."""
-    acceptance: float
+    share: float = 0.0
     """Running mean: how likely a guess holds whose predecessors have. A guess that was not found counts as one that did not."""
+    seen: int = 0
+    """Guesses in it."""
+
+    def acceptance(self, of_all: float) -> float:
+        """How likely a guess holds: by its own guesses, and while these are few, by those of all sequences."""
+        return (self.seen * self.share + _PRIOR * of_all) / (self.seen + _PRIOR)
 
 
 class Drafting:
@@ -51,13 +59,13 @@ class Drafting:
         self._proposer, self._vocab_size, self._times = proposer, vocab_size, times
         self._widths = sorted({*(width for width in WIDTHS if width <= most), most + 1})
         self._known: dict[Sequence, _Sequence] = {}
-        self._acceptance = FIRST_ACCEPTANCE
-        """Of all sequences: what a new one is expected to have."""
+        self._acceptance, self._seen = FIRST_ACCEPTANCE, _PRIOR
+        """Of all sequences: what a new one is expected to have; and guesses in that mean."""
         self._resting, self._rest, self._rest_class = 0, _SHORT_REST, -1
         self._trial = False
         self._reason, self._rest_reason = "", COSTLY
-        self._last: tuple[float, int] | None = None
-        """When the last step ended, and its width."""
+        self._last: tuple[float, int, int] | None = None
+        """When the last step had been launched, how many sequences it has, and its width."""
 
     @property
     def rests(self) -> bool:
@@ -87,8 +95,8 @@ class Drafting:
         """Give sequences their drafts; or the reason why none gets any."""
         times, count = self._times, len(ready)
         known = [self._of(seq) for seq in ready]
-        hope = FIRST_ACCEPTANCE if self._trial else 0.0
-        likely = [max(each.acceptance, hope) for each in known]
+        hope = _HOPE if self._trial else 0.0
+        likely = [max(each.acceptance(self._acceptance), hope) for each in known]
         seconds: dict[int, float] = {}
         most = self._widths[-1] - 1
         if times is not None:
@@ -140,9 +148,9 @@ class Drafting:
             proposer: SequenceProposer | None = None
             try:
                 proposer = self._proposer.begin(seq.num_prompt_tokens)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._failed(seq, error)
-            known = self._known[seq] = _Sequence(proposer, self._acceptance)
+            known = self._known[seq] = _Sequence(proposer)
         return known
 
     def _guess(self, seq: Sequence, known: _Sequence, most: int) -> list[int]:
@@ -154,13 +162,13 @@ class Drafting:
             guess = list(known.proposer.propose(seq.token_ids, most))[:most]
             if not all(0 <= token < self._vocab_size for token in guess):
                 raise ValueError(f"token ids from 0 to {self._vocab_size - 1} are needed, got {guess}")
-        except Exception as error:  # whatever a plugin raises
+        except (Exception, SystemExit) as error:  # whatever a plugin raises
             known.proposer = None
             self._failed(seq, error)
             return []
         return guess
 
-    def _failed(self, seq: Sequence, error: Exception) -> None:
+    def _failed(self, seq: Sequence, error: BaseException) -> None:
         log.warning("speculation: request %s goes on without guesses, for its proposer raised %r", seq.request_id, error)
 
     def verified(self, seq: Sequence, drafts: int, accepted: int) -> None:
@@ -170,13 +178,13 @@ class Drafting:
             self._learn(known, accepted, int(accepted < drafts))
 
     def _learn(self, known: _Sequence, held: int, failed: int) -> None:
-        for rate, hit in ((_RATE, 1.0),) * held + ((_RATE, 0.0),) * failed:
-            known.acceptance += rate * (hit - known.acceptance)
-            self._acceptance += _SLOW_RATE * (hit - self._acceptance)
+        for hit in (1.0,) * held + (0.0,) * failed:
+            known.seen, self._seen = min(known.seen + 1, _MEMORY), min(self._seen + 1, _LONG_MEMORY)
+            known.share += (hit - known.share) / known.seen
+            self._acceptance += (hit - self._acceptance) / self._seen
 
-    def stepped(self, step: Schedule, usual: bool, stats: EngineStats) -> None:
-        """A step has been launched, and read unless the host runs ahead. usual: the host waited no longer than it does without
-        speculation."""
+    def stepped(self, step: Schedule, read: bool, stats: EngineStats) -> None:
+        """A step has been launched. read: and read; else the one before it has been, since the last call of this."""
         now = time.perf_counter()
         drafts = max((each.num_draft_tokens for each in step.apart), default=0)  # whoever decodes together has none
         reason, self._reason = self._reason, ""
@@ -184,13 +192,17 @@ class Drafting:
         decodes = bool(step) and all(each.num_new_tokens == each.num_draft_tokens + 1 and each.context_len for each in step.apart)
         if decodes and not drafts:
             stats.steps_without_drafts[reason or self._rest_reason] += 1
-        if not decodes or (width == PLAIN and not usual):
+        if not decodes:
             self._last = None
             return
-        # The first step with the host ahead of the device does not wait, so its time says nothing.
-        if self._times is not None and self._last is not None and (width != PLAIN or self._last[1] == PLAIN):
-            self._times.note(len(step), width, now - self._last[0])
-        self._last = now, width
+        if self._times is not None and self._last is not None:
+            began, *before = self._last
+            count, timed = (len(step), width) if read else before
+            # Between the two calls the host has waited for that step. One without guesses takes as long as it does where the
+            # host runs ahead before it and after.
+            if timed != PLAIN or width == before[1] == PLAIN:
+                self._times.note(count, timed, now - began)
+        self._last = now, len(step), width
 
     def finish(self, seq: Sequence) -> None:
         """A sequence has ended."""
@@ -198,7 +210,7 @@ class Drafting:
         try:
             if known is not None and known.proposer is not None:
                 known.proposer.finish(seq.token_ids)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._failed(seq, error)
 
 

@@ -39,6 +39,7 @@ class Engine(EngineLoop):
         compile_ahead: CompileAhead | None = None,
         hosts: HostRows | None = None,
         kv_scales: Sequence[tuple[float, float]] | None = None,
+        weights: str = "",
     ) -> None:
         """sampling: how tokens are chosen, where something does it faster than torch.
 
@@ -47,6 +48,8 @@ class Engine(EngineLoop):
         hosts: serves grammars and named logits processors; None: there are neither.
 
         kv_scales: k_scale and v_scale of each layer's cache where kv_cache_dtype is fp8; None: 1.
+
+        weights: what tells these weights from all others, for blocks that are kept on disk.
 
         costs: measured times of each distinct layer, which `auto` obeys; None: the order that plugins propose.
 
@@ -61,7 +64,9 @@ class Engine(EngineLoop):
         if config.deterministic:
             config = deterministic.prepare(source, specs, config)
         max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
-        self.executor = LocalExecutor(model, specs, source, config, sampling, costs, compile_ahead, max_decode_len, hosts)
+        self.executor = LocalExecutor(
+            model, specs, source, config, sampling, costs, compile_ahead, max_decode_len, hosts, weights
+        )
         self.selection = self.executor.selection
         limits = PromptLimits.of(config, self.executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size)
         scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from headway.core.engine.offload.mover import PageMover
 from headway.core.engine.pool import PoolSize
 from headway.core.engine.step import Sampled, StepInput
 from headway.core.sampling.params import SamplingParams
@@ -71,6 +72,10 @@ class Executor(Protocol):
     @property
     def capacity(self) -> Capacity:
         """What it can hold."""
+
+    @property
+    def mover(self) -> PageMover | None:
+        """Copies pages to memory beyond the pool and back; None: there is none."""
 
     def capture(self) -> None:
         """Prepare what makes steps fast, such as CUDA graphs; after it the engine is ready."""

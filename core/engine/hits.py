@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 from headway.core.engine.groups import CacheGroup
 from headway.core.engine.prefixes import PrefixIndex, packed
 from headway.core.engine.sequence import Sequence
+
+Elsewhere = Callable[[int, bytes], bool]
+"""(group, digest of a page) -> whether its content is kept somewhere else than in the pool."""
 
 
 class Hit(NamedTuple):
@@ -37,17 +41,24 @@ class GroupPrefixes:
         self._block_size = block_size
         self._blocks_per_page = group.page_size // block_size
 
-    def longest(self, seq: Sequence, at_most: int, partly: bool) -> int:
-        """Tokens of the longest start of a sequence, up to `at_most`, that is held; partly: its last page need not be whole."""
+    def longest(self, seq: Sequence, at_most: int, partly: bool, also: Callable[[bytes], bool] | None = None) -> int:
+        """Tokens of the longest start of a sequence, up to `at_most`, that is held; partly: its last page need not be whole.
+
+        also: whether a page of this digest counts as held although it is not in the pool.
+        """
+
+        def lacks(page: int) -> bool:
+            return self.find(seq, page) is None and (also is None or not also(self.digest(seq, page)))
+
         size, group = self.group.page_size, self.group
         end = at_most // size
         if group.window is None:  # from the start on, to the first page that is missing
-            end = next((page for page in range(end) if self._find(seq, page) is None), end)
+            end = next((page for page in range(end) if lacks(page)), end)
             return end * size + self._part(seq, end, at_most - end * size, partly)[1]
         while True:  # from the end back, to the first place before which all that its query sees is held
             length = end * size + self._part(seq, end, at_most - end * size, partly)[1]
             held = range(end - 1, group.num_behind(length) - 1, -1)
-            missing = next((page for page in held if self._find(seq, page) is None), None)
+            missing = next((page for page in held if lacks(page)), None)
             if missing is None:
                 return length
             end = missing
@@ -55,7 +66,7 @@ class GroupPrefixes:
     def hit(self, seq: Sequence, length: int) -> Hit:
         """The pages of a start that is held."""
         first, end = self.group.num_behind(length), length // self.group.page_size
-        pages = [self._find(seq, page) for page in range(first, end)]
+        pages = [self.find(seq, page) for page in range(first, end)]
         rest = length - end * self.group.page_size
         source, count = self._part(seq, end, rest, True)
         assert count == rest, "the start of a sequence is no longer held"
@@ -66,23 +77,25 @@ class GroupPrefixes:
         """Make the first `count` tokens of a sequence's page findable, unless an equal page is already."""
         size, digest = self.group.page_size, None
         if count == size:
-            digest = self._digest(seq, number)
-            if self.index.find(digest) is not None:
+            digest = self.digest(seq, number)
+            if self.index.knows(digest):
                 return
-        first, parent = number * size, self._digest(seq, number - 1) if number else b""
+        first, parent = number * size, self.digest(seq, number - 1) if number else b""
         self.index.add(page, parent, packed(seq.token_ids[first : first + count]), digest)
 
-    def _find(self, seq: Sequence, number: int) -> int | None:
-        return self.index.find(self._digest(seq, number))
+    def find(self, seq: Sequence, number: int) -> int | None:
+        """The page of the pool that holds the `number`-th whole page of a sequence."""
+        size = self.group.page_size
+        return self.index.find(self.digest(seq, number), packed(seq.token_ids[number * size : (number + 1) * size]))
 
     def _part(self, seq: Sequence, number: int, most: int, partly: bool) -> tuple[int, int]:
         """The page that agrees longest with a sequence's page, for at most so many tokens, and for how many."""
         first, most = number * self.group.page_size, min(most, self.group.page_size)
         if not partly or most <= 0:
             return -1, 0
-        return self.index.longest(self._digest(seq, number - 1), packed(seq.token_ids[first : first + most]))
+        return self.index.longest(self.digest(seq, number - 1), packed(seq.token_ids[first : first + most]))
 
-    def _digest(self, seq: Sequence, number: int) -> bytes:
+    def digest(self, seq: Sequence, number: int) -> bytes:
         """Chained hash of a sequence to the end of a full page, b"" before the first.
 
         Computed once for each block: tokens of a sequence never change. 128 bits: no chance collisions.

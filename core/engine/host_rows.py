@@ -89,7 +89,7 @@ class HostRows:
             raise ConfigError("logits_processors", f"a function, or a name that a plugin registered ({known})", repr(name))
         try:
             return self._infos[name].load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError("logits_processors", f"{name!r} to load", f"{type(error).__name__}: {error}") from error
 
     def start(self, started: StartedRow, wanted: bool) -> None:
@@ -106,7 +106,7 @@ class HostRows:
             for each in params.logits_processors or ():
                 function = self._makers[each](params.extra_args or {}) if isinstance(each, str) else each
                 row.processors.append(_with_prompt(function))
-        except Exception as error:  # a plugin's own code may raise what it likes
+        except (Exception, SystemExit) as error:  # a plugin's own code may raise what it likes
             row.error = str(error) if isinstance(error, GrammarError) else _named(error)
         row.take(started.token_ids[started.num_prompt_tokens :])
 
@@ -177,7 +177,7 @@ class HostRows:
                         found = f"a tensor of shape {list(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
                         raise TypeError(f"it must return logits of shape {list(logits[number].shape)}, not {found}")
                     logits[number] = changed
-            except Exception as error:  # whatever a processor raises
+            except (Exception, SystemExit) as error:  # whatever a processor raises
                 own.error = _named(error)
             if own.error is not None:
                 logits[number] = torch.nan
@@ -194,5 +194,5 @@ def _with_prompt(function: Callable[..., Any]) -> LogitsProcessor:
     return function if count == 3 else lambda prompt, output, logits: function(output, logits)
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     return f"logits processor: {type(error).__name__}: {error}"

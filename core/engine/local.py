@@ -34,6 +34,8 @@ from headway.core.engine.host_rows import HostRows
 from headway.core.engine.latent import GATHERED_BYTES
 from headway.core.engine.launched import Launched
 from headway.core.engine.memory import cache_memory, run_trial
+from headway.core.engine.offload.host_mover import HostMover
+from headway.core.engine.offload.transfers import STAGING_BYTES
 from headway.core.engine.pieces import piece_sizes
 from headway.core.engine.pool import PoolSize
 from headway.core.engine.recorder import CudaRecorder, Recorder
@@ -68,10 +70,11 @@ class LocalExecutor:
         compile_ahead: CompileAhead | None = None,
         max_decode_len: int = 1,
         hosts: HostRows | None = None,
+        weights: str = "",
     ) -> None:
         """specs: of the model's layers, with the cache's element type as asked for. config: with its device's options filled in.
 
-        sampling, costs, compile_ahead, hosts: see `Engine`. max_decode_len: query tokens of a decode, drafts included.
+        sampling, costs, compile_ahead, hosts, weights: see `Engine`. max_decode_len: query tokens of a decode, drafts included.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
@@ -92,6 +95,7 @@ class LocalExecutor:
         if memory is None and device.type == "cuda":
             sizes, called = (config.step_tokens, config.max_num_seqs), [*selector.instances, selector.gathering]
             memory = cache_memory(model, called, *sizes, config.gpu_memory_utilization, device)
+            memory -= 2 * STAGING_BYTES if config.offload_bytes[0] else 0
             memory -= 2 * GATHERED_BYTES if selector.gathering else 0  # keys, values, and the product that they are taken from
         layouts = [selector.layout_of(spec) for spec in specs]
         longest = _longest(config, model)
@@ -104,6 +108,8 @@ class LocalExecutor:
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len)
         self.caches = pool.allocate(specs, layouts, size)
         """One a layer."""
+        self.mover = HostMover(self.caches, size, config, weights) if config.offload_bytes[0] else None
+        """Copies pages to memory beyond the pool."""
         _check_caches(selector, specs, self.caches)
         writers = {layout.name: source.layout(layout.name).load_writer(device) for layout in layouts}
         of_layers = [writers[layout.name] for layout in layouts]
@@ -183,6 +189,8 @@ class LocalExecutor:
 
     def launch(self, step: StepInput) -> Launched:
         """Start a step. On a CPU it has run when this returns."""
+        if self.mover is not None:
+            self.mover.before(step)
         return self._runner.launch(step)
 
 

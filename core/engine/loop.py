@@ -19,9 +19,11 @@ from headway.core.engine.deltas import OutputDelta
 from headway.core.engine.drafting import Drafting
 from headway.core.engine.entrance import Entrance
 from headway.core.engine.executor import Executor, InFlight
+from headway.core.engine.faults import smaller_budget
 from headway.core.engine.limits import PromptLimits
+from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.prepare import prepare
-from headway.core.engine.reading import delta_of, keep_prompt_logprobs, made, reason_for, with_logprobs
+from headway.core.engine.reading import delta_of, keep_prompt_logprobs, reason_for, take_plain, with_logprobs
 from headway.core.engine.schedule import ScheduledSequence
 from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence, Status
@@ -37,7 +39,8 @@ class EngineLoop:
 
     With config.async_scheduling a step is launched before the one before it has been read, so that the host's work hides behind
     the device's; tokens then come one call later, and one sampled past the end of a sequence is dropped. While tokens are guessed
-    it does not, for guesses are made from tokens that the host has seen.
+    a step is read before the next is launched, for guesses are made from tokens that the host has seen; what the client does with
+    its tokens hides behind the next all the same.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class EngineLoop:
         self.blocks = BlockManager(pool.num_pages, block_size, caching, groups, chunk)
         options = config.max_num_seqs, config.enable_chunked_prefill, limits.by_priority
         self.scheduler = scheduler(self.blocks, config.step_tokens, *options)
+        self._offloader = offloader_of(self.blocks, executor.mover, pool.page_format.page_bytes, config, self.stats)
+        self.scheduler.offloader, self.stats.preemptions_by_kind = self._offloader, self.scheduler.preemptions
         self._entrance = Entrance(self.scheduler, config.enable_prefix_caching)
         self._executor = executor
         self._eos = eos_token_ids
@@ -94,7 +99,7 @@ class EngineLoop:
         ready = self._executor.prepare(params)
         seqs, turn = [], (priority, next(self._arrivals))
         for index in range(params.num_drawn):
-            seed = self._draw_seed() if params.seed is None else params.seed + index
+            seed = int(torch.randint(2**62, (), generator=self._seeds)) if params.seed is None else params.seed + index
             longest = self.capacity.max_model_len
             seqs.append(Sequence(request_id, index, prompt_token_ids, params, stops, longest, seed, turn))
             if index == 0 and params.prompt_logprobs is not None:
@@ -125,16 +130,20 @@ class EngineLoop:
         """
         stats, clock = self.stats, time.perf_counter
         started, waited = clock(), stats.wait_seconds
-        self._read_until(1)  # more are left only by an interrupt
+        drafting = self._drafting  # which guesses from tokens that have been read
+        self._read_until(1 if drafting is None or drafting.rests else 0)  # more than one are left only by an interrupt
         self._let_in()
-        began, drafting = clock(), self._drafting
+        began = clock()
         if drafting is not None and drafting.plan(() if self._in_flight else self.scheduler.running):
             self.scheduler.part()
         scheduled = self.scheduler.schedule()
-        assert scheduled or self._in_flight or self._unreported or self._entrance.occupied, "unfinished, and nothing to schedule"
+        waiting = self._entrance.occupied or (self._offloader is not None and self._offloader.loads.occupied)
+        assert scheduled or self._in_flight or self._unreported or waiting, "unfinished, and nothing to schedule"
         chosen = clock()
         stats.schedule_seconds += chosen - began
         failure: Exception | None = None
+        if self._offloader is not None:
+            self._offloader.flush(wait=not (scheduled or self._in_flight or self._unreported))
         if scheduled:
             step = prepare(scheduled, self.blocks.groups)
             prepared = clock()
@@ -148,13 +157,17 @@ class EngineLoop:
                 self.scheduler.launched(scheduled)
                 self._entrance.launched(scheduled)
                 stats.count(step, launched)
+                if self._offloader is not None:
+                    self._offloader.clock.launched(prepared)
                 stats.launch_seconds += clock() - prepared - launched.wait_seconds
-        ahead = self._ahead and bool(scheduled) and failure is None and (drafting is None or drafting.rests)
+        ahead = self._ahead and bool(scheduled) and failure is None
         self._read_until(1 if ahead else 0)
         if drafting is not None:
-            drafting.stepped(scheduled, ahead or not self._ahead, stats)
+            drafting.stepped(scheduled, not ahead, stats)
         if failure is not None:
             self._recover(list(scheduled), failure)
+        if self._offloader is not None and not self.scheduler.has_unfinished:
+            self._offloader.flush(idle=True)
         stats.num_preemptions = self.scheduler.num_preemptions
         stats.num_prompt_tokens = self.scheduler.num_prompt_tokens
         stats.num_cached_tokens = self.scheduler.num_cached_tokens
@@ -174,7 +187,8 @@ class EngineLoop:
     def cache_usage(self) -> CacheUsage:
         """Who uses the cache at this moment."""
         pages = self.capacity.pool.page_format
-        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.running)
+        offloaded = 0 if self._offloader is None else self._offloader.num_blocks
+        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.holders, offloaded)
 
     def snapshot(self) -> EngineSnapshot:
         """What it does at this moment, and has done."""
@@ -184,9 +198,6 @@ class EngineLoop:
         return EngineSnapshot(
             time.perf_counter(), running, waiting, blocks.num_pages, used, blocks.num_cached, self.stats.snapshot()
         )
-
-    def _draw_seed(self) -> int:
-        return int(torch.randint(2**62, (), generator=self._seeds))
 
     def _read_until(self, left: int) -> None:
         """Read the oldest steps until this many are left; an interrupt while the host waits loses none of them."""
@@ -203,14 +214,24 @@ class EngineLoop:
         try:
             sampled = in_flight.wait()
         except Exception as error:  # a kernel's fault shows when the host waits for it
-            self._fail(step, error)
+            lost = [seq for _, seqs, _ in self._in_flight for seq in seqs]  # later steps have read what the fault has left
+            while len(self._in_flight) > 1:
+                self._in_flight.pop()
+            if self._offloader is not None:
+                self._offloader.clock.forget()
+            self._fail(lost, error)
             return
+        if self._offloader is not None:
+            self._offloader.clock.read()
         self.stats.wait_seconds += time.perf_counter() - started
         plain = sampled.plain_tokens()
         if plain is not None:
-            self._take(sampling, plain)
+            told, ended = take_plain(sampling, plain, self.scheduler.read)
+            self._unreported += told
+            self.stats.num_output_tokens += len(told)
+            self._remove(ended)
             return
-        ended: list[Sequence] = []
+        ended = []
         read, report, found = self.scheduler.read, self._unreported.append, sampled.found
         if found is not None:
             keep_prompt_logprobs(step, found)
@@ -234,49 +255,17 @@ class EngineLoop:
         self.stats.num_output_tokens += num_new
         self._remove(ended)
 
-    def _take(self, sampling: list[Sequence], tokens: list[int]) -> None:
-        """Append one token to each sequence: what most steps bring, with no more work for each than that takes."""
-        ended: list[Sequence] = []
-        report, num_new = self._unreported.append, 0
-        for seq, token in zip(sampling, tokens, strict=True):
-            if seq.together:
-                seq.append(token)
-                report(made((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), (), None)))
-                num_new += 1
-            elif seq.finished:
-                self.scheduler.read(seq, [])
-                continue
-            else:
-                new = self.scheduler.read(seq, [token])
-                num_new += len(new)
-                report(delta_of(seq, new))
-            if seq.finish_reason is not None:
-                ended.append(seq)
-        self.stats.num_output_tokens += num_new
-        self._remove(ended)
-
     def _recover(self, step: list[ScheduledSequence], error: Exception) -> None:
-        """After a step that did not run: end its sequences.
-
-        Where memory was too small, smaller steps from now on let sequences wait rather than end.
-        """
-        tokens = sum(scheduled.num_new_tokens for scheduled in step)
-        smallest = 1 if self.config.enable_chunked_prefill else max(scheduled.num_new_tokens for scheduled in step)
-        if not isinstance(error, torch.OutOfMemoryError) or tokens <= smallest:
+        """After a step that did not run: end its sequences, or let them wait for smaller steps where memory was too small."""
+        smaller = smaller_budget(step, error, self.config.enable_chunked_prefill)
+        if smaller is None:
             self._fail([scheduled.seq for scheduled in step], error)
-            return
-        torch.cuda.empty_cache()
-        self.scheduler.max_num_batched_tokens = max(tokens // 2, smallest)
-        log.warning(
-            "out of memory in a step of %d tokens: steps have at most %d from now on; a lower max_num_batched_tokens or "
-            "gpu_memory_utilization leaves room from the start",
-            tokens,
-            self.scheduler.max_num_batched_tokens,
-        )
+        else:
+            self.scheduler.max_num_batched_tokens = smaller
 
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
         """End the sequences of a step for a fault in it."""
-        failed = [seq for seq in step if not seq.finished]
+        failed = [seq for seq in dict.fromkeys(step) if not seq.finished]
         log.error("a step of %d sequences failed: %s", len(failed), error)
         for seq in failed:
             seq.fail(str(error))

@@ -84,26 +84,54 @@ def allocate(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], siz
     shared = size.page_format
     if not shared.column_bytes:
         return allocate_layers(specs, layouts, size.num_pages, shared.block_size)
-    memory = [
-        {name: zeros((size.num_pages * width,), torch.uint8, specs[0].device) for name, width in shared.column_bytes.items()}
-        for _ in range(shared.columns)
-    ]
+    memory = {
+        name: zeros((shared.columns, size.num_pages * width), torch.uint8, specs[0].device)
+        for name, width in shared.column_bytes.items()
+    }
     caches: dict[int, LayerCache] = {}
     for group in shared.groups:
         for number, layer in enumerate(group.layers):
             place, column = divmod(number, shared.columns)
-            caches[layer] = _view(specs[layer], layouts[layer], memory[column], group, place, size)
+            caches[layer] = _view(
+                specs[layer], layouts[layer], {name: each[column] for name, each in memory.items()}, group, place, size
+            )
     return [caches[layer] for layer in range(len(specs))]
 
 
 def allocate_layers(
     specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], num_blocks: int, block_size: int
 ) -> list[LayerCache]:
-    """One cache a layer, each with memory of its own and as many blocks."""
+    """One cache a layer, each with as many blocks. Tensors of equal shape lie one after the other in one piece of memory."""
+    geometries = [CacheGeometry.of(spec, num_blocks, block_size) for spec in specs]
+    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, str]]] = {}
+    for layer, (layout, geometry) in enumerate(zip(layouts, geometries, strict=True)):
+        for name in layout.tensors:
+            kinds.setdefault((layout.shape(name, geometry), geometry.dtype), []).append((layer, name))
+    tensors: list[dict[str, Tensor]] = [{} for _ in specs]
+    for (shape, dtype), places in kinds.items():
+        for (layer, name), tensor in zip(places, zeros((len(places), *shape), dtype, specs[0].device), strict=True):
+            tensors[layer][name] = tensor
     return [
-        layout.allocate(CacheGeometry.of(spec, num_blocks, block_size), spec.k_scale, spec.v_scale)
-        for spec, layout in zip(specs, layouts, strict=True)
+        LayerCache(tensors[layer], layouts[layer], geometry, specs[layer].k_scale, specs[layer].v_scale)
+        for layer, geometry in enumerate(geometries)
     ]
+
+
+def page_memory(caches: Sequence[LayerCache], size: PoolSize) -> list[Tensor]:
+    """All memory of the pool, as views uint8 [count, num_pages, bytes]: a page's content is its row in each of them.
+
+    caches: as `allocate` made them, each block of which must be one piece of memory.
+    """
+    views: dict[int, Tensor] = {}
+    for cache in caches:
+        assert cache.layout.contiguous_blocks, "blocks in pieces"
+        for name, tensor in cache.tensors.items():
+            storage = tensor.untyped_storage()
+            width = size.page_format.column_bytes.get(name) or tensor.nbytes // size.num_pages
+            if storage.data_ptr() not in views:
+                flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                views[storage.data_ptr()] = flat.view(-1, size.num_pages, width)
+    return list(views.values())
 
 
 def _view(

@@ -36,9 +36,22 @@ class PrefixIndex:
     def __iter__(self) -> Iterator[int]:
         return iter(self._place_of)
 
-    def find(self, digest: bytes) -> int | None:
-        """The full block of this name."""
-        return self._block_of.get(digest)
+    def find(self, digest: bytes, tokens: bytes) -> int | None:
+        """The full block of this name, if it holds these tokens: two contents of one name are not taken for each other."""
+        block = self._block_of.get(digest)
+        return block if block is not None and self._place_of[block][1] == tokens else None
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether a block has this name, whatever it holds."""
+        return digest in self._block_of
+
+    def digest_of(self, block: int) -> bytes | None:
+        """The name of a block; None: it has none, or is not full."""
+        return self._digest_of.get(block)
+
+    def tokens_of(self, block: int) -> bytes:
+        """The tokens of a block that can be found, packed."""
+        return self._place_of[block][1]
 
     def longest(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
         """The block below `parent` that agrees with the most of `tokens`, and with how many; (-1, 0): with none."""

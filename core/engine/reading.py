@@ -13,7 +13,7 @@ from headway.core.engine.step import Found
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.sampler import NOT_A_TOKEN
 
-made: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, OutputDelta)
+_delta: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, OutputDelta)
 """An OutputDelta of all its fields, without the call in Python that its constructor makes: every token comes in one."""
 
 
@@ -30,7 +30,7 @@ def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
         (),
         seq.admitted_time,
     )
-    return made(told)
+    return _delta(told)
 
 
 def with_logprobs(delta: OutputDelta, seq: Sequence, logprobs: Items[TokenLogprobs], known: int) -> OutputDelta:
@@ -56,3 +56,30 @@ def keep_prompt_logprobs(step: Items[Sequence], found: Found) -> None:
         known = len(seq.prompt_logprobs)
         assert position - 1 <= known, "a part of the prompt was spared"
         seq.prompt_logprobs += entries[known - (position - 1) :]
+
+
+def take_plain(
+    sampling: Items[Sequence], tokens: Items[int], read: Callable[[Sequence, list[int]], list[int]]
+) -> tuple[list[OutputDelta], list[Sequence]]:
+    """Append one token to each sequence that has not ended: what most steps bring, with no more work for each than that takes.
+
+    read: see `Scheduler.read`. Returns what is told of them, and those that have ended.
+    """
+    told: list[OutputDelta] = []
+    ended: list[Sequence] = []
+    tell = told.append
+    for seq, token in zip(sampling, tokens, strict=True):
+        if seq.together:
+            seq.append(token)
+            delta = _delta((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), (), None))
+        elif seq.finished:
+            read(seq, [])
+            continue
+        else:
+            delta = delta_of(seq, read(seq, [token]))
+        if seq.prompt_logprobs:  # the step that computed the prompt's end may have found none of them
+            delta = with_logprobs(delta, seq, (), len(seq.token_ids) - 1)
+        tell(delta)
+        if seq.finish_reason is not None:
+            ended.append(seq)
+    return told, ended

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from operator import attrgetter
 
 from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.config import MAX_DRAFT_TOKENS
 from headway.core.engine.decode_batch import DecodeBatch
+from headway.core.engine.offload.offloader import Offloader
 from headway.core.engine.schedule import Schedule, ScheduledSequence
 from headway.core.engine.sequence import Sequence, Status
 
@@ -22,7 +23,8 @@ class Scheduler:
 
     A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi), once the pool has room for all
     of it: a part of a prompt would only take pages from those that run, to be preempted for them. When the pool runs dry, the
-    youngest running sequence gives its pages back and waits at the head of the queue, to be computed again (vLLM's recompute).
+    youngest running sequence gives its pages back and waits at the head of the queue, to be computed again (vLLM's recompute)
+    or brought back by the offloader (its swap). Who waits for the offloader's pages does so beside the queue.
     Where priorities count, it is the youngest of the lowest priority; who runs is not preempted for who waits.
 
     `schedule` may be called while earlier steps are still running on the device: tokens those will sample count as pending. What
@@ -45,7 +47,10 @@ class Scheduler:
         self._by_priority = by_priority
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.num_preemptions = 0
+        self.offloader: Offloader | None = None
+        """Keeps pages beyond their time in the pool; None: nobody does."""
+        self.preemptions: Counter[str] = Counter()
+        """By kind."""
         self.num_prompt_tokens = self.num_cached_tokens = 0
         """Of sequences at their first admission; those that the prefix cache spared."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -54,7 +59,18 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether there is anything left to do."""
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running) or (self.offloader is not None and self.offloader.loads.occupied)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of every kind."""
+        return self.preemptions.total()
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """All sequences that hold pages."""
+        loading = [] if self.offloader is None else self.offloader.loads.holders
+        return [*self.running, *(seq for seq in self.waiting if seq.tables), *loading]
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
@@ -82,8 +98,10 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next step: sequences that prefill or extend first, then those that decode.
 
-        Empty if all that run only wait for a token under way.
+        Empty if all that run only wait for a token under way, and those that wait, for pages.
         """
+        if self.offloader is not None:
+            self.add_first(self.offloader.loads.arrived())
         together = len(self.running) <= self.max_num_batched_tokens and self._make_room()
         step = self._choose(together=True) if together else None
         if step is None:
@@ -113,7 +131,7 @@ class Scheduler:
         prompts: list[ScheduledSequence] = []
         decodes: list[ScheduledSequence] = []  # within each part first come, first served
         joining: list[Sequence] = []
-        preempted = skipped = False
+        preempted = skipped = gave_up = False
         position = 0 if len(self._batch) < len(self.running) else len(self.running)
         while position < len(self.running) and budget > 0:
             seq = self.running[position]
@@ -137,6 +155,8 @@ class Scheduler:
                     continue
                 if together:
                     return None
+                if self._give_up():
+                    continue
                 preempted = True
                 if self._preempt_last() is seq:
                     break
@@ -147,10 +167,22 @@ class Scheduler:
                 budget -= count + drafts
                 position += 1
         while self.waiting and not (preempted or skipped) and budget > 0 and len(self.running) < self.max_num_seqs:
-            count = self._admit(self.waiting[0], budget)
+            seq = self.waiting[0]
+            if self.offloader is not None and not gave_up and self.offloader.bring_back(seq):
+                self.waiting.popleft()
+                continue
+            if not self.enable_chunked_prefill and not (prompts or decodes or joining or self._batch.members):
+                budget = max(budget, seq.num_tokens)  # it must go whole, whatever lack of memory has left of a step
+            count = self._admit(seq, budget)
             if count == 0:
+                coming = self.offloader is not None and self.offloader.loads.occupied
+                if not (self.running or coming) and self._give_up():
+                    gave_up = True  # so that what was freed is not taken to load anything
+                    continue
                 break
-            seq = self.waiting.popleft()
+            self.waiting.popleft()
+            if self.offloader is not None:
+                self.offloader.let_go(seq)
             self._insert(self.running, seq)
             seq.status, seq.row = Status.RUNNING, self._free_rows.pop()
             scheduled = ScheduledSequence(seq, count, seq.num_computed, count == seq.num_to_compute)
@@ -162,7 +194,7 @@ class Scheduler:
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Tokens that a waiting sequence gets in this step; 0 if there is no room, and then it holds nothing."""
         for partly in (True, False):  # what is copied is held beside the copy: perhaps there is room without
-            spared = self.blocks.attach_prefix(seq, partly)
+            spared = seq.num_computed if seq.tables else self.blocks.attach_prefix(seq, partly)
             count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
             able = count == wanted or (self.enable_chunked_prefill and self.blocks.has_room(seq, wanted))
             if count and able and self.blocks.reserve(seq, self._room(seq, count)):
@@ -191,13 +223,23 @@ class Scheduler:
         """Tokens for which a sequence must hold pages when it gets `count`."""
         return count
 
+    def _give_up(self) -> bool:
+        """Take the pages of a sequence that does not run yet; False: none has any."""
+        if self.offloader is None:
+            return False
+        holder = next((seq for seq in reversed(self.waiting) if seq.tables), None)
+        if holder is None:
+            return self.offloader.loads.give_up()
+        self.blocks.release(holder)
+        return True
+
     def _preempt_last(self) -> Sequence:
         seq = self.running.pop()
         assert not seq.together
+        self.preemptions["recompute" if self.offloader is None else self.offloader.preempt(seq)] += 1
         self._release(seq)
         seq.status, seq.draft_token_ids = Status.WAITING, []
         seq.num_preemptions += 1
-        self.num_preemptions += 1
         self.add_first([seq])
         return seq
 
@@ -252,5 +294,7 @@ class Scheduler:
         for seq in (*self.running, *self.waiting):
             if seq.finished:
                 self._release(seq)
+        if self.offloader is not None:
+            self.offloader.remove_finished()
         self.running = [seq for seq in self.running if not seq.finished]
         self.waiting = deque(seq for seq in self.waiting if not seq.finished)

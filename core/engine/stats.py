@@ -27,6 +27,20 @@ class EngineStats:
     num_cached_tokens: int = 0
     """Those of them that the prefix cache spared."""
     num_preemptions: int = 0
+    preemptions_by_kind: Counter[str] = field(default_factory=Counter)
+    """"recompute" or "swap"."""
+    blocks_swapped: int = 0
+    """Blocks that preempted sequences left to be swapped; those that nobody needed meanwhile stayed in the pool."""
+    blocks_offloaded: int = 0
+    """Blocks copied to the host's memory."""
+    blocks_stored: int = 0
+    """Pages written to disk."""
+    offload_hits: int = 0
+    """Tokens that were brought back from the host's memory or from disk, and so not computed again."""
+    offload_bytes_out: int = 0
+    offload_bytes_in: int = 0
+    offload_failures: Counter[str] = field(default_factory=Counter)
+    """Pages that were not kept, or not found as they should be, by reason."""
     num_draft_tokens: int = 0
     """Guesses that steps have verified."""
     num_accepted_tokens: int = 0

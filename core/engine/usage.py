@@ -50,11 +50,15 @@ class CacheUsage(NamedTuple):
     page_bytes: int
     num_free_pages: int
     """Those with a content that can be found included."""
+    num_offloaded_blocks: int
+    """Kept in the host's memory, whatever the pool holds of them."""
     groups: tuple[GroupUsage, ...]
     sequences: tuple[SequenceUsage, ...]
 
 
-def cache_usage(blocks: BlockManager, block_size: int, page_bytes: int, running: Items[Sequence]) -> CacheUsage:
+def cache_usage(
+    blocks: BlockManager, block_size: int, page_bytes: int, running: Items[Sequence], num_offloaded_blocks: int = 0
+) -> CacheUsage:
     """See CacheUsage. running: all sequences that hold pages."""
     groups = [
         GroupUsage(
@@ -73,7 +77,8 @@ def cache_usage(blocks: BlockManager, block_size: int, page_bytes: int, running:
         )
         for seq in running
     ]
-    return CacheUsage(block_size, blocks.num_pages, page_bytes, blocks.num_free, tuple(groups), tuple(sequences))
+    pool = block_size, blocks.num_pages, page_bytes, blocks.num_free
+    return CacheUsage(*pool, num_offloaded_blocks, tuple(groups), tuple(sequences))
 
 
 def _letters(blocks: BlockManager, seq: Sequence, group: CacheGroup, table: PageTable, block_size: int) -> str:

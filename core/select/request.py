@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
 
 BackendRequest = Mapping[Phase, str]
 """What a user asked for each phase: a backend's name or "auto"."""
+
+
+def request_for(name: str, phases: Iterable[Phase]) -> str:
+    """What to ask for so that a backend serves the phases that it claims, and auto the others."""
+    served = set(phases)
+    prompts = {Phase.PREFILL, Phase.EXTEND}
+    if prompts <= served and Phase.DECODE not in served:
+        return f"prefill={name},decode=auto"
+    return f"prefill=auto,decode={name}" if Phase.DECODE in served and not prompts <= served else name
 
 
 def parse_backend_request(text: str) -> BackendRequest:

@@ -16,7 +16,7 @@ _RATE = 0.1
 """Weight of the newest time in a running mean, once there are that many."""
 _OUTLIER = 3.0
 """A step that took longer than this times the mean counts as this many: something else took the time."""
-_NEEDED = 3
+_NEEDED = 2
 """Steps after which a mean counts."""
 
 AttentionTime = Callable[[int, int, int], float]

@@ -1,126 +1,147 @@
-"""FlashInfer's latent attention (flashinfer.mla) as a backend: decode and extend of absorbed layers, 576 elements a token."""
-
-from __future__ import annotations
+"""FlashInfer (Ye et al. 2025, arXiv 2501.01005) as a backend: prompts, extensions, decode, and DeepSeek's latent attention."""
 
 import inspect
-from itertools import chain
-from typing import Any
+from functools import cache as memo
+from importlib import import_module
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from headway import hookimpl
-from headway.contract import (
-    LATENT,
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionSpec,
-    BackendInfo,
-    CacheLayout,
-    Capabilities,
-    LayerCache,
-    Phase,
-    Support,
-)
+from headway import HeadwayError, hookimpl
+from headway.contract import ALL_PHASES, HND, LATENT, NHD, AttentionBackend, BackendInfo, Capabilities, Phase, Support
 
-HEAD = (576, 512)
-"""head_dim and v_head_dim: the library is built for DeepSeek's."""
-WORKSPACE = 128 * 2**20
-"""Bytes for partial results, as the library recommends."""
-PLAN = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size", "causal")
-RUN = ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "out")
+WORKSPACE = 256 * 2**20
+"""Bytes for partial results: twice what the library recommends, which is too little for long batches of many heads."""
+RAGGED, PAGED = "BatchPrefillWithRaggedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+DECODE, MLA = "BatchDecodeWithPagedKVCacheWrapper", "BatchMLAPagedAttentionWrapper"
+KERNELS = {"prefill": ("auto", "fa2", "fa3"), "decode": ("auto", "fa2", "fa3", "cuda_cores")}
 
 
-def find_wrapper() -> tuple[Any, Support]:
-    """The library's class, or why it cannot be called: releases differ in what its methods take."""
-    try:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper as Wrapper
-    except Exception as error:
-        return None, Support.no(
-            "flashinfer.mla", "an import", f"{type(error).__name__}: {error}", "pip install flashinfer-python"
-        )
-    for method, wanted in (("plan", PLAN), ("run", RUN)):
-        missing = set(wanted) - set(inspect.signature(getattr(Wrapper, method)).parameters)
-        if missing:
-            need = f"the parameters {', '.join(wanted)}"
-            return None, Support.no(f"flashinfer.mla {method}", need, f"none named {', '.join(sorted(missing))}")
-    return Wrapper, Support()
+@memo
+def wrapper_class(name):
+    """:raises ImportError: no library, or a release whose `plan` does not take what is used below."""
+    found = getattr(import_module("flashinfer.mla" if name == MLA else "flashinfer"), name)
+    wanted = {"sm_scale", "q_data_type", "kv_data_type"} | ({"kv_len_arr"} if name == MLA else {"window_left", "logits_soft_cap"})
+    known = inspect.signature(found.plan).parameters
+    if (missing := wanted - set(known)) and all(each.kind is not each.VAR_KEYWORD for each in known.values()):
+        raise ImportError(f"{name}.plan of this release takes no {', '.join(sorted(missing))}; that of 0.6.4 does")
+    return found
 
 
-class FlashInferLatent(AttentionBackend):
-    """FlashInfer (Ye et al. 2025, arXiv 2501.01005) plans on the host, from exact lengths, once a step."""
+@memo
+def workspace(device):
+    """One for all layers of a device, whose kernels run one after the other."""
+    return torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+
+
+class FlashInfer(AttentionBackend):
+    """The library plans on the host, once a step, from exact lengths: before each replay of its own CUDA graphs too, when an
+    engine knows upper bounds alone. So no decode is captured."""
 
     name = "flashinfer"
     capabilities = Capabilities(
-        phases=frozenset({Phase.EXTEND, Phase.DECODE}),
-        layouts=(LATENT,),
+        phases=ALL_PHASES,
+        layouts=(NHD, HND, LATENT),
         dtypes=(torch.bfloat16, torch.float16),
-        head_dims=(),
-        v_head_dims=(HEAD,),
+        head_dims=(64, 128, 256),
+        v_head_dims=((576, 512), (192, 128)),
         value_in_key=True,
+        features=frozenset({"sliding_window", "softcap"}),
+        dense_prefill=True,
         exact_host_lengths=True,
     )
+    options: ClassVar = {phase: f"kernels of a {phase}: {', '.join(known)}" for phase, known in KERNELS.items()}
 
-    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: dict[str, str] | None = None) -> None:
+    def __init__(self, spec, layout, block_size, options=None):
         super().__init__(spec, layout, block_size, options)
-        self._wrapper = find_wrapper()[0](torch.empty(WORKSPACE, dtype=torch.int8, device=spec.device))
+        self._kernels = {"prefill": "auto", "decode": "auto", **(options or {})}
+        for phase, chosen in self._kernels.items():
+            if chosen not in KERNELS[phase]:
+                raise HeadwayError(f"--attn-opt flashinfer.{phase}: needs one of {', '.join(KERNELS[phase])}, got {chosen!r}")
+        self._wrapper = memo(self._make)  # each part of a step has its own, since both are planned before either runs
 
     @classmethod
-    def available(cls) -> Support:
-        """A GPU, and a release whose methods take what is passed here."""
+    def available(cls):
         if not torch.cuda.is_available():
             return Support.no("device", "a CUDA GPU", "none")
-        return find_wrapper()[1]
+        try:
+            for name in (RAGGED, PAGED, DECODE, MLA):
+                wrapper_class(name)
+        except Exception as error:
+            return Support.no("flashinfer", "an import", f"{type(error).__name__}: {error}", "pip install flashinfer-python")
+        return Support()
 
     @classmethod
-    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim; one kv head, with the value inside it."""
+    def supports(cls, spec, layout, block_size, phase):
         support = super().supports(spec, layout, block_size, phase)
-        if not spec.value_in_key or spec.num_kv_heads != 1:
-            support &= Support.no("value_in_key", "absorbed latent attention", f"{spec.num_kv_heads} kv heads, {spec}")
+        if spec.value_in_key and (phase is Phase.PREFILL or spec.num_kv_heads > 1 or spec.features):
+            support &= Support.no("value_in_key", "absorbed latent attention, decode or extend", f"{spec}, {phase.value}")
+        if (spec.head_dim, spec.v_head_dim) == (192, 128) and phase is not Phase.PREFILL:
+            support &= Support.no("phase", "prefill, with values of 128", phase.value)
         return support
 
-    @classmethod
-    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """The library chooses between two by the GPU."""
-        return "BatchMLAPagedAttention (FlashInfer)"
-
-    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """What the instance has taken."""
+    def workspace_bytes(self, max_num_tokens, max_num_seqs):
         return WORKSPACE
 
-    def plan(self, metadata: AttentionMetadata) -> bool:
-        """Plan the one wrapper for the step; False where no sequence has a key."""
-        lens, table = metadata.kv_lens, metadata.block_table_cpu
-        counts = [-(-length // self.block_size) for length in lens]
-        blocks = list(chain.from_iterable(table[row, :count].tolist() for row, count in enumerate(counts)))
-        if not blocks:
-            return False
-        spec, device = self.spec, metadata.block_table.device
-        ends = torch.tensor([0, *counts]).cumsum(0)
-        starts, pages, page_ids, kv_lens = (
-            torch.as_tensor(numbers, dtype=torch.int32).to(device)
-            for numbers in (metadata.query_start_loc_cpu, ends, blocks, lens)
-        )
-        sizes = spec.num_heads, spec.v_head_dim, spec.head_dim - spec.v_head_dim, self.block_size
-        self._wrapper.plan(starts, pages, page_ids, kv_lens, *sizes, True, spec.scale, spec.dtype, spec.cache_dtype)
-        return True
+    def _make(self, kind, phase):
+        memory, layout = workspace(self.spec.device), "HND" if self.layout == HND and kind != RAGGED else "NHD"
+        if kind == MLA:
+            return wrapper_class(kind)(memory)
+        if kind != DECODE:  # auto is fa3 on Hopper
+            return wrapper_class(kind)(memory, layout, backend=self._kernels["prefill"])
+        kernels = {"auto": "cuda_cores" if self.spec.group_size == 1 else "fa2"}.get(chosen := self._kernels["decode"], chosen)
+        tensor_cores = kernels != "cuda_cores"
+        return wrapper_class(kind)(memory, layout, use_tensor_cores=tensor_cores, backend=kernels if tensor_cores else "auto")
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: bool, out: Tensor) -> None:
+    def plan(self, metadata):
+        """Once a step: which wrapper, the wrapper, and its tokens, after which rows of padding come; None without any key."""
+        spec, size, phase = self.spec, self.block_size, metadata.phase
+        live = int((metadata.seq_lens_cpu > 0).sum())
+        if not live:
+            return None
+        lens, starts = metadata.seq_lens_cpu[:live], metadata.query_start_loc_cpu[: live + 1]
+        counts = (lens + size - 1) // size
+        pages = metadata.block_table_cpu[:live][torch.arange(metadata.block_table_cpu.shape[1]) < counts[:, None]]
+        ends, last = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), lens - (counts - 1) * size
+        heads, causal = (spec.num_heads, spec.num_kv_heads, spec.head_dim), {"causal": True}
+        types = {"sm_scale": spec.scale, "q_data_type": spec.dtype, "kv_data_type": spec.cache_dtype}
+        # window_left: keys to the left of a query's own; -1 is all of them.
+        scores = {"window_left": (spec.sliding_window or 0) - 1, "logits_soft_cap": spec.softcap or 0.0, **types}
+        if spec.value_in_key:
+            dims = {"head_dim_ckv": spec.v_head_dim, "head_dim_kpe": spec.head_dim - spec.v_head_dim, "page_size": size}
+            where = {"qo_indptr": starts, "kv_indptr": ends, "kv_indices": pages, "kv_len_arr": lens}
+            kind, lists, others = MLA, (), {**where, "num_heads": spec.num_heads, **dims, **causal, **types}
+        elif phase is Phase.PREFILL:
+            kind, lists, others = RAGGED, (starts, starts, *heads, spec.v_head_dim), scores | causal
+        elif phase is Phase.DECODE and metadata.max_query_len == 1:
+            kind, lists, others = DECODE, (ends, pages, last, *heads, size), scores
+        else:
+            kind, lists, others = PAGED, (starts, ends, pages, last, *heads, size), scores | causal
+        wrapper = self._wrapper(kind, phase)
+        wrapper.plan(*lists, **others)
+        return kind, wrapper, int(starts[-1])
+
+    def decode(self, q, cache, plan, out):
         """One or several of the newest tokens of each sequence."""
-        if plan:
-            value = self.spec.v_head_dim
-            rows = cache.key.squeeze(2)
-            queries = q[..., :value].contiguous(), q[..., value:].contiguous()
-            self._wrapper.run(*queries, rows[..., :value], rows[..., value:], out=out)
+        if plan is None:
+            return
+        kind, wrapper, count = plan
+        q, out, value = q[:count], out[:count], self.spec.v_head_dim
+        if kind == MLA:
+            parts, rows = (q[..., :value].contiguous(), q[..., value:].contiguous()), cache.key.squeeze(2)
+            wrapper.run(*parts, rows[..., :value], rows[..., value:], out=out)
+        else:
+            wrapper.run(q, (cache.key, cache.value), out=out)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: bool, out: Tensor) -> None:
-        """The same, of longer chunks."""
-        self.decode(q, cache, plan, out)
+    def prefill(self, q, k, v, cache, plan, out):
+        """Prompts from this step's k and v, whatever the layout; longer chunks over the cache."""
+        if plan is not None and plan[0] == RAGGED:
+            plan[1].run(q, k, v, out=out)
+        else:
+            self.decode(q, cache, plan, out)
 
 
 @hookimpl
-def headway_register_backends() -> list[BackendInfo]:
-    """One backend, loaded when somebody asks for it."""
-    summary = "FlashInfer's latent attention (MLA): decode and extend"
-    return [BackendInfo("flashinfer", summary, lambda: FlashInferLatent, "flashinfer-python", api_version=2)]
+def headway_register_backends():
+    summary = "FlashInfer: fa2 and fa3 kernels, all phases, latent attention"
+    return [BackendInfo("flashinfer", summary, lambda: FlashInfer, "flashinfer-python", api_version=2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Annotated, Any
 
 import typer
@@ -21,12 +22,14 @@ from headway.cli.diff import diff
 from headway.cli.doctor import doctor
 from headway.cli.explain import explain
 from headway.cli.generate import generate
+from headway.cli.new_backend import new_backend
+from headway.cli.plugins import plugins
 from headway.cli.serve import serve
 from headway.cli.table import table
 from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
+from headway.core.system.text import harmless
 from headway.engine_args import VLLM_OPTIONS
-from headway.version import __version__
 
 
 class Command(TyperCommand):
@@ -67,6 +70,8 @@ app.command(cls=Command)(doctor)
 app.command(cls=Command)(build)
 app.command(cls=Command)(warm)
 app.command(cls=Command)(check)
+app.command(cls=Command)(plugins)
+app.command("new-backend", cls=Command)(new_backend)
 bench.command(cls=Command)(throughput)
 bench.command(cls=Command)(kernel)
 bench.command(cls=Command)(crossover)
@@ -76,17 +81,36 @@ bench.command("serve", cls=Command)(bench_serve)
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from headway.version import __version__
+
         print(f"headway {__version__}")
         raise typer.Exit
+
+
+class _Harmless(logging.Formatter):
+    """Messages without what a terminal would obey: they hold names that somebody else wrote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record), keep="\n\t")
 
 
 @app.callback()
 def common(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine chooses.")] = False,
+    wanted: Annotated[
+        str | None, typer.Option("--plugins", help="Installed plugins to use: all, none, allow=A,B or block=A,B.")
+    ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Options of every command."""
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="headway: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Harmless("headway: %(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
+    if wanted is not None:
+        from headway.registry.policy import VARIABLE, PluginPolicy
+
+        PluginPolicy.parse(wanted, "--plugins")
+        os.environ[VARIABLE] = wanted  # the processes that a command starts are to have the same
     # Libraries stay quiet: their warnings are not about anything a user of this command did.
     for library in ("transformers", "torch", "huggingface_hub"):
         logging.getLogger(library).setLevel(logging.ERROR)

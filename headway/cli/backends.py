@@ -7,23 +7,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from headway.cli.options import PluginFiles
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.registry import Registry
 
 
 def backends(
-    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    plugin: PluginFiles = None,
 ) -> None:
     """Show every attention backend: available here or the reason why not, phases, layouts, block sizes, dtypes."""
     if context.invoked_subcommand is not None:
         return
     from headway.registry import create_registry
 
-    registry = create_registry()
+    registry = create_registry(plugin or ())
     rows = [describe(registry, name) for name in registry.backends]
     if as_json:
         failures = [
@@ -31,7 +35,7 @@ def backends(
         ]
         print(json.dumps({"backends": rows, "failures": failures}, indent=2))
         return
-    out = Console()
+    out = Terminal()
     out.print(_table(rows, out.width, len(registry.layouts)))
     missing = {name: registry.availability(name) for name in registry.backends}
     for name, support in missing.items():

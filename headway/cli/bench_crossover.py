@@ -7,14 +7,14 @@ import shlex
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from headway.cli.options import dtype_of, names_of, sizes_of
+from headway.cli.options import PluginFiles, dtype_of, names_of, requests_of, sizes_of
 from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     import torch
@@ -46,9 +46,12 @@ def crossover(
     cell_limit: Annotated[str, typer.Option(help="Level engine: give a generation up after this long.")] = "120s",
     crossover_table: Annotated[Path | None, typer.Option(help="Level engine: the table that auto obeys.")] = None,
     workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",
-    backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
+    backends: Annotated[
+        str | None,
+        typer.Option(help="Names, comma-separated; level engine: also prefill=NAME,decode=NAME. Default: all available ones."),
+    ] = None,
     geometry: Annotated[
-        str | None, typer.Option(help="num_heads/num_kv_heads/head_dim[/v_head_dim][/dense] of the layer.")
+        str | None, typer.Option(help="num_heads/num_kv_heads/head_dim\\[/v_head_dim]\\[/dense] of the layer.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
@@ -68,6 +71,7 @@ def crossover(
         int | None, typer.Option(min=1, help="Context for which decode graphs are captured. Default: 32,768.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted table.")] = False,
+    plugin: PluginFiles = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     output: Annotated[
         Path | None, typer.Option(help="File of the table. Default: the one that auto reads, if the grid is whole.")
@@ -90,18 +94,25 @@ def crossover(
 
     for path in export_to or ():
         check_suffix(path)
-    place = resolve_device(device)
+    place, registry = resolve_device(device), create_registry(plugin or ())
     batches, lens = sizes_of("--batch-sizes", batch_sizes), sizes_of("--input-lens", input_lens)
     command = shlex.join(["headway", *sys.argv[1:]])
     if level is Level.engine:
         usual = SIZES.get(place.type, SIZES["cuda"])
-        llm = {"model": model, "load_format": load_format, "dtype": dtype, "device": device or "auto", "workload": workload}
+        llm: dict[str, Any] = {
+            "model": model,
+            "load_format": load_format,
+            "dtype": dtype,
+            "device": device or "auto",
+            "workload": workload,
+        }
+        llm |= {"plugins": plugin} if plugin else {}
         llm |= {"crossover_table": str(crossover_table)} if crossover_table else {}
         whole = EngineOptions(
             device=place,
             llm=llm,
             cases=[mixed] if mixed else cases(batches or usual[0], lens or usual[1]),
-            backends=names_of(backends),
+            backends=requests_of(backends),
             repeat=repeat,
             cell_limit=parse_seconds("--cell-limit", cell_limit) or 0.0,
             seed=seed,
@@ -110,7 +121,7 @@ def crossover(
             resume=resume,
             command=command,
         )
-        finish(run_engine_level(whole, create_registry(), Console(stderr=True)), output, export_to or [])
+        finish(run_engine_level(whole, registry, Terminal(stderr=True)), output, export_to or [])
         return
     if place.type == "cpu":
         set_threads()  # as an engine does; one of level engine does it in its own process
@@ -134,7 +145,7 @@ def crossover(
         command=command,
         compile_ahead=compile_ahead(place),
     )
-    finish(run_kernel_level(options, create_registry(), Console(stderr=True)), options.output, export_to or [])
+    finish(run_kernel_level(options, registry, Terminal(stderr=True)), options.output, export_to or [])
 
 
 def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> None:
@@ -143,8 +154,8 @@ def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> Non
     from headway.bench.crossover.report import print_view
     from headway.bench.crossover.view import view
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=_FILE_WIDTH)
+    console = Terminal()
+    console = console if console.is_terminal else Terminal(width=_FILE_WIDTH)
     if not table.cells:
         raise typer.Exit(130)
     shown = view(table)

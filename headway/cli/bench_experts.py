@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.cli.options import dtype_of, sizes_of
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.bench.experts.results import ExpertsCell, ExpertsReport
@@ -48,7 +49,7 @@ def experts(
     from headway.bench.experts.run import parse_shape, run_experts_bench
 
     shapes = [parse_shape(text) for text in shape or ["qwen3-30b-a3b"]]
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     with torch.inference_mode(), console.status("experts") as status:
         report = run_experts_bench(
             shapes,
@@ -59,8 +60,8 @@ def experts(
             command=shlex.join(["headway", *sys.argv[1:]]),
             tell=lambda what: status.update(what),
         )
-    console = Console()
-    print_report(report, console if console.is_terminal else Console(width=_FILE_WIDTH))
+    console = Terminal()
+    print_report(report, console if console.is_terminal else Terminal(width=_FILE_WIDTH))
     if output is not None:
         write_json(report, output)
         console.print(f"written to {output}", highlight=False)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from headway.cli.options import dtype_of, names_of, sizes_of
+from headway.cli.options import PluginFiles, dtype_of, names_of, sizes_of
+from headway.core.system.terminal import Terminal
 
 _FILE_WIDTH = 240
 """Columns of the table where no terminal says how many it has."""
@@ -32,7 +32,9 @@ def kernel(
     backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
     peers: Annotated[bool, typer.Option(help="Time installed attention libraries, called bare, in the same run.")] = True,
     only_peers: Annotated[str | None, typer.Option(help="Only these peers, comma-separated.")] = None,
-    geometry: Annotated[list[str] | None, typer.Option(help="num_heads/num_kv_heads/head_dim[/v_head_dim]; repeatable.")] = None,
+    geometry: Annotated[
+        list[str] | None, typer.Option(help="num_heads/num_kv_heads/head_dim\\[/v_head_dim]; repeatable.")
+    ] = None,
     cases: Annotated[str | None, typer.Option(help="Cases such as 8q1s2k,1q1s512. Default: the device's usual cells.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
@@ -41,6 +43,7 @@ def kernel(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
     rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds over which runs are repeated.")] = 60.0,
+    plugin: PluginFiles = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
@@ -48,6 +51,7 @@ def kernel(
     from headway.bench.kernel.run import KernelOptions, run_kernel_bench
     from headway.bench.kernel.table import print_report
     from headway.core.contract.spec import DTYPES, KV_DTYPES
+    from headway.registry import create_registry
     from headway.testing.json_files import write_json
     from headway.threads import set_threads
     from headway.tuning.device import resolve_device
@@ -73,10 +77,10 @@ def kernel(
         output=output,
         command=shlex.join(["headway", *sys.argv[1:]]),
     )
-    report = run_kernel_bench(options, console=Console(stderr=True))
-    console = Console()
+    report = run_kernel_bench(options, create_registry(plugin or ()), console=Terminal(stderr=True))
+    console = Terminal()
     if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)
+        console = Terminal(width=_FILE_WIDTH)
     print_report(report, console)
     if output is not None:
         write_json(report, output)

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from headway.cli.engine_options import takes_engine_options
 from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _run_offline(
     from headway.bench.generate.table import print_offline
     from headway.llm import LLM
 
-    err = Console(stderr=True)
+    err = Terminal(stderr=True)
     engine["max_model_len"] = engine["max_model_len"] or max(each.max_len for each in workloads)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
@@ -135,7 +136,7 @@ def _run_offline(
             command=_command(),
             advance=advance,
         )
-    print_offline(report, Console())
+    print_offline(report, Terminal())
     _write(err, report, output)
     if options.trace is not None:
         err.print(f"trace written to {options.trace}", highlight=False)
@@ -145,7 +146,7 @@ def _run_texts(model: str, engine: dict[str, Any], workload: TextWorkload, compa
     from headway.bench.generate.throughput import num_passes, run_throughput
     from headway.llm import LLM
 
-    err = Console(stderr=True)
+    err = Terminal(stderr=True)
     with err.status(f"loading {model}"):
         llm = LLM(model, **engine)
     if llm.tokenizer is None:
@@ -199,7 +200,7 @@ def print_report(report: ThroughputReport) -> None:
         speed = f"{result.tokens_per_second / report.results[-1].tokens_per_second:.2f}x"
         first, per_token = f"{result.time_to_first_token_ms:.0f}", f"{result.time_per_output_token_ms:.1f}"
         table.add_row(result.engine, f"{result.tokens_per_second:.1f}", spread, first, per_token, same, speed)
-    console = Console()
+    console = Terminal()
     console.print(table)
     for line in text_notes(report):
         console.print(line, highlight=False)

@@ -68,7 +68,10 @@ def _pool(usage: CacheUsage) -> Text:
         left -= cells
     bar.append("." * left, style="dim")
     size = usage.page_bytes / 1024
-    return bar.append(f"\n      {usage.num_pages:,} pages of {size:,.0f} KiB; c: cached, .: free; blocks of {usage.block_size}")
+    bar.append(f"\n      {usage.num_pages:,} pages of {size:,.0f} KiB; c: cached, .: free; blocks of {usage.block_size}")
+    if usage.num_offloaded_blocks:
+        bar.append(f"\n      {usage.num_offloaded_blocks:,} blocks kept in the host's memory")
+    return bar
 
 
 def _table(usage: CacheUsage) -> Table:

@@ -17,6 +17,7 @@ from headway.cli.engine_options import takes_engine_options
 from headway.cli.sampling_options import takes_sampling_options
 from headway.core.contract.errors import BackendError, HeadwayError, PromptError
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.terminal import Terminal
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def chat(
 ) -> None:
     """Talk to a model that has a chat template. Sampling is what the model recommends, where no flag says otherwise."""
     SamplingParams(**sampling)  # what cannot work is refused before the model is loaded
-    err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    err = Terminal(stderr=True, highlight=False, soft_wrap=True)
     with err.status(f"loading {engine['model']}"):
         from headway.llm import LLM
 

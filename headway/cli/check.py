@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
+from headway.cli.options import PluginFiles
+
 
 def check(
     target: Annotated[str, typer.Argument(help="A backend's name, FILE.py:CLASS, or broken:NAME.", show_default=False)] = "",
     device: Annotated[str, typer.Option(help="Where the backend runs: cpu or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Try each value once in place of each pair of values.")] = False,
     layout: Annotated[str, typer.Option(help="Check a cache layout: its writer, its check() and gather().")] = "",
+    plugin: PluginFiles = None,
     only: Annotated[str, typer.Option(help="Run one check, by its name in the scorecard.")] = "",
     cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
     jobs: Annotated[int, typer.Option(help="Processes that run cells side by side; 0: one for each core, up to 4.")] = 0,
@@ -25,11 +28,11 @@ def check(
 
     The backend runs in child processes, so that one that crashes, hangs or exits is a finding like any other.
     """
-    from rich.console import Console
-
     from headway.core.contract.errors import ConfigError
+    from headway.core.system.terminal import Terminal
     from headway.testing.checking import Wanted
     from headway.testing.checking import check as run
+    from headway.testing.json_files import write_bytes
     from headway.testing.kit import CHECKS
     from headway.testing.report import CellResult
     from headway.testing.scorecard import badge, scorecard
@@ -40,8 +43,8 @@ def check(
         raise ConfigError("--device", "cpu or cuda", repr(device))
     if jobs < 0:
         raise ConfigError("--jobs", "0 or more processes", jobs)
-    console, failed = Console(), 0
-    wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, os.cpu_count() or 1), timeout)
+    console, failed = Terminal(), 0
+    wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, os.cpu_count() or 1), timeout, tuple(plugin or ()))
     with console.status(f"{target or layout}: loading") as status:
         done, whole = 0, 0
 
@@ -60,7 +63,7 @@ def check(
     if json_file is not None:
         report.write(json_file)
     if badge_file is not None:
-        badge_file.write_text(badge(report), encoding="utf-8")
+        write_bytes(badge(report).encode(), badge_file, "--badge")
     if report.unavailable:
         raise typer.Exit(2)
     if report.failed:

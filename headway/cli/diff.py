@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from headway.cli.engine_options import takes_engine_options
+from headway.core.system.terminal import Terminal
 from headway.engine_args import EngineArgs
 
 if TYPE_CHECKING:
@@ -24,7 +24,18 @@ _RANDOM_LENGTHS = (7, 64, 300, 1000)
 
 
 @takes_engine_options(
-    *("model", "attn_options", "kv_layout", "block_size", "load_format", "model_impl", "dtype", "device", "num_threads")
+    *(
+        "model",
+        "attn_options",
+        "kv_layout",
+        "block_size",
+        "load_format",
+        "model_impl",
+        "dtype",
+        "device",
+        "num_threads",
+        "plugins",
+    )
 )
 def diff(
     a: Annotated[str, typer.Argument(help="The side in question: a backend, prefill=NAME,decode=NAME, or reference.")],
@@ -38,6 +49,7 @@ def diff(
         str, typer.Option(help="Element type of A's cache: auto, or fp8_e4m3; B keeps the model's.")
     ] = "auto",
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw each layer's error by phase, as a .png.")] = None,
 ) -> None:
     """Compare attention backend A with B, layer by layer and head by head, and show what the difference does to the next tokens.
 
@@ -47,25 +59,31 @@ def diff(
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import SideOptions, check_side, make_side
     from headway.bench.diff.table import print_report
+    from headway.core.contract.errors import ConfigError
     from headway.core.contract.spec import DTYPE_NAMES
     from headway.core.engine.specs import cache_specs
     from headway.models.loader import load_model
-    from headway.registry import create_registry
-    from headway.testing.json_files import write_json
+    from headway.testing.json_files import write_bytes, write_json
     from headway.testing.origin import Origin
     from headway.threads import set_threads
     from headway.tuning.device import identify_device, resolve_device
 
+    if picture is not None:
+        from headway.bench.charts import new_figure
+
+        if picture.suffix.lower() != ".png":
+            raise ConfigError("--picture", "a file name that ends in .png", str(picture))
+        new_figure(1, 1)  # what a picture needs is missed before the comparison, not after it
     args = EngineArgs.of(**engine, kv_cache_dtype=kv_cache_dtype)
     options = SideOptions(args.kv_layout, args.block_size, args.attn_options)
-    registry = create_registry()
+    registry = args.make_registry()
     for name in (a, b):
         check_side(name, registry, options)
     texts = _texts(prompt, prompts_file) if prompt or prompts_file else None
     place = resolve_device(args.device)
     if place.type == "cpu":
         set_threads(args.num_threads)
-    err = Console(stderr=True)
+    err = Terminal(stderr=True)
     with err.status(f"loading {args.model}"):
         loaded = load_model(args.model, args.dtype, place, args.load_format, model_impl=args.model_impl)
     decoder = loaded.decoder
@@ -95,10 +113,15 @@ def diff(
         max_tokens=max_tokens,
         phases=phases,
     )
-    print_report(report, Console())
+    print_report(report, Terminal())
     if output is not None:
         write_json(report, output)
         err.print(f"written to {output}", highlight=False)
+    if picture is not None:
+        from headway.bench.diff.picture import to_png
+
+        write_bytes(to_png(report), picture)
+        err.print(f"written to {picture}", highlight=False)
     if not report.within_tolerance:
         raise typer.Exit(1)
 

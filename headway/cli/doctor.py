@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from headway.version import __version__
+from headway.cli.options import PluginFiles
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.support import Support
@@ -24,20 +24,23 @@ _STATE = 9
 _REASON_CHARACTERS = 160
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False,
+    plugin: PluginFiles = None,
+) -> None:
     """Show this machine and every attention backend: ready, or why not and the command that installs it here."""
     from headway.doctor import PACKAGES, library
     from headway.machine import examine
     from headway.registry import create_registry
 
-    registry = create_registry()
+    registry = create_registry(plugin or ())
     names = [library(entry.info.extra) for entry in registry.backends.values()]
     machine = examine(tuple(name for name in dict.fromkeys([*PACKAGES, *names]) if name not in ("", "torch")))
     findings = diagnose(registry, machine)
     if as_json:
         print(json.dumps(findings, indent=2))
         return
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     for line in screen(findings, machine, min(console.width, 100)):
         console.print(line, soft_wrap=True)
 
@@ -61,6 +64,8 @@ def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
                 "advice": asdict(advice),
             }
         )
+    from headway.version import __version__
+
     failures = [{"plugin": failure.name, "owner": failure.owner, "error": str(failure)} for failure in registry.failures]
     return {"headway": __version__, "machine": asdict(machine), "backends": backends, "failures": failures}
 
@@ -88,6 +93,8 @@ def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]
 
 def facts(machine: Machine) -> list[tuple[str, str]]:
     """The machine in a few lines."""
+    from headway.version import __version__
+
     gpus = [f"{gpu.name}, {'{}.{}'.format(*gpu.capability)}, {gpu.memory_gib:g} GiB" for gpu in machine.gpus]
     counted = [f"{gpus.count(gpu)} x {gpu}" if gpus.count(gpu) > 1 else gpu for gpu in dict.fromkeys(gpus)]
     cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "no CUDA"

@@ -6,12 +6,12 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from headway.cli.options import parse_attn_options, parse_block_size, sizes_of
-from headway.engine_args import EngineArgs, help_texts
+from headway.cli.options import PLUGIN_HELP, parse_attn_options, parse_block_size, sizes_of
+from headway.engine_args import EngineArgs, help_texts, option_types
 
 Command = Callable[..., None]
 
@@ -19,7 +19,7 @@ PANEL = "Model and engine"
 """Where the help of a command lists them."""
 SWITCHES = "Switches"
 """Where it lists those that are turned on and off: their two long names would leave the other texts little room."""
-_PYTHON_ONLY = ("plugins", "registry")
+_PYTHON_ONLY = ("backends", "registry")
 """Options whose values are Python objects."""
 
 
@@ -78,13 +78,17 @@ def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
     if name == "attn_options":
         options = "An option of a backend, as NAME.key=value. Repeatable."
         return _Flag("--attn-opt", list[str] | None, None, lambda texts: parse_attn_options(texts or []), options)
+    if name == "plugin_policy":
+        return _Flag("--plugins", str | None, None, _same, text)
+    if name == "plugins":
+        return _Flag("--plugin", list[str] | None, None, lambda files: files or [], PLUGIN_HELP)
     if name == "block_size":
         return _Flag(flag, str, "auto" if default is None else str(default), parse_block_size, text.partition(" Default")[0])
     if name == "cudagraph_capture_sizes":
         return _Flag(flag, str | None, default, lambda sizes: sizes_of(flag, sizes), text)
-    kind = get_type_hints(EngineArgs, localns={"Registry": object})[name]
-    if name == "kv_cache_memory":
-        kind = str | None
+    kind = get_args(option_types()[name])[0]
+    if {int, str} <= set(get_args(kind)):  # a size, as a number or as a text such as 4GiB
+        kind = str | None if NoneType in get_args(kind) else str
     return _Flag(flag, kind, default, _same, text, switch=default is False)
 
 
@@ -116,14 +120,14 @@ def options_page() -> str:
         "| `LLM(...)` | command line | type | default | what it says |",
         "|---|---|---|---|---|",
     ]
-    hints = get_type_hints(EngineArgs, localns={"Registry": type("Registry", (), {})})
+    hints = {name: get_args(option_types()[name])[0] for name in help_texts()}
     for name, text in help_texts().items():
         default = _defaults()[name]
         flag = "" if name in _PYTHON_ONLY else f"`{_flag(name).name}`"
         shown = "" if default is dataclasses.MISSING or default == () else f"`{default!r}`"
         kind = " or ".join(_kind(each) for each in get_args(hints[name]) or (hints[name],) if each is not NoneType)
-        if name in ("attn_options", "plugins"):
-            kind = {"attn_options": "mapping", "plugins": "iterable"}[name]
+        if name in ("attn_options", "plugins", "backends"):
+            kind = "mapping" if name == "attn_options" else "iterable"
         lines.append(f"| `{name}` | {flag} | {kind} | {shown} | {text} |")
     lines += ["", "`--no-autotune` is `--autotune-budget 0`. An unknown option is refused with the nearest of these.", ""]
     return "\n".join(lines)

@@ -17,7 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.cli.bench_crossover import layer
+from headway.cli.options import PluginFiles
 from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.spec import AttentionSpec
@@ -90,6 +92,7 @@ def explain(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     crossover_table: Annotated[Path | None, typer.Option(help="A table file, of any machine. Default: this one's.")] = None,
+    plugin: PluginFiles = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which backend a step takes, the runner-up and the gap, and why each other one does not."""
@@ -102,7 +105,7 @@ def explain(
 
     specs = [layer(part, dtype, "auto", resolve_device(device)) for part in (geometry.split("+", 1) if geometry else [None])]
     expanded = {} if len(specs) == 1 else {specs[0]: replace(specs[1], dense=True)}
-    registry = create_registry()
+    registry = create_registry(plugin or ())
     shape = _shape(phase, batch, query_len, length)
     tables = {spec: _table(crossover_table, spec, registry) for spec in (specs[0], *expanded.values())}
     costs = {spec: to_costs(table, phases=phases_of(spec, expanded)) for spec, table in tables.items() if table is not None}
@@ -116,7 +119,7 @@ def explain(
     if as_json:
         print(json.dumps(_plain(found), indent=2))
     else:
-        _print(found, Console())
+        _print(found, Terminal())
 
 
 def explanation(

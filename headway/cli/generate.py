@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from headway.cli.engine_options import takes_engine_options
 from headway.cli.sampling_options import takes_sampling_options
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.terminal import Terminal
+from headway.core.system.text import harmless
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ def generate(
     params = SamplingParams(**sampling)
     if not prompt:
         raise ConfigError("prompt", "at least one character", "an empty text")
-    err = Console(stderr=True)
+    err = Terminal(stderr=True)
     started = time.perf_counter()
     with err.status(f"loading {engine['model']}"):
         from headway.cli.live import LiveStats
@@ -95,14 +98,14 @@ def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool, after
 
     :raises BackendError: a backend raised in the middle of a step.
     """
-    begun, last, streamed = False, None, shown and params.n == 1
+    begun, last, streamed, watched = False, None, shown and params.n == 1, sys.stdout.isatty()
     for text, output in llm.stream(request, params):
         last = output
         after_step()
         text = text if begun else text.lstrip()  # a completion starts with the space after the prompt
         begun = begun or bool(text)
         if streamed:
-            sys.stdout.write(text)
+            sys.stdout.write(harmless(text, keep="\n\t") if watched else text)
             sys.stdout.flush()
     assert last is not None  # a stream yields at least once
     failed = next((each.error for each in last.outputs if each.error is not None), None)
@@ -162,9 +165,8 @@ def _seconds(output: RequestOutput) -> float:
 
 def _report(err: Console, output: RequestOutput, loaded: float) -> None:
     tokens, seconds = sum(len(each.token_ids) for each in output.outputs), _seconds(output)
-    err.print(
-        f"[bold]{tokens / seconds:.1f} tokens/s[/] ({tokens} tokens in {seconds:.2f} s, the first after "
-        f"{output.metrics.time_to_first_token * 1e3:.0f} ms; {output.outputs[0].finish_reason}; loaded in {loaded:.1f} s)",
-        highlight=False,
-        soft_wrap=True,
+    rest = (
+        f" ({tokens} tokens in {seconds:.2f} s, the first after {output.metrics.time_to_first_token * 1e3:.0f} ms; "
+        f"{output.outputs[0].finish_reason}; loaded in {loaded:.1f} s)"
     )
+    err.print(Text(f"{tokens / seconds:.1f} tokens/s", "bold").append(rest, "default"), highlight=False, soft_wrap=True)

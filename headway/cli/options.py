@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from headway.core.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+PLUGIN_HELP = "A plugin in a file: FILE.py, or FILE.py:CLASS for a backend class without a hook. Repeatable."
+PluginFiles = Annotated[list[str] | None, typer.Option("--plugin", help=PLUGIN_HELP)]
+"""The option of every command that asks which backends and layouts there are."""
 
 
 def names_of(text: str | None) -> list[str] | None:
@@ -17,6 +23,18 @@ def names_of(text: str | None) -> list[str] | None:
         return None
     names = [name.strip() for name in text.split(",") if name.strip()]
     return names or None
+
+
+def requests_of(text: str | None) -> list[str] | None:
+    """As `names_of`, where prefill=NAME,decode=NAME counts as one: a part with = belongs to the one before it, unless that has
+    its key already."""
+    requests: list[str] = []
+    for name in names_of(text) or []:
+        key = name.partition("=")[0]
+        before = requests[-1] if requests else ""
+        joins = "=" in name and "=" in before and key not in {part.partition("=")[0] for part in before.split(",")}
+        requests[-1:] = [f"{before},{name}"] if joins else [*requests[-1:], name]
+    return requests or None
 
 
 def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headway.cli.options import PluginFiles
 from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.bench.crossover.regret import RegretReport
@@ -55,21 +57,31 @@ def show(
 def plot(
     file: Annotated[Path, typer.Argument(help="A table file.")],
     picture: Annotated[Path, typer.Argument(help="File to write: .png or .html.")],
+    curves: Annotated[bool, typer.Option("--curves", help="Draw time against length, a curve for each backend (.png).")] = False,
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
 ) -> None:
-    """Draw the winners and their speed-ups as a heat-map."""
+    """Draw the winners and their speed-ups as a heat-map, or with --curves time against length."""
     from headway.bench.crossover.export import check_suffix, export
     from headway.bench.crossover.view import view
     from headway.tuning.files import read_table
 
     check_suffix(picture)
-    export(view(read_table(file), layout, block_size), picture)
+    shown = view(read_table(file), layout, block_size)
+    if curves:
+        from headway.bench.crossover.curves import to_curves
+        from headway.testing.json_files import write_bytes
+
+        if picture.suffix.lower() != ".png":
+            raise ConfigError("--curves", "a file name that ends in .png", str(picture))
+        write_bytes(to_curves(shown), picture)
+    else:
+        export(shown, picture)
     _console().print(Text(f"written to {picture}"), soft_wrap=True)
 
 
 @table.command()
-def check(file: Annotated[Path | None, _FILE] = None) -> None:
+def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None) -> None:
     """Say whether a table still fits this machine: device, driver, libraries. Exit code 1: it does not."""
     from headway.registry import create_registry
     from headway.tuning.compare import differences, remarks
@@ -79,7 +91,7 @@ def check(file: Annotated[Path | None, _FILE] = None) -> None:
 
     path = _found(file)
     known = read_table(path)
-    registry = create_registry()
+    registry = create_registry(plugin or ())
     here = identify_device(resolve_device(None if known.device.type == "cuda" else known.device.type))
     reasons = differences(known, here, owners=owners(registry))
     console = _console()
@@ -151,6 +163,7 @@ def regret(
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
     without: Annotated[bool, typer.Option("--leave-one-out", help="Measure nothing: leave each point of the table out.")] = False,
     anywhere: Annotated[bool, typer.Option("--anywhere", help="Also against every other layout and block size.")] = False,
+    plugin: PluginFiles = None,
     trials: Annotated[Path | None, typer.Option(help="Measure nothing: judge by the times of this earlier --output.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write the results to this JSON file; for several tables a folder, a file for each.")
@@ -173,7 +186,7 @@ def regret(
         raise ConfigError("headway table regret --trials", "one table, which the times are of", f"{len(paths)} tables")
     seeds = sizes_of("--seed", seed, least=0) or [1]
     tables = [read_table(path) for path in paths]
-    expected, registry = Workload.parse(workload), create_registry()
+    expected, registry = Workload.parse(workload), create_registry(plugin or ())
     reports: list[RegretReport] = []
     for path, known in zip(paths, tables, strict=True):
         if without:
@@ -185,7 +198,7 @@ def regret(
             if device.type == "cpu":
                 set_threads(known.device.threads)
             here = (known, registry, device, points, seeds, expected)
-            report = measure_regret(*here, console=Console(stderr=True), anywhere=anywhere)
+            report = measure_regret(*here, console=Terminal(stderr=True), anywhere=anywhere)
         reports.append(report)
         print_regret(report, path, seeds, anywhere or trials is not None)
         if output is not None:
@@ -239,5 +252,5 @@ def _found(file: Path | None) -> Path:
 
 
 def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    console = Terminal()
+    return console if console.is_terminal else Terminal(width=160)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from headway.cli.engine_options import takes_engine_options
 from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ def warm(engine: dict[str, Any]) -> None:
         raise ConfigError("headway warm", "a GPU of the kind that will serve", "none that torch can use", hint)
     model = engine.pop("model")
     columns = SpinnerColumn(), TextColumn("{task.completed:.0f} kernels"), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Terminal(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling", total=None)
         warmed = make_ready(
             lambda: LLM(model, skip_tokenizer_init=True, **engine), lambda count: progress.update(task, completed=count)
         )
-    show(warmed, model, Console())
+    show(warmed, model, Terminal())
 
 
 def show(warmed: Warmed, model: str, console: Console) -> None:

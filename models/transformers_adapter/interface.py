@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention
 
-NAME = "headway"
+NAME = "headway_engine"
 """The attention implementation that is served."""
 SITE = "headway_site"
 """The attribute of an attention module that holds its `AttentionSite`."""

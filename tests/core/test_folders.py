@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.core.contract.folders import kernel_folders, obstacle, write_whole
+from headway.core.contract.folders import kernel_folders, obstacle
 
 
 def test_the_folders_are_the_users_or_those_that_he_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,16 +32,3 @@ def test_obstacles_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert obstacle(tmp_path / "kernels") == "cannot be written"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * 2**20))
     assert obstacle(tmp_path) == "3 MiB free"
-
-
-def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_whole(tmp_path / "a" / "file", b"whole")
-    assert (tmp_path / "a" / "file").read_bytes() == b"whole"
-
-    def full(path: Path, target: Path) -> Path:
-        raise OSError("no space")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        write_whole(tmp_path / "a" / "other", b"half")
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]

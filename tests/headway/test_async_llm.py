@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from itertools import chain, pairwise
-from weakref import ref
 
 import pytest
 
-from headway import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from headway import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, PromptError
 from sandbox import save_tiny_model
+from streaming import plain, read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -34,15 +33,6 @@ def served(llm: LLM) -> Iterator[AsyncLLM]:
     made.shutdown()
     assert (made.num_unfinished_requests, llm.engine.has_unfinished) == (0, False)
     llm.engine.blocks.check_integrity([])
-
-
-async def read(stream: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
-    return [output async for output in stream]
-
-
-def plain(output: RequestOutput) -> list[tuple[int, str, list[int], str | None]]:
-    """Completions without their log-probabilities, whose last bits depend on the batch."""
-    return [(each.index, each.text, each.token_ids, each.finish_reason) for each in output.outputs]
 
 
 def _raising(token_ids: list[int], logits: object) -> object:
@@ -216,89 +206,3 @@ def test_an_llm_may_be_used_beside_it_and_both_share_the_batch(llm: LLM, served:
     mine, streamed = asyncio.run(run())
     assert plain(mine[0]) == plain(streamed[-1]) == plain(alone)
     assert (llm.engine.stats - before).num_steps < 110, "they never ran in one batch"
-
-
-def test_a_fault_in_the_engine_reaches_everybody_who_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = AsyncLLM.from_llm(llm)
-
-    async def run() -> None:
-        tasks = [asyncio.create_task(read(served.generate([1, number], LONG))) for number in range(1, 4)]
-        while served.num_running < 3:
-            await asyncio.sleep(0.001)
-        monkeypatch.setattr(llm.engine, "step", lambda: 1 / 0)
-        for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10):
-            assert isinstance(result, EngineDeadError)
-            assert isinstance(result.__cause__, ZeroDivisionError)
-        assert (served.errored, served.is_running) == (True, False)
-        with pytest.raises(EngineDeadError, match="division by zero"):
-            await read(served.generate([1], GREEDY))
-        with pytest.raises(EngineDeadError, match="division by zero"):
-            await served.stats()
-
-    asyncio.run(run())
-    monkeypatch.undo()
-    served.shutdown()
-    llm.engine.abort_all()
-    assert not llm.engine.has_unfinished
-
-
-def test_draining_lets_requests_end_and_a_shutdown_ends_them(llm: LLM) -> None:
-    async def run() -> None:
-        async with AsyncLLM.from_llm(llm) as served:
-            ends = asyncio.create_task(read(served.generate([1, 2, 3], GREEDY)))
-            await asyncio.sleep(0.01)
-            assert await served.drain(timeout=10)
-            assert (await ends)[-1].outputs[0].finish_reason == "length"
-            with pytest.raises(EngineDeadError, match="drained"):
-                await read(served.generate([1], GREEDY))
-        async with AsyncLLM.from_llm(llm) as served:
-            cut = asyncio.create_task(read(served.generate([1, 2, 3], LONG)))
-            while not served.num_running:
-                await asyncio.sleep(0.001)
-            assert not await served.drain(timeout=0)
-        assert (await cut)[-1].outputs[0].finish_reason == "abort"
-        assert (served.is_running, served.errored) == (False, False)
-        assert not llm.engine.has_unfinished
-
-    asyncio.run(run())
-
-
-def test_requests_of_a_loop_that_was_closed_end(llm: LLM, served: AsyncLLM) -> None:
-    loop = asyncio.new_event_loop()
-    (request,) = loop.run_until_complete(served.check([[1, 2, 3]], LONG))
-
-    async def begin() -> None:
-        served.submit(request)
-
-    loop.run_until_complete(begin())
-    loop.close()
-
-    async def wait() -> None:
-        while served.num_unfinished_requests or served.num_running:
-            await asyncio.sleep(0.001)
-
-    asyncio.run(asyncio.wait_for(wait(), 10))
-
-
-def test_what_is_dropped_without_a_shutdown_ends_its_thread(llm: LLM) -> None:
-    served = AsyncLLM.from_llm(llm)
-    asyncio.run(read(served.generate([1, 2, 3], GREEDY)))
-    left, thread = ref(served), served._thread._thread
-    del served
-    gc.collect()
-    thread.join(10)
-    assert (left(), thread.is_alive()) == (None, False)
-
-
-def test_stats_are_read_between_two_steps(served: AsyncLLM) -> None:
-    async def run() -> None:
-        before = await served.stats()
-        stream = served.generate([1, 2, 3], LONG)
-        await anext(stream)
-        during = await served.stats()
-        assert (before.num_running, during.num_running, during.num_waiting) == (0, 1, 0)
-        assert during.num_used_blocks > before.num_used_blocks == 0
-        assert during.totals.num_steps > before.totals.num_steps
-        await stream.aclose()
-
-    asyncio.run(run())

@@ -31,8 +31,18 @@ def test_the_page_lists_each_stable_name_and_each_exists(module: str) -> None:
         assert getattr(loaded, name) is not None
 
 
+@pytest.mark.parametrize("module", STABLE)
+def test_the_reference_has_each_stable_name(module: str) -> None:
+    page = (ROOT / "docs" / "reference" / f"{module.rpartition('.')[2]}.md").read_text()
+    described = set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", page, re.MULTILINE))
+    assert described == {name for name in importlib.import_module(module).__all__ if name != "__version__"}
+
+
 def test_examples_and_documents_import_stable_names_alone() -> None:
-    texts = [*(ROOT / "examples").rglob("*.py"), ROOT / "README.md", ROOT / "docs" / "backends.md"]
+    pages = [
+        ROOT / "docs" / f"{name}.md" for name in ("backends", "conformance", "contract", "layouts", "quickstart", "questions")
+    ]
+    texts = [*(ROOT / "examples").rglob("*.py"), ROOT / "README.md", *pages]
     for path in texts:
         for module, names in re.findall(r"^from (headway[\w.]*) import \(?([\w, ]+)", path.read_text(), re.MULTILINE):
             assert module in STABLE, f"{path.name} imports from {module}"

@@ -21,7 +21,7 @@ from headway.core.engine.engine import Engine
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.models.transformers_adapter.compile import compile_layers
-from headway.models.transformers_adapter.interface import attend
+from headway.models.transformers_adapter.interface import NAME, attend
 from headway.models.transformers_adapter.model import TransformersModel
 from headway.registry import Registry
 from taping import PiecesTape
@@ -165,7 +165,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, registry: Registry, 
 def adapted(architecture: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TransformersModel:
     torch.manual_seed(0)
     config = config_of(architecture, **changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="headway")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)
     with torch.inference_mode():
         return TransformersModel(model, dtype, torch.device("cpu"))
 

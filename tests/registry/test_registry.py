@@ -17,6 +17,7 @@ from headway.core.contract.errors import ConfigError, PluginError, UnknownBacken
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
+from headway.core.system.faults import warn_once
 from headway.registry import Registry, create_registry, hookimpl
 from headway.registry.registry import BUILTIN_OWNER
 from sandbox import run_python
@@ -234,17 +235,25 @@ def test_a_rank_hook_that_answers_none_leaves_it_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("answer", [["sdpa"], ["sdpa", "sdpa"], ["sdpa", "sdpa.math", "flash"], "sdpa", ["sdpa", 1], 7], ids=repr)
-def test_a_rank_that_is_no_order_of_the_candidates_is_refused(answer: object) -> None:
-    with pytest.raises(PluginError, match="headway_rank_backends"):
-        make(mine=Plugin(rank=answer)).rank(spec(), Phase.DECODE, ["sdpa", "sdpa.math"])
+def test_a_rank_that_is_no_order_of_the_candidates_is_named_and_passed_over(
+    answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    registry = make(mine=Plugin(rank=answer))
+    assert registry.rank(spec(), Phase.DECODE, ["sdpa.math", "sdpa"]) == ["sdpa", "sdpa.math"]
+    assert "headway_rank_backends() of plugin 'mine' of mine is passed over: it must return an order" in caplog.text
 
 
-def test_a_rank_hook_that_raises_is_a_plugin_error() -> None:
+@pytest.mark.parametrize("raised", [ZeroDivisionError("no measurements"), SystemExit("no measurements")], ids=repr)
+def test_a_rank_hook_that_raises_is_named_and_passed_over(raised: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     def fall_over(names: Sequence[str]) -> None:
-        raise ZeroDivisionError("no measurements")
+        raise raised
 
-    with pytest.raises(PluginError, match="headway_rank_backends.*no measurements"):
-        make(mine=Plugin(rank=fall_over)).rank(spec(), Phase.DECODE, ["sdpa"])
+    warn_once.cache_clear()
+    registry = make(mine=Plugin(rank=fall_over))
+    assert [registry.rank(spec(), phase, ["sdpa"]) for phase in Phase] == [["sdpa"]] * len(Phase)
+    assert caplog.text.count("plugin 'mine' of mine is passed over") == 1
+    assert f"it raised {type(raised).__name__}: no measurements" in caplog.text
 
 
 def test_a_backend_that_does_not_load_is_unavailable_with_its_reason_and_the_others_go_on() -> None:

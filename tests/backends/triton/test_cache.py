@@ -19,6 +19,7 @@ from triton.runtime.cache import get_cache_manager
 
 from headway.backends.triton.cache import KernelCache, use_kernel_cache
 from headway.core.contract import folders
+from headway.core.system import files
 
 KEY = "ab" * 32
 FILES = {"kernel.cubin": b"\x7fELF code", "kernel.json": b"{}"}
@@ -111,7 +112,7 @@ def test_a_read_only_folder_is_read(own_folder: Path, monkeypatch: pytest.Monkey
     def refuse(path: Path, content: bytes) -> None:
         if path.is_relative_to(own_folder):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        folders.write_whole(path, content)
+        files.write_whole(path, content)
 
     monkeypatch.setattr("headway.backends.triton.cache.write_whole", refuse)
     assert found() == FILES
@@ -122,14 +123,14 @@ def test_a_read_only_folder_is_read(own_folder: Path, monkeypatch: pytest.Monkey
 def test_a_full_disk_is_worked_around_and_leaves_nothing(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    replace = Path.replace
+    replace = os.replace
 
-    def full(path: Path, target: Path) -> Path:
+    def full(path: Path, target: Path) -> None:
         if path.is_relative_to(own_folder):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return replace(path, target)
+        replace(path, target)
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     compiled()
     assert found() == FILES
     assert "No space left on device" in caplog.text

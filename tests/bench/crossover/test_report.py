@@ -154,7 +154,7 @@ def test_the_fastest_layout_is_shown_unless_another_is_asked_for() -> None:
 
 def test_markdown_has_a_table_a_block_and_marks_the_winner() -> None:
     text = to_markdown(view(crossing()))
-    assert "| kv_len | a | b | c | d | <e> | winner | speed-up |" in text
+    assert "| kv_len | a | b | c | d | &lt;e&gt; | winner | speed-up |" in text
     assert "| 4096 | 200.0 | **100.0** | OOM | 300.0 |  | b | 2.00x |" in text
 
 

@@ -65,6 +65,11 @@ def test_a_cells_figures_fit_together(report: OfflineReport) -> None:
     assert 1e-3 * (cell.time_to_first_token_ms + 11 * cell.time_per_output_token_ms) == pytest.approx(cell.seconds, rel=0.2)
     assert cell.roofline_share == pytest.approx(cell.floor_seconds / cell.seconds)
     assert 1e-3 * 12 * (cell.host_ms_per_step + cell.wait_ms_per_step) <= cell.seconds
+    parts = dict(cell.host_ms_by_part)
+    assert parts.pop("outputs") > 0
+    assert sum(parts.values()) == pytest.approx(cell.host_ms_per_step)
+    assert min(parts.values()) >= 0
+    assert f"{cell.label}: host time per step in ms: schedule " in markdown(report, None)
     assert (cell.num_graph_steps, cell.gpu_idle_share, cell.num_preemptions) == (0, None, 0)
     assert (single.temperature, single.time_per_output_token_ms) == (0.7, None), "there is no second token to time"
 

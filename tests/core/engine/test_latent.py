@@ -229,3 +229,15 @@ def test_a_gathered_plan_reads_the_blocks_of_its_sequences() -> None:
     assert plan.slots.view(-1, 8)[:, 0].tolist() == [8 * block for block in (5, 2, 9, 1, 7, 3)]
     assert plan.new.tolist() == [17, 18, 19, 28, 29, 30, 31, 41, 42]
     assert numpy.array_equal(plan.slots[plan.new].numpy(), view.slot_mapping.numpy())
+
+
+def test_latent_caches_go_to_the_host_and_come_back(registry: Registry) -> None:
+    model = LatentModel()
+    prompts = [[*range(number, number + 30), *range(10)] for number in range(4)]
+    expected = [each.token_ids for each in generate(Engine(model, registry, CONFIG), prompts, GREEDY)]
+    pages = Engine(model, registry, CONFIG).capacity.pool.page_format
+    tight = replace(CONFIG, kv_cache_memory=13 * pages.page_bytes, kv_offload_size="1MiB", preemption_mode="swap")
+    engine = Engine(model, registry, tight)
+    for _ in range(2):
+        assert [each.token_ids for each in generate(engine, prompts, GREEDY)] == expected
+    assert engine.stats.offload_hits > 0

@@ -315,3 +315,10 @@ def test_random_requests_with_forks_and_aborts_leave_nothing_behind(registry: Re
             made.abort(str(random.randint(0, number)), random.choice([None, 0, 1]))
     drain(made, written)
     assert made.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_prompts_logprobs_come_although_its_last_chunk_has_none(registry: Registry, overlapped: bool) -> None:
+    made = engine(registry, replace(SMALL, max_num_batched_tokens=8, async_scheduling=overlapped))
+    (one,) = generate(made, [list(range(9))], SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1))
+    assert [each.token_ids[0] for each in one.prompt_logprobs] == list(range(1, 9))

@@ -6,12 +6,16 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from rich.text import Text
 
 import headway as package
+from headway.cli.app import app
 from headway.cli.engine_options import options_page
 from headway.cli.options import parse_attn_options, parse_block_size
 from headway.core.contract.errors import ConfigError
@@ -202,6 +206,20 @@ def test_the_page_of_options_is_the_one_that_is_printed() -> None:
 
 def test_each_option_of_llm_is_a_flag_of_generate_or_a_python_object(headway: Headway) -> None:
     text = headway("generate", "--help", columns=200).out
-    names = set(inspect.signature(EngineArgs).parameters) - {"plugins", "registry", "skip_tokenizer_init", "attn_options"}
-    for name in (*names, "attn_opt", "no_autotune"):
+    otherwise = {"plugins", "plugin_policy", "backends", "registry", "skip_tokenizer_init", "attn_options"}
+    names = set(inspect.signature(EngineArgs).parameters) - otherwise
+    for name in (*names, "attn_opt", "no_autotune", "plugin", "plugins"):
         assert f"--{name.replace('_', '-')} " in text, name
+
+
+def test_every_help_text_can_be_shown() -> None:
+    """Square brackets in a help text are markup to the terminal library: `[/x]` raises."""
+
+    def commands(group: Any) -> Iterator[Any]:
+        yield group
+        for command in getattr(group, "commands", {}).values():
+            yield from commands(command)
+
+    for command in commands(typer.main.get_command(app)):
+        for text in (command.help, *(getattr(parameter, "help", "") for parameter in command.params)):
+            Text.from_markup(text or "")

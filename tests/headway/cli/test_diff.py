@@ -40,8 +40,9 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backend_against_the_reference(diff: Headway, tmp_path: Path) -> None:
     output = tmp_path / "out" / "diff.json"
-    result = diff("sdpa", "--output", str(output))
+    result = diff("sdpa", "--output", str(output), "--picture", str(tmp_path / "diff.png"))
     assert result.code == 0, result
+    assert (tmp_path / "diff.png").read_bytes().startswith(b"\x89PNG")
     report = DiffReport.model_validate_json(output.read_text())
     assert (report.a.name, report.b.name, report.prompts, report.max_tokens) == ("sdpa", "reference", 2, 3)
     assert {phase.phase for phase in report.phases} == set(Phase)

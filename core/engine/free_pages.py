@@ -1,0 +1,75 @@
+"""How often each page is held, and in which order free pages are handed out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class PageKeeper(Protocol):
+    """Keeps contents elsewhere before their pages are overwritten."""
+
+    def freed(self, page: int, group: int) -> None:
+        """Nobody holds the page any more, and its content can be found in a group."""
+
+    def taken(self, page: int) -> None:
+        """A free page is held again for its content."""
+
+    def handed_out(self, page: int) -> None:
+        """A free page is about to be overwritten; its content can be found until this returns."""
+
+    def forgotten(self, everywhere: bool) -> None:
+        """No content can be found any more, once this returns, and what was kept in memory is not to be believed; everywhere: nor
+        what is on disk."""
+
+
+class FreePages:
+    """Reference counts, and the free pages in order: freed longest ago first, and before these what has no content to reuse."""
+
+    def __init__(self, num_pages: int, first: int = 0) -> None:
+        """first: pages before this one are nobody's."""
+        self.ref_counts = [0] * num_pages
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, num_pages))
+        self._first = first
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._free
+
+    def take(self, page: int) -> bool:
+        """Hold a page once more; True: it was free."""
+        self.ref_counts[page] += 1
+        if self.ref_counts[page] > 1:
+            return False
+        del self._free[page]
+        return True
+
+    def give(self, page: int) -> bool:
+        """Hold a page once less; True: it is free now, and the last to be handed out."""
+        self.ref_counts[page] -= 1
+        if self.ref_counts[page]:
+            return False
+        self._free[page] = None
+        return True
+
+    def put_first(self, page: int) -> None:
+        """Hand a free page out before all others: there is nothing in it to reuse."""
+        self._free.move_to_end(page, last=False)
+
+    def hand_out(self) -> int:
+        """The next free page, held once."""
+        page, _ = self._free.popitem(last=False)
+        self.ref_counts[page] = 1
+        return page
+
+    def check_integrity(self, held: Iterable[int]) -> None:
+        """Assert that every page is free or held exactly as often as it stands in `held`."""
+        counts = [0] * len(self.ref_counts)
+        for page in held:
+            counts[page] += 1
+        assert counts == self.ref_counts, "reference counts differ from what sequences hold"
+        free = {page for page, count in enumerate(counts) if count == 0 and page >= self._first}
+        assert set(self._free) == free, "a page leaked or is owned and free"

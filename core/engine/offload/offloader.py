@@ -1,0 +1,216 @@
+"""Decides what is copied out of the pool, and what is brought back for whom."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+
+from headway.core.engine.blocks import BlockManager
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.offload.clock import StepClock
+from headway.core.engine.offload.costs import Costs
+from headway.core.engine.offload.loads import Loads
+from headway.core.engine.offload.mover import KeptPage, PageMover
+from headway.core.engine.offload.shelf import Shelf
+from headway.core.engine.offload.tier import HostTier, PageName
+from headway.core.engine.sequence import Sequence
+from headway.core.engine.stats import EngineStats
+
+log = logging.getLogger("headway")
+
+RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
+
+
+class Offloader:
+    """Keeps named pages in the host's memory, and perhaps on disk, beyond their time in the pool.
+
+    A free page that is named and not kept is *dirty*. Dirty pages are copied out, those freed longest ago first, as soon as fewer
+    than `lookahead` pages could be handed out without losing anything, so that a step seldom waits for a copy; one that is handed
+    out before its turn is copied then. A waiting sequence whose start is kept gets pages, and waits beside the queue until its
+    start has come back. A preempted sequence is *swapped* by the same means: its pages stay in the pool until they are needed,
+    are copied out, locked, and brought back; only the tokens of its last page, if it is not full, are computed again.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, mover: PageMover, costs: Costs, stats: EngineStats, mode: str, lookahead: int
+    ) -> None:
+        """mode: of preemption, AUTO, RECOMPUTE or SWAP. lookahead: pages that one step may take."""
+        self._blocks, self._mover, self._stats = blocks, mover, stats
+        self._costs = costs
+        self.clock = StepClock(costs, stats)
+        """To be told of every step."""
+        self.tier = HostTier(mover.num_slots)
+        self._shelf = Shelf(mover, self.tier, stats)
+        self._mode, self._lookahead = mode, blocks.num_pages if mover.max_stored else lookahead
+        self._dirty: OrderedDict[int, int] = OrderedDict()
+        """Free pages to be copied out, in the order in which they were freed -> their groups."""
+        self._out: list[tuple[int, int]] = []
+        self.loads = Loads(blocks, self.tier, self._shelf, stats)
+        """Sequences that wait for pages, beside the scheduler's queues."""
+        self._swapped: dict[Sequence, list[PageName]] = {}
+        """Preempted sequences -> what is locked for them."""
+        blocks.keeper = self
+
+    # What the block manager tells (`PageKeeper`).
+
+    def freed(self, page: int, group: int) -> None:
+        """See PageKeeper."""
+        digest = self._blocks.prefixes[group].index.digest_of(page)
+        if digest is not None and (group, digest) not in self.tier:
+            self._dirty[page] = group
+
+    def taken(self, page: int) -> None:
+        """See PageKeeper."""
+        self._dirty.pop(page, None)
+
+    def handed_out(self, page: int) -> None:
+        """See PageKeeper."""
+        group = self._dirty.pop(page, None)
+        if group is not None:
+            self._keep(page, group)
+
+    def forgotten(self, everywhere: bool) -> None:
+        """See PageKeeper. What is on disk was written after its step had been read without a fault."""
+        self.loads.cancel_all()
+        self._dirty.clear()
+        self._out = []
+        self.tier.clear()
+        self._shelf.forget()
+        if everywhere:
+            self._shelf.empty()
+
+    # What the scheduler asks.
+
+    def preempt(self, seq: Sequence) -> str:
+        """Take the pages of a sequence that is to wait; returns what it waits for, SWAP or RECOMPUTE."""
+        whole = math.lcm(*(group.page_size for group in self._blocks.groups))
+        names = self._names(seq, seq.num_known // whole * whole)
+        held = [page for table in seq.tables for page in table.held]
+        kind = SWAP if self._pays(seq, names) else RECOMPUTE
+        self._blocks.release(seq)
+        if kind == SWAP:
+            self.tier.lock(names)
+            self._swapped[seq] = names
+            self._stats.blocks_swapped += sum(self._blocks.groups[number].blocks_per_page for number, _ in names)
+        else:
+            for page in held:  # computing them again is cheaper than copying them
+                self._dirty.pop(page, None)
+        return kind
+
+    def bring_back(self, seq: Sequence) -> bool:
+        """Begin to bring back the start of a sequence that is next in the queue and holds nothing; False: it need not wait."""
+        if seq.tables or not (self.tier or self._shelf) or seq.computes_whole_prompt:
+            return False
+        if self._mode == RECOMPUTE and seq.num_preemptions:
+            return False
+        length = self._blocks.longest_hit(seq, partly=False, also=self._keeps)
+        spared = length - self._blocks.longest_hit(seq, partly=True) if length else 0
+        if spared <= 0:
+            return False
+        names = [each for each in self._names(seq, length) if not self._blocks.prefixes[each[0]].index.knows(each[1])]
+        if self.loads.follow(seq, names):
+            return True
+        cost = self._costs.recompute(spared)
+        forced = self._mode == SWAP and seq in self._swapped
+        if not forced and cost is not None and cost < self._costs.copy_back(len(names)):
+            return False
+        return self.loads.begin(seq, length, spared, names)
+
+    def remove_finished(self) -> None:
+        """Forget sequences that have ended."""
+        self.loads.remove_finished()
+        for seq in [seq for seq in self._swapped if seq.finished]:
+            self.let_go(seq)
+
+    def let_go(self, seq: Sequence) -> None:
+        """A sequence runs: nothing need be kept for it any more."""
+        self.tier.unlock(self._swapped.pop(seq, ()))
+
+    # What the loop calls.
+
+    def flush(self, idle: bool = False, wait: bool = False) -> None:
+        """Hand the mover what is to be done before the next step.
+
+        idle: every step has been read, and none follows. wait: for the first pages that come, for nothing else is to be done.
+        """
+        ready = self._blocks.num_free - len(self._dirty)
+        if ready < self._lookahead:  # then enough for some steps, for one move of many pages costs the host less than many moves
+            for _ in range(min(self._lookahead - ready + self._lookahead // 4, len(self._dirty))):
+                self._keep(*self._dirty.popitem(last=False))
+        try:
+            self._move()
+            self.loads.fetch()
+            self._shelf.flush(idle)
+        except Exception as error:  # whatever a copy raises: what the tier should hold it may not
+            log.warning("offload: a copy failed, so all that was offloaded is forgotten: %s", error)
+            self._stats.offload_failures["a copy failed"] += 1
+            self.forgotten(everywhere=False)
+        if wait:
+            self.loads.wait()
+
+    def _move(self) -> None:
+        begun = self.loads.to_move()
+        if not (self._out or begun):
+            return
+        back = [each for load in begun for each in load.back]
+        pending = self._mover.move(self._out, back)
+        self._stats.offload_bytes_out += len(self._out) * self._costs.page_bytes
+        self._stats.offload_bytes_in += len(back) * self._costs.page_bytes
+        self._out = []
+        for load in begun:
+            load.moving = pending
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the host's memory holds."""
+        return sum(self._blocks.groups[number].blocks_per_page for number, _ in self.tier)
+
+    def _pays(self, seq: Sequence, names: list[PageName]) -> bool:
+        """Whether a sequence should be swapped rather than computed again."""
+        if self._mode == RECOMPUTE or not names or len(names) > self.tier.num_unlocked:
+            return False
+        cost = self._costs.recompute(seq.num_known)
+        if self._mode == SWAP or cost is None:
+            return True
+        absent = sum(name not in self.tier for name in names)
+        return self._costs.copy_out(absent) + self._costs.copy_back(len(names)) < cost
+
+    def _keeps(self, group: int, digest: bytes) -> bool:
+        name = group, digest
+        return (name in self.tier or name in self._shelf) and not self._shelf.adrift(name)
+
+    def _names(self, seq: Sequence, length: int) -> list[PageName]:
+        """The pages that hold the start of a sequence, in the order of `attach_pages`."""
+        return [
+            (number, prefixes.digest(seq, place))
+            for number, (group, prefixes) in enumerate(zip(self._blocks.groups, self._blocks.prefixes, strict=True))
+            for place in range(group.num_behind(length), length // group.page_size)
+        ]
+
+    def _keep(self, page: int, group: int) -> None:
+        """Copy a page out before the next step."""
+        index = self._blocks.prefixes[group].index
+        digest = index.digest_of(page)
+        assert digest is not None, "a page without a name is not dirty"
+        name = group, digest
+        if name in self.tier:
+            return
+        slot = self.tier.put(name)
+        if slot is None:
+            self._stats.offload_failures["host tier full of what is locked"] += 1
+            return
+        self._out.append((page, slot))
+        self._stats.blocks_offloaded += self._blocks.groups[group].blocks_per_page
+        self._shelf.kept(KeptPage(name, index.tokens_of(page), slot))
+
+
+def offloader_of(
+    blocks: BlockManager, mover: PageMover | None, page_bytes: int, config: EngineConfig, stats: EngineStats
+) -> Offloader | None:
+    """As the options say; None: nothing is kept beyond the pool. mover: where the pages can be kept."""
+    if mover is None:
+        return None
+    costs = Costs(mover.rates, page_bytes, config.step_tokens)
+    step = sum(-(-config.step_tokens // group.page_size) + config.max_num_seqs for group in blocks.groups)
+    return Offloader(blocks, mover, costs, stats, config.preemption_mode, min(step, blocks.num_pages))

@@ -1,0 +1,1 @@
+"""What Headway needs of the operating system: child processes with limits, files that appear whole, text made harmless."""

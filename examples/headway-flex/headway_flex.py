@@ -1,0 +1,150 @@
+"""torch's FlexAttention over the paged cache as a backend: a block mask picks the pages, functions of positions do the rest.
+
+The method is that of Dong et al. 2024 (arXiv 2412.05496, section on paged attention): the keys of the whole pool are one long
+sequence, the block mask lists the pages that a tile of queries reads, and a table leads from a page to its place in the sequence.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache as memo
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway import hookimpl
+from headway.contract import ALL_PHASES, NHD, AttentionBackend, BackendInfo, Capabilities, Support, announce_compilation
+
+Q_BLOCK = 128
+"""Queries of a block of the mask."""
+LIMITS = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
+"""Of torch.compile, beyond which a shape would be refused."""
+
+
+class Step(NamedTuple):
+    """A step in tiles: up to `tile` queries of one sequence each."""
+
+    mods: Any
+    """Number of pages of the pool -> block mask and score_mod."""
+    rows: Tensor
+    """int64 [num_tiles * tile]: the token whose query stands there; 0 where none does."""
+    places: Tensor
+    """int64 [num_tokens]: where in `rows` each token stands."""
+    tile: int
+
+
+class Flex(AttentionBackend):
+    """One path for all phases. Sizes are rounded up, since torch compiles anew for each: in some four seconds on a CPU."""
+
+    name = "flex"
+    # exact_host_lengths: the tiles follow from the lengths on the host, so that no decode is captured in a CUDA graph.
+    capabilities = Capabilities(
+        phases=ALL_PHASES,
+        layouts=(NHD,),
+        devices=("cpu", "cuda"),
+        block_multiple=16,
+        features=frozenset({"sliding_window", "softcap", "alibi_slopes"}),
+        reads_whole_blocks=True,
+        exact_host_lengths=True,
+    )
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        from torch.nn.attention.flex_attention import flex_attention
+
+        self._attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        self._compiled = set()
+        slopes = self.spec.alibi_slopes
+        self._slopes = None if slopes is None else torch.tensor(slopes, device=self.spec.device)
+
+    @classmethod
+    def available(cls):
+        try:
+            from torch._inductor.cpp_builder import get_cpp_compiler
+
+            get_cpp_compiler()
+        except Exception as error:
+            return Support.no("torch.compile", "a C++ compiler", error, "apt install g++")
+        return Support()
+
+    @classmethod
+    def accepts(cls, cache):
+        if all(each.stride(0) == each.shape[1] * each.stride(1) for each in (cache.key, cache.value)):
+            return Support()
+        return Support.no("cache", "blocks that follow one another in memory", "gaps between them", "--attn-backend sdpa")
+
+    def plan(self, metadata):
+        """Once a step: which tokens are in which tile, and which pages a tile reads."""
+        size, window, device = self.block_size, self.spec.sliding_window, metadata.block_table.device
+        # A tile of 1 would do for decode, but the CPU's code for it does not compile (torch 2.13).
+        tile = next(each for each in (2, 16, Q_BLOCK) if metadata.max_query_len <= each or each == Q_BLOCK)
+        tiles = [(seq, first) for seq, n in enumerate(metadata.query_lens) for first in range(0, n, tile)]
+        shape = next(8**power for power in range(1, 9) if len(tiles) <= 8**power)  # a tile of padding reads no page
+        positions, rows = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, tile, dtype=torch.int64)
+        starts, places, reads = metadata.query_start_loc_cpu.tolist(), [torch.zeros(0, dtype=torch.int64)], []
+        for number, (seq, first) in enumerate(tiles):
+            n = min(tile, metadata.query_lens[seq] - first)
+            places.append(torch.arange(n) + number * tile)
+            rows[number, :n] = torch.arange(n) + starts[seq] + first
+            positions[number] = before = metadata.kv_lens[seq] - metadata.query_lens[seq] + first
+            oldest = 0 if window is None else max(before - window + 1, 0) // size  # pages behind the window are not read
+            reads.append((oldest, metadata.block_table_cpu[seq, oldest : max(-(-(before + n) // size), 0)]))
+        positions = positions.to(device)
+
+        @memo
+        def mods(num_pages):
+            counts, pages = torch.zeros(shape, 1, 1, dtype=torch.int32), torch.zeros(shape, 1, 1, num_pages, dtype=torch.int32)
+            back = torch.full((shape, num_pages), -1, dtype=torch.int32)  # page -> its place in the tile's sequence
+            for number, (oldest, own) in enumerate(reads):
+                counts[number], pages[number, 0, 0, : len(own)] = len(own), own
+                back[number, own.long()] = torch.arange(oldest, oldest + len(own), dtype=torch.int32)
+            tensors = (each.to(device) for each in (counts, pages, back))
+            return self._mods(*tensors, positions, (tile, num_pages * size))
+
+        if metadata.num_blocks:
+            mods(metadata.num_blocks)
+        return Step(mods, rows.flatten().to(device), torch.cat(places).to(device), tile)
+
+    def _mods(self, counts, pages, back, positions, lengths):
+        from torch.nn.attention.flex_attention import BlockMask
+
+        size, window, softcap, slopes = self.block_size, self.spec.sliding_window, self.spec.softcap, self._slopes
+
+        def visible(tile, head, query, slot):
+            page = back[tile, slot // size]
+            distance = positions[tile] + query - (page * size + slot % size)
+            seen = (page >= 0) & (distance >= 0)
+            return seen if window is None else seen & (distance < window)
+
+        def changed(score, tile, head, query, slot):
+            score = score if softcap is None else softcap * torch.tanh(score / softcap)
+            distance = positions[tile] + query - (back[tile, slot // size] * size + slot % size)
+            return score if slopes is None else score - slopes[head] * distance
+
+        sizes = (Q_BLOCK, size), visible, lengths, False  # no lists for a backward pass
+        mask = BlockMask.from_kv_blocks(counts, pages, None, None, *sizes)
+        return mask, None if softcap is None and slopes is None else changed
+
+    def decode(self, q, cache, plan, out):
+        """Any number of the newest tokens of each sequence."""
+        spec, (mask, score_mod) = self.spec, plan.mods(len(cache.key))
+        key, value = (each.flatten(0, 1).transpose(0, 1)[None] for each in (cache.key, cache.value))
+        tiles = q.index_select(0, plan.rows).unflatten(0, (-1, plan.tile)).transpose(1, 2)
+        shape = (*tiles.shape, key.shape[2])
+        compiled = shape in self._compiled
+        if not compiled:
+            self._compiled.add(shape)
+            announce_compilation(f"flex_attention {shape}")
+        options = {"BLOCK_N": min(self.block_size, 64)} if q.is_cuda else None
+        with nullcontext() if compiled else torch._dynamo.config.patch(LIMITS):  # each patch() keeps some memory
+            found = self._attend(tiles, key, value, score_mod, mask, spec.scale, spec.group_size > 1, kernel_options=options)
+        out.copy_(found.transpose(1, 2).flatten(0, 1).index_select(0, plan.places))
+
+    def prefill(self, q, k, v, cache, plan, out):
+        self.decode(q, cache, plan, out)
+
+
+@hookimpl
+def headway_register_backends():
+    return [BackendInfo("flex", "torch's FlexAttention with a paged block mask", lambda: Flex, api_version=2)]

@@ -1,0 +1,246 @@
+"""`attn_implementation="headway"` in transformers: Headway's backends over transformers' own caches.
+
+Importing this module registers "headway", which chooses between backends by the crossover table, and "headway:NAME" for each
+backend, in capitals where transformers wants the name for itself ("headway:FLASH_ATTN_3"; `names` lists them). It patches one
+method, so that transformers' continuous batching takes these names: `ContinuousBatchingManager.switch_to_cb_friendly_attn`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+import transformers
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.spec import AttentionSpec
+from headway.core.select.selector import check_names
+from headway.integrations.dense import Sequences, attend, cache_over, plan_parts, registry, selector_of, slots_of
+from headway.integrations.sight import OWN_WAY, Sight, SightMask, mask_of
+
+NAME = "headway"
+WORKS = "5.17 to 5.23"
+"""Versions of transformers with which `generate` was tried."""
+PACKS = "5.19 to 5.23"
+"""Those with which continuous batching was."""
+
+try:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    _missing = {"q_offset", "kv_offset", "mask_function", "attention_mask", "local_size"} - set(
+        inspect.signature(sdpa_mask).parameters
+    )
+    if _missing:
+        raise ImportError(f"its masks are asked for without {', '.join(sorted(_missing))}")
+except ImportError as error:
+    raise ConfigError(
+        "headway.integrations.transformers", f"transformers {WORKS}", f"{transformers.__version__} ({error})"
+    ) from error
+_RESERVED = ("flash", "sdpa", "flex_attention")
+"""Words for which transformers looks in a name."""
+_REQUESTS: dict[str, str] = {}
+"""By registered name, as in transformers' own registry, which is global."""
+_REFUSED = {
+    "dropout": "no dropout (training)",
+    "output_attentions": "no weights",
+    "position_bias": "no bias",
+    "head_mask": "none",
+}
+
+
+def names() -> dict[str, str]:
+    """The names that were registered here, and the requests that they stand for."""
+    return dict(_REQUESTS)
+
+
+def register(request: str) -> str:
+    """Register a request of Headway's --attn-backend, such as "prefill=hopper,decode=triton"; returns its name.
+
+    transformers keeps names with "flash", "sdpa" and the like in them for itself, in small letters alone; so each request has a
+    name in capitals as well, which is what is returned where it must be.
+
+    :raises HeadwayError: it has another form, or names a backend that nobody registered.
+    """
+    check_names(registry(), request, "auto", {})
+    plain, capital = (NAME, NAME) if request == "auto" else (f"{NAME}:{request}", f"{NAME}:{request.upper()}")
+    for name in {plain, capital}:
+        if "flash" not in name:
+            _REQUESTS[name] = request
+            AttentionInterface.register(name, partial(_attend, request))
+            AttentionMaskInterface.register(name, mask_of)
+    return capital if any(word in plain for word in _RESERVED) else plain
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(
+    request: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls. query: [batch, num_heads, q_length, head_dim]; key, value: [batch, num_kv_heads,
+    kv_length, head_dim and v_head_dim], of the cache, this call's included.
+
+    Returns ([batch, q_length, num_heads, v_head_dim], None).
+
+    :raises ConfigError: what Headway does not compute, in one line.
+    """
+    _check(module, query, options)
+    paged = options.get("cache")
+    if paged is not None:
+        key, value = paged.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
+        window = options.get("sliding_window") or None
+        sight = _packed(paged, module.layer_idx, query, key, options)
+    else:
+        sight = _sight(attention_mask, query, key)
+        window = sight.window
+    spec = AttentionSpec(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        v_head_dim=value.shape[3],
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        dtype=query.dtype,
+        device=query.device,
+        sliding_window=window,
+        softcap=options.get("softcap") or None,
+        sinks=_sinks(module, options.get("s_aux")),
+    )
+    return _run(request, spec, query, key, value, sight), None
+
+
+def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:
+    for name, need in _REFUSED.items():
+        if options.get(name) not in (None, False, 0.0):
+            raise ConfigError(name, need, "one that asks for it", OWN_WAY)
+    causal = options.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ConfigError("attention", "causal attention", "a layer that is not", OWN_WAY)
+    if query.requires_grad and torch.is_grad_enabled():
+        raise ConfigError("attention", "inference", "gradients", f"torch.inference_mode(), or for training {OWN_WAY}")
+
+
+def _sight(mask: Any, query: Tensor, key: Tensor) -> Sight:
+    """What a layer's call sees; :raises ConfigError: a mask that did not come from us, or that Headway does not compute."""
+    found: Sight | None = getattr(mask, "sight", None) if isinstance(mask, SightMask) else None
+    lengths = query.shape[2], key.shape[2]
+    if found is None:
+        if mask is not None or lengths[0] not in (1, lengths[1]):
+            got = "a mask of its own" if mask is not None else f"none for {lengths[0]} queries of {lengths[1]} keys"
+            hint = f"{OWN_WAY}; beside torch.compile, generate takes disable_compile=True"
+            raise ConfigError("attention_mask", "a padding mask [batch, length], or none", got, hint)
+        return Sight(len(query), *lengths, lengths[1] - lengths[0], 0, None, None)
+    if found.refusal:
+        raise ConfigError("attention_mask", "causal attention, perhaps within a window, and padding", found.refusal, OWN_WAY)
+    if (found.q_length, found.kv_length) != lengths:
+        got = f"{lengths[0]} and {lengths[1]}"
+        raise ConfigError("attention_mask", f"{found.q_length} queries and {found.kv_length} keys, as it has", got, OWN_WAY)
+    return found
+
+
+def _packed(paged: Any, layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Sight:
+    """A call of continuous batching, whose sequences lie one behind the other; layers of one kind share it in a step.
+
+    :raises ConfigError: it is being captured in a CUDA graph, or has block tables.
+    """
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ConfigError("continuous batching", "use_cuda_graph=False", "a capture", "ContinuousBatchingConfig has it")
+    if options.get("block_table") is not None:
+        raise ConfigError("continuous batching", "max_blocks_per_request=0", "block tables", "ContinuousBatchingConfig has it")
+    last: int
+    sights: dict[tuple[int, ...], Sight]
+    last, sights = getattr(paged, "headway_step", (layer, {}))
+    if layer <= last:  # a new step: lengths are read anew, since their memory stays the same
+        sights = {}
+    paged.headway_step = layer, sights
+    ends = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
+    place = tuple(each.data_ptr() for each in ends)
+    if place not in sights:
+        query_ends, key_ends = (each.cpu().numpy().astype(numpy.int64) for each in ends)
+        sights[place] = Sight.packed(query_ends, key_ends, query.shape[2], key.shape[2])
+    return sights[place]
+
+
+def _sinks(module: Any, sinks: Tensor | None) -> tuple[float, ...] | None:
+    """A layer's sinks as numbers, read from the device once."""
+    if sinks is None:
+        return None
+    known: Any = getattr(module, "_headway_sinks", None)
+    if known is None or known[0] is not sinks or known[1] != sinks._version:
+        known = (sinks, sinks._version, tuple(sinks.float().tolist()))
+        module._headway_sinks = known
+    found: tuple[float, ...] = known[2]
+    return found
+
+
+def _run(request: str, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
+    batch, heads, length, _ = query.shape
+    out = query.new_empty(batch * length, heads, spec.v_head_dim)
+    rows = sight.rows
+    if len(rows.rows) == 0:
+        return out.zero_().view(batch, length, heads, -1)
+    selector = selector_of(spec, request)
+    size = selector.selection.block_size
+    keys, values, firsts = slots_of(key, value, rows.rows, rows.keys, rows.kv_lens, size)
+    cache = cache_over(keys, values, spec, size)
+    known = spec, request, keys.row, cache.geometry.num_blocks
+    parts = sight.plans.get(known)
+    if parts is None:
+        sequences = Sequences(rows.queries, rows.query_lens, firsts, rows.kv_lens)
+        parts = sight.plans[known] = plan_parts(sequences, selector, spec, cache.geometry.num_blocks, sight.padded)
+    if sight.padded:
+        out.zero_()
+    k, v = _new_rows(key, sight), _new_rows(value, sight)
+    attend(parts, spec, _by_token(query), k, v, cache, out)
+    return out.view(batch, length, heads, -1)
+
+
+def _new_rows(tensor: Tensor, sight: Sight) -> Tensor:
+    """The rows [batch * q_length, heads, dim] of this call's tokens among all that are cached."""
+    if sight.new_keys is not None:
+        return _by_token(tensor)[sight.new_keys.to(tensor.device)]
+    first = sight.q_offset - sight.kv_offset
+    return _by_token(tensor[:, :, first : first + sight.q_length])
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    """[batch, heads, length, dim] as [batch * length, heads, dim], whose heads lie together: a view where they do already."""
+    batch, heads, length, dim = tensor.shape
+    tokens = tensor[:, :, 0] if length == 1 else tensor.transpose(1, 2).reshape(batch * length, heads, dim)
+    whole = tokens.stride(2) == 1 and tokens.stride(0) >= tokens.stride(1) * (heads - 1) + dim
+    return tokens if whole else tokens.contiguous()
+
+
+def _join_continuous_batching() -> None:
+    """Let continuous batching take our names, which it otherwise refuses, since they are not on its list."""
+    try:
+        from transformers import ContinuousBatchingConfig
+        from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
+        from transformers.generation.continuous_batching.utils import attn_mask_is_needed  # noqa: F401 -- not for our names
+
+        switch = Manager.switch_to_cb_friendly_attn
+        known = "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
+    except (ImportError, AttributeError):  # without it there is nothing to join
+        return
+
+    def switch_to_cb_friendly_attn(self: Any, model: Any, *given: Any, **options: Any) -> None:
+        if str(model.config._attn_implementation).partition(":")[0] != NAME:
+            switch(self, model, *given, **options)
+        elif not known:
+            raise ConfigError("continuous batching with Headway", f"transformers {PACKS}", transformers.__version__, OWN_WAY)
+
+    Manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn  # type: ignore[method-assign]
+
+
+for _request in ("auto", *registry().backends):
+    register(_request)
+_join_continuous_batching()

@@ -1,0 +1,38 @@
+"""What is said of plugins: who brought what, what became of it, and where it went wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a plugin handed in, by name."""
+
+    hooks: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    proposers: tuple[str, ...] = ()
+    logits_processors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """An installed plugin."""
+
+    name: str
+    owner: str
+    """Name and version of its distribution."""
+    file: str
+    """Where its module or package lies; empty where it was not found."""
+    state: Literal["loaded", "left out", "blocked"]
+    """blocked: the user does not want it (`--plugins`, $HEADWAY_PLUGINS)."""
+    why: str = ""
+    brought: Brought = field(default_factory=Brought)
+    remarks: tuple[str, ...] = ()
+    """What it raised in its trial, each of which costs the part of it that raised."""
+    details: str = ""
+    """Tracebacks, and what it printed."""
+    tried: str = ""
+    """When."""

@@ -1,0 +1,231 @@
+"""Random requests through the engine's loop and a device that looks at every slot that is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from driving import drain
+from fake_device import STOP, VOCABULARY, WORDS, FakeDevice, History
+from headway.core.engine.config import MAX_DRAFT_TOKENS, EngineConfig
+from headway.core.engine.deterministic import IndependentScheduler
+from headway.core.engine.drafting import Drafting
+from headway.core.engine.executor import Capacity
+from headway.core.engine.groups import CacheGroup, PageFormat
+from headway.core.engine.limits import PromptLimits
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.pool import PoolSize
+from headway.core.engine.scheduler import Scheduler
+from headway.core.sampling.params import SamplingParams
+
+MAX_MODEL_LEN = 96
+GROUPS: list[Callable[[int], tuple[CacheGroup, ...]]] = [
+    lambda size: (CacheGroup(size),),
+    lambda size: (CacheGroup(size),),
+    lambda size: (CacheGroup(size, window=11),),
+    lambda size: (CacheGroup(3 * size), CacheGroup(size, window=7)),
+    lambda size: (CacheGroup(size), CacheGroup(2 * size, window=30), CacheGroup(size, window=12)),
+]
+"""Cache groups, for a block size."""
+
+
+@dataclass
+class Guesser:
+    """Guesses at random: each guess holds about once in three."""
+
+    draw: Random
+
+    def begin(self, num_prompt_tokens: int) -> Guesser:
+        return self
+
+    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
+        if self.draw.random() < 0.01:
+            raise ValueError("no idea")
+        return [self.draw.randrange(WORDS) for _ in range(self.draw.randint(0, most))]
+
+    def finish(self, token_ids: Sequence[int]) -> None:
+        pass
+
+
+@dataclass
+class Expected:
+    """One completion, and what has come of it."""
+
+    history: History
+    max_tokens: int
+    ignore_eos: bool
+    tokens: list[int] = field(default_factory=list)
+    ended: str = ""
+
+    def check(self, clean: bool) -> None:
+        """Whether it ended as it should. clean: no step failed."""
+        own = self.history.tokens[self.history.prompt_len :].tolist()[: len(self.tokens)]
+        assert self.tokens == own, "tokens of another"
+        stops = [not self.ignore_eos and token == STOP for token in own]
+        room = min(self.max_tokens, MAX_MODEL_LEN - self.history.prompt_len)
+        bad = self.history.bad_at == self.history.prompt_len + len(own)
+        match self.ended:
+            case "stop":
+                assert stops == [False] * (len(own) - 1) + [True]
+            case "length":
+                assert len(own) == room
+                assert not any(stops)
+            case "error":
+                assert bad or self.history.refused or not clean
+                assert len(own) < room
+                assert not any(stops)
+            case _:
+                assert self.ended == "abort"
+
+
+class World:
+    """An engine with options of its own, its device, and people who send requests and change their minds."""
+
+    def __init__(self, seed: int) -> None:
+        draw = self.draw = Random(seed)
+        options = [draw.random() < share for share in (0.5, 0.75, 0.75, 0.4, 0.1, 0.3)]
+        overlap, chunked, caching, drafts, independent, self.priorities = options
+        rows, size = draw.choice([1, 5, 12, 24, 40]), draw.choice([4, 8, 16])
+        groups = draw.choice(GROUPS)(size)
+        budget = draw.choice([8, 48, 100, 256]) if chunked else draw.choice([MAX_MODEL_LEN, 256])
+        chunk = MAX_MODEL_LEN if independent or not chunked else min(128, budget + MAX_DRAFT_TOKENS, MAX_MODEL_LEN)
+        pages = PageFormat(groups, size, page_bytes=1)
+        sequences = draw.choice([1, 3, 1 + rows // 4, rows])  # in a small pool sequences are preempted all the time
+        pool = PoolSize(pages.reserved + sequences * pages.pages_for(MAX_MODEL_LEN, chunk) + draw.randint(0, 5), pages, chunk)
+        self.histories: dict[int, History] = {}
+        failing = draw.random() < 0.4
+        faults, ooms = (0.04, draw.randint(0, 2)) if failing else (0.0, 0)
+        self.device = FakeDevice(Capacity(pool, rows, MAX_MODEL_LEN), self.histories, Random(seed), faults, ooms)
+        config = EngineConfig(
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=budget,
+            max_num_seqs=rows,
+            enable_chunked_prefill=chunked,
+            enable_prefix_caching=caching and not independent,
+            async_scheduling=overlap,
+            scheduling_policy="priority" if self.priorities else "fcfs",
+        )
+        limits = PromptLimits(MAX_MODEL_LEN, VOCABULARY, "", by_priority=self.priorities)
+        drafting = Drafting(Guesser(Random(seed)), VOCABULARY) if drafts and not independent else None
+        scheduler = IndependentScheduler if independent else Scheduler
+        self.engine = EngineLoop(self.device, config, limits, frozenset({STOP}), scheduler, drafting)
+        self.completions: dict[tuple[str, int], Expected] = {}
+        self.live: dict[str, set[int]] = {}
+        self.stems = [[draw.randrange(WORDS) for _ in range(draw.randint(4, 70))] for _ in range(4)]
+        self.told = f"seed {seed}: {rows} rows, {len(groups)} groups of {size}, {pool.num_pages} pages, {options}, {failing=}"
+
+    def run(self, num_requests: int) -> None:
+        """Send requests over time, run until all have ended, and look at what is left."""
+        draw, engine, sent = self.draw, self.engine, 0
+        crowd = draw.choice([8, 32, 64])
+        while sent < num_requests or engine.has_unfinished:
+            while sent < num_requests and len(self.live) < crowd and draw.random() < 0.8:
+                self.send(str(sent))
+                sent += 1
+            if engine.has_unfinished:
+                self.take()
+            if draw.random() < 0.04:
+                self.abort()
+            if draw.random() < 0.02:
+                engine.blocks.check_integrity(engine.scheduler.running)
+        engine.blocks.check_integrity([])
+        assert engine.blocks.num_free == engine.blocks.num_pages, "a page leaked"
+        assert not self.live, "a request was lost"
+        assert not any(engine.blocks.num_holders(page) for page in range(self.device.capacity.pool.num_pages))
+        for expected in self.completions.values():
+            expected.check(clean=self.device.num_faults == 0)
+
+    def send(self, request_id: str) -> None:
+        draw = self.draw
+        stem = draw.choice(self.stems)
+        prompt = [*stem[: draw.randint(0, len(stem))], *(draw.randrange(WORDS) for _ in range(draw.randint(1, 20)))]
+        count = draw.choice([1, 1, 1, 1, 2, 3])
+        n = count if draw.random() < 0.7 else 1
+        most, ignore, seed = draw.randint(1, 50), draw.random() < 0.3, 8 * (len(self.histories) + 1)
+        while seed in self.histories:
+            seed += 8
+        self.live[request_id] = set(range(count))
+        refused = draw.random() < 0.01
+        for index in range(count):
+            history = self.histories[seed + index] = History(prompt, seed + index, MAX_MODEL_LEN)
+            history.refused = refused
+            if draw.random() < 0.02:
+                history.bad_at = draw.randrange(len(prompt), MAX_MODEL_LEN)
+            self.completions[request_id, index] = Expected(history, most, ignore)
+        best_of = count if count > n else None
+        params = SamplingParams(n=n, best_of=best_of, temperature=0.7, max_tokens=most, ignore_eos=ignore, seed=seed)
+        self.engine.add_request(request_id, prompt, params, draw.choice([-1, 0, 0, 5]) if self.priorities else 0)
+
+    def take(self) -> None:
+        for delta in self.engine.step():
+            expected = self.completions[delta.request_id, delta.completion]
+            assert not expected.ended, "a delta after the last"
+            expected.tokens += delta.new_token_ids
+            if delta.finish_reason is not None:
+                assert (delta.finish_reason == "error") == (delta.error is not None)
+                self.end(delta.request_id, delta.completion, delta.finish_reason)
+
+    def end(self, request_id: str, index: int, reason: str) -> None:
+        self.completions[request_id, index].ended = reason
+        self.live[request_id].remove(index)
+        if not self.live[request_id]:
+            del self.live[request_id]
+
+    def abort(self) -> None:
+        if not self.live:
+            return
+        request_id = self.draw.choice(list(self.live))
+        index = self.draw.choice([None, *self.live[request_id]])
+        self.engine.abort(request_id, index)
+        for each in list(self.live[request_id]) if index is None else [index]:
+            self.end(request_id, each, "abort")
+        self.engine.abort("nobody")
+
+
+class Always(Random):
+    """Whatever may happen does."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+def test_what_was_launched_after_a_fault_ends_with_it() -> None:
+    prompt = [0, 1, 2] * 12
+    histories = {seed: History(prompt, seed, MAX_MODEL_LEN) for seed in (8, 16, 24)}
+    pool = PoolSize(64, PageFormat((CacheGroup(4),), 4, 1), MAX_MODEL_LEN)
+    device = FakeDevice(Capacity(pool, 4, MAX_MODEL_LEN), histories, Always(), faults=1.0)
+    config = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64, async_scheduling=True)
+    engine = EngineLoop(device, config, PromptLimits(MAX_MODEL_LEN, VOCABULARY, ""))
+    engine.add_request("first", prompt, SamplingParams(max_tokens=3, seed=8))
+    assert engine.step() == []
+    device.faults = 0.0
+    engine.add_request("second", prompt, SamplingParams(max_tokens=3, seed=16))  # finds the prompt of the first in the cache
+    ended = {delta.request_id: (delta.finish_reason, delta.error) for delta in engine.step()}
+    assert ended == dict.fromkeys(["first", "second"], ("error", "a fault of the device"))
+    engine.add_request("third", prompt, SamplingParams(max_tokens=3, seed=24))
+    written = drain(engine)["third", 0]
+    assert (written.finish_reason, written.num_cached_tokens) == ("length", 0)
+    assert written.token_ids == histories[24].tokens[36:39].tolist()
+
+
+def run_worlds(first: int, num_worlds: int, num_requests: int) -> None:
+    for seed in range(first, first + num_worlds):
+        world = World(seed)
+        try:
+            world.run(num_requests)
+        except BaseException as error:
+            error.add_note(world.told)
+            raise
+
+
+def test_200_random_requests() -> None:
+    run_worlds(first=0, num_worlds=10, num_requests=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [1000, 2000])
+def test_10_000_random_requests(first: int) -> None:
+    run_worlds(first, num_worlds=100, num_requests=100)

@@ -1,0 +1,163 @@
+"""What Headway keeps: converted models, tables and verdicts that a kill, a full disk or an interrupt cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from headway.core.contract.errors import ModelError
+from headway.models import gguf
+from headway.models.weights import Weights
+from headway.registry import Registry
+from headway.testing.json_files import write_json
+from headway.tuning import autotune, store
+from headway.tuning.autotune import TableRequest, costs_for
+from headway.tuning.files import read_table
+from headway.tuning.run import CrossoverOptions
+from headway.tuning.schema import SpecRecord
+from limits import left_behind
+from tables import POINTS, QUICK, SPEC, a_device
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A conversion that writes little; returns the folders that it was asked to fill."""
+    asked: list[Path] = []
+
+    def convert(path: Path, target: Path) -> None:
+        asked.append(target)
+        (target / "config.json").write_text('{"model_type": "llama"}')
+        save_file({"weight": torch.zeros(100)}, target / "model.safetensors")
+
+    monkeypatch.setattr(gguf, "_convert", convert)
+    return asked
+
+
+@pytest.mark.parametrize(("file", "kept"), [("model.safetensors", 200), ("model.safetensors", 0), ("config.json", 9)])
+def test_a_converted_model_that_was_cut_short_is_made_again(
+    cache: Path, tmp_path: Path, conversions: list[Path], file: str, kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "tiny.gguf"
+    model.write_bytes(b"GGUF")
+    folder = gguf.convert(model)
+    assert gguf.convert(model) == folder
+    assert len(conversions) == 1
+    os.truncate(folder / file, kept)
+    assert gguf.convert(model) == folder
+    assert len(conversions) == 2
+    assert "is not whole" in caplog.text
+    assert gguf.convert(model) == folder
+    assert len(conversions) == 2
+
+
+def test_a_conversion_that_was_killed_leaves_nothing_for_long(cache: Path, tmp_path: Path, conversions: list[Path]) -> None:
+    model = tmp_path / "tiny.gguf"
+    model.write_bytes(b"GGUF")
+    pid = os.fork()
+    if pid == 0:
+        gguf._convert = lambda path, target: os.kill(os.getpid(), 9)  # type: ignore[assignment]
+        gguf.convert(model)
+    os.waitpid(pid, 0)
+    assert len(left_behind(cache)) == 1
+    folder = gguf.convert(model)
+    assert left_behind(cache) == []
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_conversion_that_fails_leaves_nothing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, target: Path) -> None:
+        (target / "half").write_bytes(b"half")
+        raise ModelError("no room")
+
+    monkeypatch.setattr(gguf, "_convert", fail)
+    model = tmp_path / "tiny.gguf"
+    model.write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="no room"):
+        gguf.convert(model)
+    assert list((cache / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "a/../../b.safetensors", "", "nul\0.safetensors", 7, None]
+)
+def test_a_shard_index_stays_in_its_folder(tmp_path: Path, name: object) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"weight": torch.zeros(4)}, tmp_path / "secret.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
+    with pytest.raises(ModelError, match="in its folder|not a safetensors index|is no file"):
+        Weights(folder, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["part.safetensors", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    if name == "part.safetensors":
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
+    with pytest.raises(ModelError, match="it is no file"):
+        Weights(tmp_path, torch.float32, torch.device("cpu"))
+
+
+def test_a_link_to_weights_elsewhere_is_followed(tmp_path: Path) -> None:
+    """As in the folders that the Hugging Face hub's library makes."""
+    save_file({"weight": torch.ones(4)}, tmp_path / "blob")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    assert Weights(folder, torch.float32, torch.device("cpu")).take("weight", (4,)).sum() == 4
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        autotune, "CrossoverOptions", lambda **options: CrossoverOptions(**{**options, "grid": POINTS[:2], "turns": QUICK})
+    )
+    monkeypatch.setattr(autotune, "grid", lambda kind: POINTS[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_a_table_that_was_cut_short_is_gone_on_with_or_named_each_time(
+    cache: Path, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = store.table_path(a_device(), SpecRecord.of(SPEC))
+    costs_for([SPEC], registry, "auto", TableRequest(budget=60))
+    whole = read_table(path)
+    assert not whole.cut_short
+    assert whole.complete
+    write_json(whole.model_copy(update={"cut_short": True, "complete": False}), path)
+    for _ in range(2):
+        caplog.clear()
+        costs_for([SPEC], registry, "auto", TableRequest(budget=0))
+        assert "was cut short, and is used as it is" in caplog.text
+    caplog.clear()
+    (path.parent / ".table.json.0a.headway-part").write_text("half")
+    costs_for([SPEC], registry, "auto", TableRequest(budget=60))
+    assert "points and was cut short: measuring" in caplog.text
+    again = read_table(path)
+    assert (again.complete, again.cut_short, len(again.cells)) == (True, False, len(whole.cells))
+    assert left_behind(cache) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_ctrl_c_while_auto_measures_ends_the_program(cache: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headway.tuning.run.measure_point", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        costs_for([SPEC], registry, "auto", TableRequest(budget=60))

@@ -1,0 +1,77 @@
+"""Backends of plugins that crash, hang or exit at some shape: measuring goes on without them, and the default start with it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway.registry import create_registry
+from headway.tuning import apart
+from headway.tuning.apart import guests, measure_apart
+from headway.tuning.files import read_table
+from headway.tuning.points import Point
+from headway.tuning.run import CrossoverOptions
+from hostile_plugins import LATE, install_hostile
+from sandbox import run_headway, save_tiny_model
+from tables import QUICK, SPEC
+
+GRID = [Point("prefill", 1, 16, 16, 0), Point("prefill", 1, 64, 64, 0), Point("decode", 1, 1, 32, 0)]
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    for name in LATE:  # of the test before
+        sys.modules.pop(name.replace("-", "_"), None)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", LATE)
+def test_a_shape_that_ends_the_process_costs_the_backend_alone(
+    plugins: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "_SILENCE", {"cpu": 5.0})
+    install_hostile(plugins, name)
+    registry = create_registry()
+    names = ["sdpa", "sdpa.math", name]
+    assert guests(registry, names) == {name: str(plugins / f"{name.replace('-', '_')}.py")}
+    table = tmp_path / "table.json"
+    options = CrossoverOptions(
+        SPEC, names, ["nhd"], block_sizes=(16,), grid=GRID, refine=0, turns=QUICK, budget=60, output=table, interruptible=False
+    )
+    found = measure_apart(options, registry)
+    assert found == read_table(table)
+    assert found.complete
+    assert not found.cut_short
+    records = {record.name: record for record in found.backends}
+    timed = {cell.point: cell.backend for cell in found.cells if cell.median_us is not None and cell.backend == "sdpa"}
+    assert len(timed) == len(GRID)
+    reasons = [records[name].reason, *(cell.reason for cell in found.cells if cell.backend == name)]
+    assert any(LATE[name][2] in reason for reason in reasons)
+    if name != "exits-at-a-shape":  # which is an exception like another
+        assert not records[name].usable
+        assert not any(cell.backend == name for cell in found.cells)
+    again = measure_apart(replace(options, excluded={name: records[name].reason} if records[name].reason else {}), registry)
+    assert again.complete
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_default_start_measures_and_goes_on(plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
+    monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET")
+    install_hostile(plugins, "segfaults-at-a-shape")
+    model = str(save_tiny_model(tmp_path / "model"))
+    arguments = ("generate", "--model", model, "--autotune-budget", "3", "--max-tokens", "8", "--ignore-eos", "the quick fox")
+    first, second = (run_headway(*arguments, plugins=plugins, cwd=tmp_path) for _ in range(2))
+    assert first.code == second.code == 0, first
+    assert "auto leaves out segfaults-at-a-shape: it takes the process that measures it with it" in first.err
+    assert "measuring" not in second.err

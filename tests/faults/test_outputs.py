@@ -1,0 +1,193 @@
+"""Files that commands write: never in place of what is no file, never half of one, nothing left of a killed writer."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from headway.core.contract.errors import ConfigError
+from headway.core.system.files import clean, clean_once, new_folder, write_whole
+from headway.testing.json_files import write_bytes
+from limits import NOBODY, apart, killed_after, left_behind
+
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+OLD, NEW = b"old", b"new" * 1000
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "report.json"
+    path.write_bytes(OLD)
+    return path
+
+
+def test_a_device_stays_a_device(tmp_path: Path) -> None:
+    write_whole(Path(os.devnull), NEW)
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+    link = tmp_path / "link"
+    link.symlink_to(os.devnull)
+    write_whole(link, NEW)
+    assert link.is_symlink()
+    assert stat.S_ISCHR(os.stat(link).st_mode)
+
+
+def test_a_full_device_is_an_error_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"/dev/full, which cannot be written \(No space left on device\)$"):
+        write_bytes(NEW, Path("/dev/full"))
+
+
+def test_a_fifo_is_written_into_and_one_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with pytest.raises(ConfigError, match="a pipe that nobody reads"):
+        write_bytes(NEW, fifo)
+    handle = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    read: list[bytes] = []
+
+    def reader() -> None:
+        os.set_blocking(handle, True)
+        while chunk := os.read(handle, 1 << 16):
+            read.append(chunk)
+
+    thread = threading.Thread(target=reader)
+    write_thread = threading.Thread(target=write_whole, args=(fifo, NEW * 100))  # more than a pipe holds
+    write_thread.start()
+    thread.start()
+    write_thread.join(10)
+    thread.join(10)
+    os.close(handle)
+    assert b"".join(read) == NEW * 100
+    assert stat.S_ISFIFO(os.stat(fifo).st_mode)
+
+
+def test_folders_and_sockets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Is a directory"):
+        write_bytes(NEW, tmp_path)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(tmp_path / "socket"))
+        with pytest.raises(ConfigError, match="neither a file nor"):
+            write_bytes(NEW, tmp_path / "socket")
+
+
+def test_a_link_is_written_through(file: Path, tmp_path: Path) -> None:
+    link, dangling = tmp_path / "link", tmp_path / "dangling"
+    link.symlink_to(file)
+    dangling.symlink_to(tmp_path / "elsewhere" / "new.json")
+    write_whole(link, NEW)
+    write_whole(dangling, NEW)
+    assert link.is_symlink()
+    assert dangling.is_symlink()
+    assert file.read_bytes() == (tmp_path / "elsewhere" / "new.json").read_bytes() == NEW
+
+
+def test_a_mode_is_kept_and_a_new_file_has_the_usual_one(file: Path, tmp_path: Path) -> None:
+    file.chmod(0o640)
+    write_whole(file, NEW)
+    old = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "other", NEW)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode) == 0o640
+
+
+@ROOT
+def test_an_owner_is_kept_by_root_and_another_owner_s_file_is_refused_to_others(file: Path, tmp_path: Path) -> None:
+    os.chown(file, NOBODY, NOBODY)
+    write_whole(file, NEW)
+    assert (file.stat().st_uid, file.stat().st_gid) == (NOBODY, NOBODY)
+    tmp_path.chmod(0o777)
+    for folder in tmp_path.parents:
+        if folder.owner() == "root" and not folder.stat().st_mode & stat.S_IXOTH:
+            folder.chmod(folder.stat().st_mode | stat.S_IXOTH)
+    assert apart(lambda: write_bytes(OLD, file), NOBODY) == ""
+    os.chown(file, 0, 0)
+    file.chmod(0o666)
+    assert "belongs to another user" in apart(lambda: write_bytes(NEW, file), NOBODY)
+    os.chown(file, NOBODY, NOBODY)
+    file.chmod(0o444)
+    assert "Permission denied" in apart(lambda: write_bytes(NEW, file), NOBODY)
+    tmp_path.chmod(0o555)
+    assert "Permission denied" in apart(lambda: write_bytes(NEW, tmp_path / "new"), NOBODY)
+    assert file.read_bytes() == OLD
+
+
+def test_a_full_disk_leaves_the_old_file_and_says_so(file: Path, tmp_path: Path) -> None:
+    said = apart(lambda: write_bytes(NEW, file, "--json"), file_size=100)
+    assert said.startswith(f"ConfigError: --json: needs a file in a folder that can be written to, got {file}, which cannot be")
+    assert said.endswith("the file that is there is as it was")
+    assert file.read_bytes() == OLD
+    assert "cannot be written" in apart(lambda: write_bytes(NEW, tmp_path / "new"), file_size=100)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+@ROOT
+def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.system(f"mount -t tmpfs -o size=64k tmpfs {folder} 2>/dev/null"):
+        pytest.skip("no file system may be mounted here")
+    try:
+        (folder / "table.json").write_bytes(OLD)
+        with pytest.raises(ConfigError, match=r"No space left on device.*is as it was"):
+            write_bytes(bytes(1 << 20), folder / "table.json")
+        assert [path.name for path in folder.iterdir()] == ["table.json"]
+        assert (folder / "table.json").read_bytes() == OLD
+    finally:
+        os.system(f"umount {folder}")
+
+
+def test_what_a_killed_writer_left_is_removed_and_a_living_one_s_is_not(tmp_path: Path) -> None:
+    dead = tmp_path / ".table.json.0a1b2c.headway-part"
+    dead.write_bytes(b"half")
+    (tmp_path / ".folder.0a1b2c.headway-part" / "below").mkdir(parents=True)
+    with new_folder(tmp_path / "model") as living:
+        assert left_behind(tmp_path) == [living]
+        assert clean(tmp_path) == []
+        (living / "weights").write_bytes(NEW)
+    assert (tmp_path / "model" / "weights").read_bytes() == NEW
+    dead.write_bytes(b"half")
+    clean_once.cache_clear()
+    write_whole(tmp_path / "another", NEW)
+    assert left_behind(tmp_path) == []
+
+
+def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> None:
+        with new_folder(tmp_path / "model") as part:
+            (part / "weights").write_bytes(OLD)
+            raise ValueError("half-way")
+
+    with pytest.raises(ValueError, match="half"):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from headway.core.system.files import write_whole
+path = Path(sys.argv[1])
+for number in range(10**9):
+    write_whole(path, str(number % 10).encode() * 2_000_000)
+"""
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path, kills: int) -> None:
+    path, moments = tmp_path / "table.json", random.Random(19)
+    for _ in range(kills):
+        assert killed_after(["-c", WRITER, str(path)], moments.uniform(0.25, 0.6), tmp_path)
+        if path.exists():
+            content = path.read_bytes()
+            assert len(content) == 2_000_000
+            assert len(set(content)) == 1
+    clean_once.cache_clear()
+    write_whole(path, NEW)
+    assert [each.name for each in tmp_path.iterdir()] == ["table.json"]

@@ -1,0 +1,184 @@
+"""Plugins that misbehave wherever they are asked: each is named, left out and remembered, and everything else goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.core.contract.errors import ConfigError
+from headway.registry import Registry, create_registry
+from headway.registry.discovery import FoundPlugin, entry_points
+from headway.registry.guests import Verdict, verdicts
+from headway.registry.policy import PluginPolicy
+from headway.tuning.trial import try_all
+from hostile_plugins import HARMLESS, HOSTILE, install_hostile
+from sandbox import run_headway, save_tiny_model
+
+QUICK = [name for name in HOSTILE if not any(word in name for word in ("hangs", "spins", "sleeps"))]
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    for name in (*HOSTILE, *HARMLESS):  # of the test before
+        sys.modules.pop(name.replace("-", "_"), None)
+    return folder
+
+
+def found(plugins: Path) -> dict[str, FoundPlugin]:
+    return {
+        plugin.name.replace("_", "-"): plugin
+        for plugin in entry_points("headway")
+        if plugin.file and plugins in plugin.file.parents
+    }
+
+
+def tried(plugins: Path, *names: str, seconds: float = 20.0) -> dict[str, Verdict]:
+    """The verdicts of the process that tries plugins, run here: it forks one for each."""
+    for name in names:
+        install_hostile(plugins, name)
+    listed = list(found(plugins).items())
+    request = {"seconds": seconds, "device": "cpu", "side_by_side": 8}
+    with open(os.devnull, "w") as told:
+        answers = try_all([plugin for _, plugin in listed], request, told.fileno())
+        return {listed[number][0]: verdict for number, verdict in answers}
+
+
+def test_a_plugin_that_ends_or_misleads_the_process_is_at_fault(plugins: Path) -> None:
+    for name, verdict in tried(plugins, *QUICK[::3]).items():
+        assert HOSTILE[name][2] in verdict.fault
+
+
+@pytest.mark.slow
+def test_every_way_to_end_or_mislead_the_process_is_a_fault(plugins: Path) -> None:
+    answers = tried(plugins, *QUICK, *HARMLESS)
+    assert set(answers) == {*QUICK, *HARMLESS}
+    for name in QUICK:
+        assert HOSTILE[name][2] in answers[name].fault, name
+    for name in HARMLESS:
+        assert answers[name].fault == ""
+        assert HARMLESS[name][2] in " ".join(answers[name].remarks)
+    assert "a warning" in answers["warns-on-import"].details
+    assert "Fatal Python error: Segmentation fault" in answers["segfaults-in-prefill"].details
+
+
+def test_a_plugin_that_hangs_says_where(plugins: Path) -> None:
+    verdict = tried(plugins, "hangs-when-asked", seconds=0.5)["hangs-when-asked"]
+    assert verdict.fault == "hangs in available() of backend hangs-when-asked: no answer within 0.5 s"
+    assert "in available" in verdict.details
+
+
+def test_a_verdict_is_remembered_until_a_file_changes(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADWAY_TRUST_PLUGINS")
+    asked: list[str] = []
+
+    def ask(listed: list[FoundPlugin], device: str, blame: bool = False) -> dict[int, Verdict]:
+        asked.extend(plugin.name for plugin in listed)
+        return {number: Verdict("hangs in its import: as it is told here", date="today") for number in range(len(listed))}
+
+    monkeypatch.setattr("headway.registry.guests._ask", ask)
+    install_hostile(plugins, "well-behaved")
+    (plugin,) = found(plugins).values()
+    first = verdicts([plugin])
+    assert verdicts([plugin]) == first
+    assert asked == ["well_behaved"]
+    verdicts([plugin], retry=True)
+    assert len(asked) == 2
+    (plugins / "well_behaved.py").write_text("pass")
+    verdicts([plugin])
+    assert len(asked) == 3
+    for kept in (plugins.parent / "cache" / "plugins").iterdir():
+        kept.write_text('{"fault": 3}')
+    verdicts([plugin])
+    assert len(asked) == 4
+    registry = create_registry()
+    (failure,) = [each for each in registry.failures if each.name == "well_behaved"]
+    assert str(failure).startswith("well_behaved (from well_behaved 1.0): hangs in its import: as it is told here (tried in")
+    assert "headway plugins --retry" in str(failure)
+    assert "HEADWAY_PLUGIN_TIMEOUT" in str(failure)
+    (record,) = [each for each in registry.plugins if each.name == "well_behaved"]
+    assert (record.state, record.file) == ("left out", str(plugins / "well_behaved.py"))
+
+
+def test_without_plugins_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADWAY_TRUST_PLUGINS")
+    monkeypatch.setattr("headway.registry.guests._ask", None)
+    assert verdicts([]) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "states"),
+    [
+        ("all", ["loaded", "loaded"]),
+        ("none", ["blocked", "blocked"]),
+        ("allow=well-behaved", ["blocked", "loaded"]),
+        ("block=Well.Behaved, nobody", ["loaded", "blocked"]),
+    ],
+)
+def test_a_user_chooses_among_plugins(plugins: Path, monkeypatch: pytest.MonkeyPatch, policy: str, states: list[str]) -> None:
+    for name in ("warns-on-import", "well-behaved"):
+        install_hostile(plugins, name)
+
+    def state(registry: Registry) -> list[str]:
+        return [
+            record.state for record in sorted(registry.plugins, key=lambda record: record.name) if str(plugins) in record.file
+        ]
+
+    assert state(create_registry(policy=policy)) == states
+    monkeypatch.setenv("HEADWAY_PLUGINS", policy)
+    assert state(create_registry()) == states
+
+
+@pytest.mark.parametrize("policy", ["allow", "allow=", "only=a", "none=a", "a,b"])
+def test_a_policy_that_says_nothing_is_refused(policy: str) -> None:
+    with pytest.raises(ConfigError, match="all, none, allow=A,B or block=A,B"):
+        PluginPolicy.parse(policy)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_one_hostile_plugin_costs_a_start_less_than_ten_seconds(
+    plugins: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
+    started = time.monotonic()
+    run_headway("backends", cwd=tmp_path)
+    usual = time.monotonic() - started
+    install_hostile(plugins, name)
+    started = time.monotonic()
+    done = run_headway("backends", "--json", plugins=plugins, cwd=tmp_path)
+    assert time.monotonic() - started < 10 + usual
+    assert done.code == 0, done
+    (failure,) = json.loads(done.out)["failures"]
+    assert HOSTILE[name][2] in failure["error"]
+    assert failure["owner"] == f"{name.replace('-', '_')} 1.0"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_default_start_goes_on_beside_all_of_them(plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
+    for name in (*HOSTILE, *HARMLESS):
+        install_hostile(plugins, name)
+    model = str(save_tiny_model(tmp_path / "model"))
+    arguments = ("generate", "--model", model, "--max-tokens", "8", "--ignore-eos", "the quick fox")
+    alone = run_headway(*arguments, "--plugins", "none", plugins=plugins, cwd=tmp_path)
+    first, second = (run_headway(*arguments, plugins=plugins, cwd=tmp_path) for _ in range(2))
+    assert first.code == second.code == alone.code == 0, first
+    assert first.out == second.out == alone.out
+    assert "left out" not in alone.err
+    assert first.err.count("plugin left out: ") == second.err.count("plugin left out: ") == len(HOSTILE)
+    assert "trying in a process of its own" not in second.err
+    shown = run_headway("plugins", plugins=plugins, cwd=tmp_path, columns=200)
+    assert shown.out.count("  left out\n") == len(HOSTILE)
+    assert shown.out.count("  loaded\n") == len(HARMLESS)
+    assert "backends: well-behaved" in shown.out

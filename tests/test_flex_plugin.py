@@ -1,0 +1,89 @@
+"""The FlexAttention plugin: its tiles and pages by hand, and cells of the kit, for which torch compiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from grid import spec
+from headway.core.contract.layout import NHD, CacheGeometry
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.registry.given import load_file
+from headway.testing.cells import Cell
+from headway.testing.kit import Kit
+from headway.testing.pool import Foreign
+from headway.testing.subject import load_subject
+
+FILE = Path(__file__).resolve().parent.parent / "examples" / "headway-flex" / "headway_flex.py"
+LAYER = spec(num_heads=4, num_kv_heads=2, head_dim=64, sliding_window=20)
+
+
+@pytest.fixture(scope="module")
+def plugin() -> ModuleType:
+    return load_file(FILE)
+
+
+def step(query_lens: list[int], contexts: list[int]) -> AttentionMetadata:
+    blocks = [[8 * row + 7 - each for each in range(8)] for row in range(len(query_lens))]
+    return AttentionMetadata.build(query_lens, contexts, blocks, 16, torch.device("cpu"))
+
+
+def test_queries_stand_in_tiles_of_one_sequence_and_read_its_pages(plugin: ModuleType) -> None:
+    plan = plugin.Flex(LAYER, NHD, 16).plan(step([20, 3], [0, 40]).prefill)
+    assert plan.tile == 128
+    rows = plan.rows.view(-1, 128)
+    assert rows[0, :20].tolist() == list(range(20))
+    assert rows[1, :3].tolist() == [20, 21, 22]
+    assert plan.places.tolist() == [*range(20), 128, 129, 130]
+    mask, score_mod = plan.mods(16)
+    assert score_mod is None
+    assert mask.kv_num_blocks.flatten().tolist() == [2, 2, 0, 0, 0, 0, 0, 0], "tiles of padding read nothing"
+    assert mask.kv_indices[0, 0, 0, :2].tolist() == [7, 6]
+    assert mask.kv_indices[1, 0, 0, :2].tolist() == [14, 13], "the window begins in the second page"
+
+    def sees(tile: int, query: int, slot: int) -> bool:
+        return bool(mask.mask_mod(*map(torch.tensor, (tile, 0, query, slot))))
+
+    assert sees(0, 19, 7 * 16) is True
+    assert sees(0, 19, 6 * 16 + 3) is True
+    assert sees(0, 18, 6 * 16 + 3) is False, "a later token"
+    assert sees(0, 19, 14 * 16) is False, "another sequence's page"
+    assert sees(1, 0, 14 * 16 + 5) is True, "position 21 from position 40"
+    assert sees(1, 0, 14 * 16 + 4) is False, "behind the window"
+
+
+def test_rows_of_padding_read_no_page(plugin: ModuleType) -> None:
+    plan = plugin.Flex(LAYER, NHD, 16).plan(step([1, 1], [30, -1]))
+    assert plan.mods(16)[0].kv_num_blocks.flatten().tolist()[:3] == [2, 0, 0]
+
+
+def test_it_claims_what_it_computes(plugin: ModuleType) -> None:
+    assert plugin.Flex.supports(LAYER, NHD, 16, Phase.DECODE)
+    assert "sinks" in str(plugin.Flex.supports(spec(sinks=(0.0,) * 4), NHD, 16, Phase.DECODE))
+    assert plugin.Flex.accepts(NHD.allocate(CacheGeometry.of(LAYER, 4, 16)))
+    assert "gaps between them" in str(plugin.Flex.accepts(_packed(LAYER)))
+
+
+def _packed(layer: AttentionSpec) -> object:
+    return Foreign(layer, NHD, 4, 16, "packed").cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["prefill", "extend", "decode", "mixed", "verify", "ragged"])
+def test_it_is_right_in_every_phase(phase: str) -> None:
+    kit = Kit(load_subject(f"{FILE}:Flex", torch.device("cpu")))
+    result = kit.run(Cell("answer", phase, layout="nhd", block_size=16, head_dim=64, group=2, feature="window"))
+    assert result.status == "passed", result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", ["none", "softcap", "alibi", "together"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_computes_every_feature_it_claims(feature: str, dtype: str) -> None:
+    kit = Kit(load_subject(f"{FILE}:Flex", torch.device("cpu")))
+    result = kit.run(Cell("answer", "mixed", layout="nhd", block_size=16, head_dim=64, group=4, feature=feature, dtype=dtype))
+    assert result.status == "passed", result

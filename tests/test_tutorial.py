@@ -1,0 +1,53 @@
+"""The kernels of docs/tutorial-backend.md are right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sandbox import run_python
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "tutorial-backend.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("query_len", "kv_len"), [(1, 300), (7, 7), (130, 257)])
+def test_the_online_softmax_is_attention(query_len: int, kv_len: int) -> None:
+    names: dict[str, Any] = {}
+    exec(BLOCKS[0], names)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(count, heads, 32) for count, heads in ((query_len, 6), (kv_len, 2), (kv_len, 2)))
+    visible = torch.arange(kv_len) <= torch.arange(kv_len - query_len, kv_len)[:, None]
+    query, key, value = (rows.transpose(0, 1).double() for rows in (q, k, v))
+    expected = scaled_dot_product_attention(query, key, value, visible, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(names["attend"](q, k, v, kv_len - query_len, 0.3), expected.transpose(0, 1).float())
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_kernels_are_under_forty_lines(number: int) -> None:
+    kernel = re.findall(r"^def .*?(?=\n\n\n|\Z)", BLOCKS[number], re.MULTILINE | re.DOTALL)[0]
+    assert len(kernel.splitlines()) < 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["decode", "verify", "ragged"])
+def test_the_triton_kernel_is_right_under_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (tmp_path / "walnut_triton.py").write_text(BLOCKS[1])
+    cell = f"answer:{phase}:nhd:own:b256:d32:g1:float32:none:-"
+    done = run_python("-m", "headway", "check", "walnut_triton.py:WalnutTriton", "--cell", cell, "--timeout", "110", cwd=tmp_path)
+    assert done.code == 0, done
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_notebook_writes_a_text(tmp_path: Path) -> None:
+    (tmp_path / "notebook.py").write_text(BLOCKS[0] + BLOCKS[2])
+    done = run_python("notebook.py", cwd=tmp_path)
+    assert done.code == 0, done
+    assert "Paris" in done.out
