@@ -13,6 +13,7 @@ from headway.cli.backends import backends
 from headway.cli.bench_crossover import crossover
 from headway.cli.bench_experts import experts
 from headway.cli.bench_kernel import kernel
+from headway.cli.bench_serve import serve as bench_serve
 from headway.cli.bench_throughput import throughput
 from headway.cli.build import build
 from headway.cli.chat import chat
@@ -23,6 +24,7 @@ from headway.cli.explain import explain
 from headway.cli.generate import generate
 from headway.cli.new_backend import new_backend
 from headway.cli.plugins import plugins
+from headway.cli.serve import serve
 from headway.cli.table import table
 from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
@@ -62,6 +64,7 @@ listing.command(cls=Command)(explain)
 app.add_typer(listing, name="backends")
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
+app.command(cls=Command)(serve)
 app.command(cls=Command)(diff)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(build)
@@ -73,6 +76,7 @@ bench.command(cls=Command)(throughput)
 bench.command(cls=Command)(kernel)
 bench.command(cls=Command)(crossover)
 bench.command(cls=Command)(experts)
+bench.command("serve", cls=Command)(bench_serve)
 
 
 def _version(wanted: bool) -> None:
