@@ -19,9 +19,9 @@ import torch
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.metadata import Phase
+from headway.core.contract.proposers import ProposerOptions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.selector import DEFAULT_BLOCK_SIZES
-from headway.core.speculation.proposer import ProposerOptions
 from headway.registry import Registry, create_registry
 from headway.registry.discovery import FoundPlugin
 from headway.tuning.selftest import self_test
