@@ -57,7 +57,7 @@ class Registry:
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
         self.failures: list[PluginFailure] = []
         self.plugins: list[PluginRecord] = []
-        """The installed plugins, those that were left out or not wanted as well."""
+        """The installed plugins, those that were left out or not wanted as well, and files that the user named."""
         self.brought: dict[str, Brought] = {}
         """What each registered plugin handed in."""
 
