@@ -22,7 +22,7 @@ os.environ.setdefault("HEADWAY_TRUST_PLUGINS", "1")  # no plugin is tried in a p
 def _cache_of_these_tests() -> Path:
     """A folder of the session's own, so that no table, verdict or self-test of a test is found by the user's next start.
 
-    What goes by the hash of all that it is made from is the user's: converted models and compiled kernels, which take long to make.
+    Converted models and compiled kernels are the user's: they take long to make, and are found by a hash of all that they are of.
     """
     folder = Path(tempfile.mkdtemp(prefix="headway-tests-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
