@@ -127,7 +127,7 @@ class AsyncLLM:
         :raises HeadwayError: the model has no chat template, or a message has another form.
         """
         options = template_options(add_generation_prompt, continue_final_message, chat_template, tools, chat_template_kwargs)
-        return await self._in_thread(partial(self.driver.intake.chat_prompt, messages, **options))
+        return await self.in_thread(partial(self.driver.intake.chat_prompt, messages, **options))
 
     async def check(
         self,
@@ -138,7 +138,7 @@ class AsyncLLM:
 
         :raises HeadwayError: as `generate`.
         """
-        return await self._in_thread(partial(self.driver.intake.check, prompts, sampling_params))
+        return await self.in_thread(partial(self.driver.intake.check, prompts, sampling_params))
 
     def submit(self, request: CheckedRequest, request_id: str | None = None, *, priority: int = 0) -> RequestStream:
         """Queue a request that `check` returned, and return the stream of its outputs; call it on an event loop.
@@ -257,7 +257,8 @@ class AsyncLLM:
         """
         return await asyncio.wrap_future(self._thread.call(lambda engine: engine.snapshot()))
 
-    async def _in_thread(self, function: Callable[[], T]) -> T:
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Call a function in one of the threads that tokenise."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, function)
 
     def _close(self, box: Mailbox, request_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from headway.asked import default_params, params_of, resolve
@@ -53,6 +54,10 @@ class Intake:
 
     def default_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends."""
+        return self._default_params
+
+    @cached_property
+    def _default_params(self) -> SamplingParams:
         return default_params(self.model.folder)
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:

@@ -42,6 +42,8 @@ class RequestMetrics:
     arrival_time: float
     first_token_time: float | None
     finished_time: float | None
+    scheduled_time: float | None = None
+    """When the first completion was admitted to a step."""
 
     @property
     def time_to_first_token(self) -> float:

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from headway.core.engine.deltas import OutputDelta
-from headway.core.sampling.detokenizer import NoTokenizer, Tokenizer
+from headway.core.sampling.detokenizer import Tokenizer
 from headway.core.sampling.params import SamplingParams
+from headway.decoding import fastest_decoder
 from headway.progress import Progress, RequestState
 
 
@@ -17,7 +18,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """tokenizer: None where tokens alone are wanted; every text is then empty."""
-        self._tokenizer = NoTokenizer() if tokenizer is None else tokenizer
+        self._tokenizer = fastest_decoder(tokenizer)
         self._requests: dict[str, RequestState] = {}
 
     def add(

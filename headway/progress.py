@@ -141,6 +141,7 @@ class RequestState:
         self._num_unfinished = params.num_drawn
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None
+        self.scheduled_time: float | None = None
         self.finished_time: float | None = None
 
     @property
@@ -160,6 +161,7 @@ class RequestState:
             return False
         if delta.new_token_ids and self.first_token_time is None:
             self.first_token_time, self.num_cached_tokens = now, delta.num_cached_tokens
+            self.scheduled_time = delta.admitted_time
             self._plain = not self.watched
         self._prompt_logprobs += [by_token(each, self._tokenizer) for each in delta.prompt_logprobs]
         completion.take(delta)
@@ -192,11 +194,16 @@ class RequestState:
 
     def next_output(self) -> RequestOutput:
         """What a reader sees next: all so far, or what is new."""
-        self._changed = False
         if self.params.output_kind is not RequestOutputKind.DELTA:
+            self._changed = False
             return self.output()
+        return self._output(self.news())
+
+    def news(self) -> list[CompletionOutput]:
+        """What is new of each completion since this was last asked."""
+        self._changed = False
         self._read()
-        return self._output([new for completion in self.completions if (new := completion.new_output()) is not None])
+        return [new for completion in self.completions if (new := completion.new_output()) is not None]
 
     def output(self) -> RequestOutput:
         """What the caller sees: of more completions than were asked for, those with the largest sum of log-probabilities."""
@@ -218,7 +225,7 @@ class RequestState:
             self.prompt_token_ids,
             completions,
             self.finished,
-            RequestMetrics(self.arrival_time, self.first_token_time, self.finished_time),
+            RequestMetrics(self.arrival_time, self.first_token_time, self.finished_time, self.scheduled_time),
             self.num_cached_tokens,
             None if self.params.prompt_logprobs is None else list(self._prompt_logprobs),
         )

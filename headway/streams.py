@@ -9,7 +9,7 @@ from threading import Lock
 from headway.core.engine.deltas import OutputDelta
 from headway.core.sampling.detokenizer import Tokenizer
 from headway.intake import CheckedRequest
-from headway.outputs import RequestOutput
+from headway.outputs import CompletionOutput, RequestOutput
 from headway.processor import OutputProcessor
 from headway.progress import Progress, RequestState
 
@@ -26,7 +26,9 @@ class RequestStream:
         self.request_id = state.request_id
         self.state = state
         self._close: Callable[[], None] | None = close
-        self._news = asyncio.Event()
+        self._told = False
+        """Whether there may be something to be read."""
+        self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
 
     def __aiter__(self) -> RequestStream:
@@ -38,43 +40,67 @@ class RequestStream:
         :raises HeadwayError: the engine has refused the request.
         :raises EngineDeadError: the engine has ended.
         """
-        if self._close is None:
+        if not await self._wait():
             raise StopAsyncIteration
-        try:
-            await self._news.wait()
-        except asyncio.CancelledError:
+        output = self.state.next_output()
+        if output.finished:
             self.close()
-            raise
-        if self._close is None:
-            raise StopAsyncIteration
-        self._news.clear()
-        error = self._error
-        if error is None:
-            output = self.state.next_output()
-            if not output.finished:
-                return output
-        self.close()
-        if error is not None:
-            raise error
         return output
+
+    async def news(self) -> list[CompletionOutput] | None:
+        """What is new of each completion: what `__anext__` says of a stream of deltas, less what is always the same.
+
+        None: the stream has ended. Raises as `__anext__` does.
+        """
+        if not await self._wait():
+            return None
+        news = self.state.news()
+        if self.state.finished:
+            self.close()
+        return news
+
+    async def _wait(self) -> bool:
+        """Wait until there is something to be read; False: the stream has ended."""
+        if self._close is None:
+            return False
+        if not self._told:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.close()
+                raise
+            if self._close is None:
+                return False
+        self._told = False
+        if self._error is not None:
+            self.close()
+            raise self._error
+        return True
+
+    def _tell(self) -> None:
+        """There is something to be read. A bare future: an asyncio.Event would cost twice as much, for every token."""
+        self._told = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """End the request, if it has not ended, and the stream; whoever waits for an output finds the stream at its end."""
         close, self._close = self._close, None
         if close is not None:
-            self._news.set()
+            self._tell()
             close()
 
     def wake(self) -> None:
         """Have the reader look again, if there is something to be read."""
         if self.state.has_news:
-            self._news.set()
+            self._tell()
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error, unless the request has ended."""
         if not self.state.finished:
             self._error = error
-            self._news.set()
+            self._tell()
 
     def abort(self) -> None:
         """End the stream with an output of what there is, whose unfinished completions have finish_reason "abort"."""

@@ -25,3 +25,5 @@ class OutputDelta(NamedTuple):
     """One for each of new_token_ids, where they are wanted."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt's tokens from the second on, where they are wanted: with the first token of completion 0."""
+    admitted_time: float | None = None
+    """When the sequence was first admitted (time.perf_counter); told with its first token, afterwards it may be None."""

@@ -51,7 +51,14 @@ class PromptLimits:
                 f"{len(prompt_token_ids)} tokens",
                 self.advice,
             )
-        for token in (min(prompt_token_ids), max(prompt_token_ids)):
+        self.check_ids(prompt_token_ids)
+
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """Check that there are such tokens.
+
+        :raises PromptError: there are not.
+        """
+        for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self.vocab_size:
                 raise PromptError("prompt", f"token ids from 0 to {self.vocab_size - 1}", token)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import Counter, deque
 from operator import attrgetter
@@ -198,7 +199,7 @@ class Scheduler:
             able = count == wanted or (self.enable_chunked_prefill and self.blocks.has_room(seq, wanted))
             if count and able and self.blocks.reserve(seq, self._room(seq, count)):
                 if seq.num_preemptions == 0:
-                    seq.num_cached_tokens = spared
+                    seq.num_cached_tokens, seq.admitted_time = spared, time.perf_counter()
                     self.num_prompt_tokens += seq.num_prompt_tokens
                     self.num_cached_tokens += spared
                 return count

@@ -109,6 +109,8 @@ class Sequence:
         """Its place in the executor's per-sequence buffers while it runs."""
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache spared, at first admission."""
+        self.admitted_time: float | None = None
+        """When that was, on the clock of time.perf_counter."""
         self.num_preemptions = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Of the prompt's tokens from the second on, as far as they have come, where they are wanted."""

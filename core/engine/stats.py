@@ -65,6 +65,8 @@ class EngineStats:
     """The host blocked on the device."""
     steps_by_backend: Counter[str] = field(default_factory=Counter)
     """Steps in which a backend served a phase."""
+    steps_by_phase: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The same by phase and backend; where several backends serve parts of one phase, the first."""
     steps_without_graph: Counter[str] = field(default_factory=Counter)
     """Where CUDA graphs are in use: the steps that were launched kernel by kernel, by reason."""
     steps_in_pieces: Counter[str] = field(default_factory=Counter)
@@ -93,6 +95,7 @@ class EngineStats:
         if step.goes_on:  # the commonest step, counted without masks: the host's time counts where a step is short
             self.num_decode_tokens += step.num_seqs
             self.kv_tokens_read += int(step.context_lens.sum(dtype=int)) + step.num_seqs
+            self.steps_by_phase.update(("decode", name) for name in launched.backends[-1:])
             return
         drafts = int(step.num_draft_tokens.sum())
         self.num_draft_tokens += drafts
@@ -102,6 +105,11 @@ class EngineStats:
         self.num_decode_tokens += num_decodes
         self.num_prefill_tokens += int(step.query_lens.sum(where=~decodes))
         self.kv_tokens_read += int(step.context_lens.sum(where=decodes, dtype=int)) + num_decodes
+        if num_decodes:
+            self.steps_by_phase.update(("decode", name) for name in launched.backends[-1:])
+        if num_decodes < step.num_seqs:  # prompts come first in a step
+            phase = "extend" if step.context_lens[~decodes].any() else "prefill"
+            self.steps_by_phase.update((phase, name) for name in launched.backends[:1])
 
     @property
     def host_parts(self) -> dict[str, float]:

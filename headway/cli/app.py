@@ -23,6 +23,7 @@ from headway.cli.explain import explain
 from headway.cli.generate import generate
 from headway.cli.new_backend import new_backend
 from headway.cli.plugins import plugins
+from headway.cli.serve import serve
 from headway.cli.table import table
 from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
@@ -62,6 +63,7 @@ listing.command(cls=Command)(explain)
 app.add_typer(listing, name="backends")
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
+app.command(cls=Command)(serve)
 app.command(cls=Command)(diff)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(build)

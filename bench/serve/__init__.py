@@ -1,0 +1,1 @@
+"""`headway bench serve`: a server under load, by its URL."""

@@ -1,0 +1,85 @@
+"""`headway serve`: a model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from headway.cli.engine_options import takes_engine_options
+from headway.core.contract.errors import ConfigError
+from headway.engine_args import help_texts
+
+SERVER = "Server"
+LIMITS = "Limits"
+
+
+@takes_engine_options(*(name for name in help_texts() if name != "model"))
+def serve(
+    engine: dict[str, Any],
+    model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of this machine.", rich_help_panel=SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.", rich_help_panel=SERVER)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEADWAY_API_KEY",
+            help="What requests must bring as Authorization: Bearer KEY. Processes of this machine see a command line.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name by which requests call the model. Repeatable; default: MODEL.", rich_help_panel=SERVER),
+    ] = None,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="Log a line for every request.", rich_help_panel=SERVER)
+    ] = False,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait for a first token; one more gets 429.", rich_help_panel=LIMITS)
+    ] = 1024,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.", rich_help_panel=LIMITS)] = 16 * 2**20,
+    max_connections: Annotated[int, typer.Option(min=1, help="One more gets 503.", rich_help_panel=LIMITS)] = 4096,
+    request_timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds that a request may take. Default: any.", rich_help_panel=LIMITS)
+    ] = None,
+    read_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a client may take to send a request.", rich_help_panel=LIMITS)
+    ] = 30.0,
+    write_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a client may leave an answer unread.", rich_help_panel=LIMITS)
+    ] = 60.0,
+    shutdown_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.", rich_help_panel=LIMITS)
+    ] = 30.0,
+) -> None:
+    """Serve MODEL with OpenAI's API: chats, completions, and Prometheus' metrics."""
+    try:
+        from headway.server.launch import serve as listen
+        from headway.server.service import ServerOptions
+    except ImportError as error:
+        raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
+    options = ServerOptions(
+        served_model_names=tuple(served_model_name or ()) or (model,),
+        api_key=api_key or None,
+        max_queue=max_queue,
+        max_body_bytes=max_body,
+        max_connections=max_connections,
+        request_timeout=request_timeout,
+        read_timeout=read_timeout,
+        write_timeout=write_timeout,
+        shutdown_timeout=shutdown_timeout,
+    )
+    err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    started = time.perf_counter()
+    with err.status(f"loading {model}"):
+        from headway.async_llm import AsyncLLM
+
+        llm = AsyncLLM(model, **engine)
+    err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {llm.engine.selection}")
+    err.print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops it)")
+    listen(llm, options, host, port, log_requests)

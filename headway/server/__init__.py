@@ -1,0 +1,1 @@
+"""The HTTP server of `headway serve`: OpenAI's API over an AsyncLLM."""

@@ -1,0 +1,189 @@
+"""The application: which path does what. FastAPI, and raw ASGI where tokens go out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from openai.types import Model
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.async_llm import AsyncLLM
+from headway.core.contract.errors import ConfigError
+from headway.intake import CheckedRequest
+from headway.server.body import read_body
+from headway.server.chat import ChatShape
+from headway.server.completions import CompletionShape
+from headway.server.errors import ApiError, api_error
+from headway.server.gate import Gate
+from headway.server.metrics import CONTENT_TYPE
+from headway.server.params import chat_params, completion_params, messages_of, prompts_of
+from headway.server.reply import Reply
+from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from headway.server.service import ServerOptions, Service
+from headway.version import __version__
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
+    """An ASGI application that serves a model, whose engine it does not shut down. `app.state.service` is its Service."""
+    service = Service(llm, options or ServerOptions())
+    app = FastAPI(title="Headway", version=__version__)
+    app.state.service = service
+    Routes(service).add_to(app)
+    app.add_middleware(Gate, api_key=service.options.api_key)
+    return app
+
+
+class Routes:
+    """What the paths do."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._llm = service, service.llm
+        self._started = int(time.time())
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add all of them, and the answers to what fails."""
+        for path, answer, kind in (
+            ("/v1/chat/completions", self.chat, ChatRequest),
+            ("/v1/completions", self.completions, CompletionRequest),
+            ("/tokenize", self.tokenize, TokenizeRequest),
+            ("/detokenize", self.detokenize, DetokenizeRequest),
+        ):
+            schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
+            app.add_api_route(path, answer, methods=["POST"], openapi_extra={"requestBody": schema})
+        for path, told in (
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),
+            ("/health", self.health),
+            ("/ping", self.health),
+            ("/version", self.version),
+            ("/metrics", self.metrics),
+        ):
+            app.add_api_route(path, told, methods=["GET"])
+        app.add_exception_handler(HTTPException, self._refuse)
+        app.add_exception_handler(RequestValidationError, self._refuse)
+        app.add_exception_handler(Exception, self._refuse)
+        for error in (ApiError, ConfigError, ValueError):  # pydantic's is a ValueError
+            app.add_exception_handler(error, self._refuse)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        asked = await self._body(request, ChatRequest)
+        return Reply(self._service, ChatShape(asked, asked.model or self._service.names[0]), partial(self._prepare_chat, asked))
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        asked = await self._body(request, CompletionRequest)
+        shape = CompletionShape(asked, asked.model or self._service.names[0], self._decode)
+        return Reply(self._service, shape, partial(self._prepare_completions, asked))
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text, or of a conversation in the model's template."""
+        asked = await self._body(request, TokenizeRequest)
+        tokenizer = self._tokenizer()
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ApiError(400, "prompt: needs either a prompt or messages", "prompt")
+        if asked.messages is not None:
+            prompt: Any = await self._llm.chat_prompt(
+                asked.messages,
+                add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=asked.continue_final_message,
+                tools=asked.tools,
+                chat_template_kwargs=asked.chat_template_kwargs,
+            )
+            tokens = prompt["prompt_token_ids"]
+        else:
+            encode = partial(tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens)
+            tokens = list((await self._llm.in_thread(encode))["input_ids"])
+        texts = {"token_strs": tokenizer.convert_ids_to_tokens(tokens)} if asked.return_token_strs else {}
+        return _json({"count": len(tokens), "max_model_len": self._llm.engine.limits.max_model_len, "tokens": tokens, **texts})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        asked = await self._body(request, DetokenizeRequest)
+        if asked.tokens:
+            self._llm.engine.limits.check_ids(asked.tokens)
+        decode = partial(self._tokenizer().decode, asked.tokens, skip_special_tokens=False)
+        return _json({"prompt": await self._llm.in_thread(decode)})
+
+    async def models(self) -> Response:
+        """The names of the model."""
+        return _json({"object": "list", "data": [self._model(name) for name in self._service.names]})
+
+    async def model(self, name: str) -> Response:
+        """One of them."""
+        self._service.check_model(name)
+        return _json(self._model(name))
+
+    async def health(self) -> Response:
+        """Whether the engine serves requests."""
+        await self._llm.check_health()
+        return Response()
+
+    async def version(self) -> Response:
+        """Of Headway."""
+        return _json({"version": __version__})
+
+    async def metrics(self) -> Response:
+        """The figures, for Prometheus."""
+        snapshot = await self._llm.stats()
+        return Response(self._service.metrics.page(snapshot, self._service.num_unsubmitted), media_type=CONTENT_TYPE)
+
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        asked = await read_body(request, kind, self._service.options)
+        self._service.check_model(asked.model)  # type: ignore[attr-defined]
+        return asked
+
+    async def _prepare_chat(self, asked: ChatRequest) -> Sequence[CheckedRequest]:
+        params = chat_params(asked, self._service.default_params)
+        tokenizer = self._llm.get_tokenizer()
+        messages, tools = messages_of(asked, getattr(tokenizer, "chat_template", None))
+        prompt = await self._llm.chat_prompt(
+            messages,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            chat_template=asked.chat_template,
+            tools=tools,
+            chat_template_kwargs=asked.chat_template_kwargs,
+        )
+        return await self._llm.check([prompt], params)
+
+    async def _prepare_completions(self, asked: CompletionRequest) -> Sequence[CheckedRequest]:
+        params = completion_params(asked, self._service.default_params)
+        return await self._llm.check(prompts_of(asked), params)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        model = Model(id=name, object="model", created=self._started, owned_by="headway")
+        return {**model.model_dump(), "root": self._llm.model.name, "max_model_len": self._llm.engine.limits.max_model_len}
+
+    def _tokenizer(self) -> Any:
+        tokenizer = self._llm.get_tokenizer()
+        if tokenizer is None:
+            raise ApiError(400, f"{self._llm.model.name} was loaded without a tokenizer")
+        return tokenizer
+
+    def _decode(self, token_ids: list[int]) -> str:
+        tokenizer = self._llm.get_tokenizer()
+        return "" if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    async def _refuse(self, _: Request, error: Exception) -> Response:
+        """Answer a request that has failed before it was admitted."""
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, str(error.detail))
+        told = api_error(error)
+        self._service.metrics.refused[str(told.status)] += 1
+        return told.response()
+
+
+def _json(data: object) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json")

@@ -1,0 +1,82 @@
+"""What a caller is told when a request cannot be answered, in the shape of OpenAI's errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.engine_thread import EngineDeadError
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "client_closed_request",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+"""Status -> type; of those that are not here, below 500 `invalid_request_error` and from there on `server_error`."""
+
+
+class ApiError(Exception):
+    """A request that is answered by an error."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
+    ) -> None:
+        """status: of HTTP. param: the field that is wrong. code: OpenAI's, for programs. retry_after: seconds."""
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        if status == 413:
+            self.headers["connection"] = "close"  # what is left of the body is not read
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object that tells of it."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The answer."""
+        return Response(orjson.dumps(self.body), self.status, self.headers, "application/json")
+
+    def event(self) -> bytes:
+        """The same as an event of a stream that has begun, whose status can no longer be changed."""
+        return b"data: " + orjson.dumps(self.body) + b"\n\n"
+
+
+def api_error(error: BaseException) -> ApiError:
+    """The answer to what was raised while a request was served."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return _invalid(error)
+    if isinstance(error, ConfigError):
+        too_long = error.reason.got.endswith("tokens") and error.reason.need.startswith("at most")
+        return ApiError(400, str(error), error.reason.what, "context_length_exceeded" if too_long else None)
+    if isinstance(error, HeadwayError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error))
+    return ApiError(500, f"{type(error).__name__}: {error}")
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The first fault that was found in a body, and how many there are."""
+    faults = error.errors(include_url=False, include_context=False)
+    first = faults[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or not part.startswith(("list[", "function-")))
+    more = f" ({len(faults)} faults)" if len(faults) > 1 else ""
+    got = repr(first["input"])
+    shown = got if len(got) <= 60 else f"{got[:60]}..."
+    need = first["msg"][:1].lower() + first["msg"][1:]
+    return ApiError(400, f"{place or 'the body'}: {need}, got {shown}{more}", place or None)

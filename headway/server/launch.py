@@ -1,0 +1,95 @@
+"""A server that listens: uvicorn with our limits, until it is told to stop."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import sys
+from contextlib import suppress
+from typing import Final
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from headway.async_llm import AsyncLLM
+from headway.server.app import create_app
+from headway.server.protocol import limited_protocol
+from headway.server.service import ServerOptions
+
+log = logging.getLogger("headway")
+
+SWITCH_INTERVAL: Final = 0.0005
+"""Seconds after which Python's threads take turns: the engine's waits at most this long for the server's, and the other way
+round. Python's own 5 ms are longer than a step."""
+
+
+class Server(uvicorn.Server):
+    """Serves an AsyncLLM. SIGTERM and SIGINT let requests that run end, for a time; what comes meanwhile is refused."""
+
+    def __init__(
+        self, llm: AsyncLLM, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000, log_requests: bool = False
+    ) -> None:
+        self._llm = llm
+        app: ASGIApp = create_app(llm, options)
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            loop="uvloop" if sys.platform != "win32" else "asyncio",
+            http=limited_protocol(options),
+            ws="none",
+            lifespan="off",
+            log_level="info" if log_requests else "warning",
+            access_log=log_requests,
+            backlog=2048,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(round(options.shutdown_timeout), 1) + 2,
+            server_header=False,
+        )
+        super().__init__(config)
+        self._shutdown_timeout = options.shutdown_timeout
+
+    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """Let requests end, then end them."""
+        import asyncio
+
+        ending = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._llm.shutdown)
+        try:
+            await super().shutdown(sockets)  # type: ignore[arg-type]
+        finally:
+            ending.cancel()
+            self._llm.shutdown()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, once it has started; of port 0, the one that the system has chosen."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
+
+def serve(llm: AsyncLLM, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000, log_requests: bool = False) -> None:
+    """Serve until a signal ends it; the engine is shut down then."""
+    raise_file_limit()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    if options.api_key is None and not is_local(host):
+        log.warning(
+            "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
+        )
+    Server(llm, options, host, port, log_requests).run()
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches what listens on a host."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many open files, and so connections, as the system allows."""
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

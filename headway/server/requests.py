@@ -1,0 +1,134 @@
+"""The bodies of requests: OpenAI's fields, and those that vLLM adds. What is not here is ignored, as OpenAI's servers do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_COMPLETIONS = 128
+"""Of one prompt, as OpenAI has it; n is a number that is quickly written and slowly computed."""
+MOST_PROMPTS = 2048
+MOST_STOPS = 64
+
+Count = Annotated[int, Field(ge=1, le=MOST_COMPLETIONS)]
+Stops = Annotated[list[str], Field(max_length=MOST_STOPS)]
+TokenIds = list[int]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside its text."""
+
+    include_usage: bool = False
+    """A last chunk with the usage and without choices."""
+    continuous_usage_stats: bool = False
+    """The usage so far in every chunk; as in vLLM."""
+
+
+class JsonSchema(BaseModel):
+    """A named schema."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: str = "schema"
+    schema_: dict[str, Any] | bool = Field(alias="schema", default=True)
+
+
+class ResponseFormat(BaseModel):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class SamplingRequest(BaseModel):
+    """What chats and completions have in common. A value of None is one that was not given."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    """One of the names that the server goes by; None: the model that there is."""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Count | None = 1
+    best_of: Count | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | Stops | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], Field(max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Stops | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """Fields of StructuredOutputsParams."""
+    priority: int = 0
+    return_token_ids: bool = False
+    """Add `token_ids` to every choice, and the prompt's to the first."""
+    return_tokens_as_token_ids: bool = False
+    """Write the tokens of log-probabilities as "token_id:123"."""
+
+
+class ChatRequest(SamplingRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)
+    tools: list[dict[str, Any]] | None = None
+    """Shown to the model by its chat template; calls come as the text in which the model writes them."""
+    tool_choice: str | dict[str, Any] | None = None
+    # vLLM's
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    echo: bool = False
+    """Begin the answer with the last message, where it is continued."""
+
+
+class CompletionRequest(SamplingRequest):
+    """The body of /v1/completions."""
+
+    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    echo: bool = False
+    """Begin each text with its prompt."""
+    logprobs: int | None = Field(default=None, ge=0)
+    suffix: str | None = None
+
+
+class TokenizeRequest(BaseModel):
+    """The body of /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
