@@ -266,7 +266,11 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._thread.call(look))
 
     async def in_thread(self, function: Callable[[], T]) -> T:
-        """Call a function in one of the threads that tokenise."""
+        """Call a function in one of the threads that tokenise.
+
+        :raises EngineDeadError: the engine has ended.
+        """
+        await self.check_health()
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, function)
 
     def _close(self, box: Mailbox, request_id: str) -> None:

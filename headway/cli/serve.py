@@ -81,5 +81,4 @@ def serve(
 
         llm = AsyncLLM(model, **engine)
     err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {llm.engine.selection}")
-    err.print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops it)")
-    listen(llm, options, host, port, log_requests)
+    listen(llm, options, host, port, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))

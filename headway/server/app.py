@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from headway.async_llm import AsyncLLM
 from headway.core.contract.errors import ConfigError
+from headway.engine_thread import EngineDeadError
 from headway.intake import CheckedRequest
 from headway.server.body import read_body
 from headway.server.chat import ChatShape
@@ -26,7 +27,7 @@ from headway.server.errors import ApiError, api_error
 from headway.server.gate import Gate
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.page_routes import PageRoutes
-from headway.server.params import chat_params, completion_params, messages_of, prompts_of
+from headway.server.params import chat_params, completion_params, messages_of, prompts_of, template_kwargs
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headway.server.service import ServerOptions, Service
@@ -75,7 +76,7 @@ class Routes:
         app.add_exception_handler(HTTPException, self._refuse)
         app.add_exception_handler(RequestValidationError, self._refuse)
         app.add_exception_handler(Exception, self._refuse)
-        for error in (ApiError, ConfigError, ValueError):  # pydantic's is a ValueError
+        for error in (ApiError, EngineDeadError, ConfigError, ValueError):  # pydantic's is a ValueError
             app.add_exception_handler(error, self._refuse)
 
     async def chat(self, request: Request) -> Response:
@@ -101,7 +102,7 @@ class Routes:
                 add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message,
                 tools=asked.tools,
-                chat_template_kwargs=asked.chat_template_kwargs,
+                chat_template_kwargs=template_kwargs(asked),
             )
             tokens = prompt["prompt_token_ids"]
         else:
@@ -154,9 +155,8 @@ class Routes:
             messages,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=asked.continue_final_message,
-            chat_template=asked.chat_template,
             tools=tools,
-            chat_template_kwargs=asked.chat_template_kwargs,
+            chat_template_kwargs=template_kwargs(asked),
         )
         return await self._llm.check([prompt], params)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
+import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -27,8 +30,15 @@ class Server(uvicorn.Server):
     """Serves an AsyncLLM. SIGTERM and SIGINT let requests that run end, for a time; what comes meanwhile is refused."""
 
     def __init__(
-        self, llm: AsyncLLM, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000, log_requests: bool = False
+        self,
+        llm: AsyncLLM,
+        options: ServerOptions,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        log_requests: bool = False,
+        started_at: Callable[[str], None] | None = None,
     ) -> None:
+        """started_at: told the URL once it listens."""
         self._llm = llm
         app: ASGIApp = create_app(llm, options)
         config = uvicorn.Config(
@@ -48,14 +58,20 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._shutdown_timeout = options.shutdown_timeout
+        self._started_at = started_at
 
-    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and tell where."""
+        await super().startup(sockets)
+        if self._started_at is not None:
+            host = str(self.config.host)
+            self._started_at(f"http://{f'[{host}]' if ':' in host else host}:{self.port}")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end, then end them."""
-        import asyncio
-
         ending = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._llm.shutdown)
         try:
-            await super().shutdown(sockets)  # type: ignore[arg-type]
+            await super().shutdown(sockets)
         finally:
             ending.cancel()
             self._llm.shutdown()
@@ -66,7 +82,14 @@ class Server(uvicorn.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
 
-def serve(llm: AsyncLLM, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000, log_requests: bool = False) -> None:
+def serve(
+    llm: AsyncLLM,
+    options: ServerOptions,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    log_requests: bool = False,
+    started_at: Callable[[str], None] | None = None,
+) -> None:
     """Serve until a signal ends it; the engine is shut down then."""
     raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL)
@@ -74,7 +97,7 @@ def serve(llm: AsyncLLM, options: ServerOptions, host: str = "127.0.0.1", port: 
         log.warning(
             "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
         )
-    Server(llm, options, host, port, log_requests).run()
+    Server(llm, options, host, port, log_requests, started_at).run()
 
 
 def is_local(host: str) -> bool:

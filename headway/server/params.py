@@ -11,7 +11,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.core.sampling.structured import StructuredOutputsParams
 from headway.server.errors import ApiError
-from headway.server.requests import MOST_PROMPTS, ChatRequest, CompletionRequest, SamplingRequest
+from headway.server.requests import MOST_PROMPTS, ChatRequest, CompletionRequest, SamplingRequest, TokenizeRequest
 
 _SAME: Final = (
     "n",
@@ -37,6 +37,8 @@ _SAME: Final = (
     "prompt_logprobs",
 )
 """Fields of the same name and meaning in SamplingParams."""
+_TEMPLATE_OPTIONS: Final = frozenset(("chat_template", "tokenize", "return_tensors", "return_dict", "padding", "truncation"))
+"""Options of transformers' apply_chat_template that are no business of a request."""
 _COMPLETION_TOKENS: Final = 16
 """Of a completion that does not say how many, as in OpenAI's API."""
 
@@ -117,9 +119,20 @@ def messages_of(asked: ChatRequest, template: object) -> tuple[list[dict[str, An
     if tools and asked.tool_choice not in (None, "auto"):
         need = "auto or none, because calls come as the text in which the model writes them"
         raise ConfigError("tool_choice", need, repr(asked.tool_choice))
-    if tools and "tools" not in str(asked.chat_template or template):
+    if tools and "tools" not in str(template):
         raise ConfigError("tools", "a model whose chat template has tools", "one that has none", "leave them out")
     return [_message(each) for each in asked.messages], tools or None
+
+
+def template_kwargs(asked: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """What a request tells the chat template beside its messages.
+
+    :raises ConfigError: a template of the caller's own: a program that may run for ever.
+    """
+    given = asked.chat_template_kwargs or {}
+    if asked.chat_template is not None or not given.keys().isdisjoint(_TEMPLATE_OPTIONS):
+        raise ConfigError("chat_template", "the model's own", "another, or an option of its rendering", "leave it out")
+    return given
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

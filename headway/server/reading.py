@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from headway.outputs import RequestOutput
 from headway.server.metrics import Metrics
@@ -48,7 +48,7 @@ class PromptReader:
         self._note(last)
         return last
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of its choices, in as many parts as there was news.
 
         :raises ApiError: a completion has failed.

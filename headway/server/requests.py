@@ -98,6 +98,7 @@ class ChatRequest(SamplingRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
+    """Refused: a template is a program."""
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool = False
     """Begin the answer with the last message, where it is continued."""
@@ -123,6 +124,7 @@ class TokenizeRequest(BaseModel):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 

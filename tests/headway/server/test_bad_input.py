@@ -1,0 +1,154 @@
+"""What clients get wrong: each is answered in OpenAI's shape, and the server lives."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from serving import Running, raw
+
+ASK = [{"role": "user", "content": "the quick fox"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "temperature below 0": (TEXT, {"prompt": "a", "temperature": -1}, "temperature"),
+    "temperature that is a text": (TEXT, {"prompt": "a", "temperature": "warm"}, "temperature"),
+    "top_p of 0": (TEXT, {"prompt": "a", "top_p": 0}, "top_p"),
+    "top_p above 1": (CHAT, {"messages": ASK, "top_p": 1.5}, "top_p"),
+    "no tokens": (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    "negative tokens": (CHAT, {"messages": ASK, "max_completion_tokens": -4}, "max_tokens"),
+    "no completions": (TEXT, {"prompt": "a", "n": 0}, "n"),
+    "a million completions": (TEXT, {"prompt": "a", "n": 10**6}, "n"),
+    "best_of below n": (TEXT, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
+    "best_of in a stream": (TEXT, {"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
+    "a penalty of 3": (TEXT, {"prompt": "a", "presence_penalty": 3}, "presence_penalty"),
+    "a bias of 1000": (TEXT, {"prompt": "a", "logit_bias": {"5": 1000}}, "logit_bias"),
+    "a bias of no token": (TEXT, {"prompt": "a", "logit_bias": {"word": 1}}, "logit_bias.word"),
+    "a bias beyond the vocabulary": (TEXT, {"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias"),
+    "an empty stop": (TEXT, {"prompt": "a", "stop": ""}, "stop"),
+    "a stop that is a number": (TEXT, {"prompt": "a", "stop": 5}, "stop"),
+    "too many logprobs": (TEXT, {"prompt": "a", "logprobs": 1000}, "logprobs"),
+    "top_logprobs alone": (CHAT, {"messages": ASK, "top_logprobs": 3}, "top_logprobs"),
+    "no prompt": (TEXT, {}, "prompt"),
+    "an empty prompt": (TEXT, {"prompt": ""}, "prompt 0"),
+    "no prompts": (TEXT, {"prompt": []}, "prompt 0"),
+    "a prompt of mixed things": (TEXT, {"prompt": ["a", 5]}, "prompt"),
+    "tokens beyond the vocabulary": (TEXT, {"prompt": [999999]}, "prompt 0"),
+    "no messages": (CHAT, {}, "messages"),
+    "an empty conversation": (CHAT, {"messages": []}, "messages"),
+    "a message without a role": (CHAT, {"messages": [{"content": "a"}]}, "messages"),
+    "a picture": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    "another form": (CHAT, {"messages": ASK, "response_format": {"type": "xml"}}, "response_format.type"),
+    "a form without a schema": (
+        CHAT,
+        {"messages": ASK, "response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+    ),
+    "tools without a template": (CHAT, {"messages": ASK, "tools": [{"type": "function"}]}, "tools"),
+    "a template of one's own": (CHAT, {"messages": ASK, "chat_template": "{% for i in range(9) %}{% endfor %}"}, "chat_template"),
+    "and by the back door": (CHAT, {"messages": ASK, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
+    "usage without a stream": (CHAT, {"messages": ASK, "stream_options": {"include_usage": True}}, "stream_options"),
+    "a suffix": (TEXT, {"prompt": "a", "suffix": "z"}, "suffix"),
+    "a seed beyond 64 bits": (TEXT, {"prompt": "a", "seed": 2**70}, "seed"),
+    "neither text nor messages": ("/tokenize", {}, "prompt"),
+    "no such tokens": ("/detokenize", {"tokens": [-1]}, "prompt"),
+}
+
+
+def told(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """The error, whose shape is checked."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BAD.values(), ids=BAD)
+def test_a_value_that_cannot_work_is_named(
+    served: Running, http: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = told(http.post(path, json=body), 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompt": "a"', b"\xff\xfe", b'{"prompt": NaNa}', b"[" * 100_000])
+def test_a_body_that_is_not_json_is_told_where(served: Running, http: httpx.Client, body: bytes) -> None:
+    assert told(http.post(TEXT, content=body), 400)["type"] == "invalid_request_error"
+
+
+def test_unknown_fields_are_ignored(served: Running, http: httpx.Client) -> None:
+    body = {"prompt": "a", "max_tokens": 2, "stop": None, "frobnicate": {"deep": [1]}, "service_tier": "auto", "logprobs": None}
+    assert http.post(TEXT, json=body).status_code == 200
+
+
+def test_what_is_not_there(served: Running, http: httpx.Client, client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="this server has tiny, small, not 'huge'") as caught:
+        client.chat.completions.create(model="huge", messages=ASK)  # type: ignore[arg-type]
+    assert caught.value.code == "model_not_found"
+    told(http.get("/v1/models/huge"), 404)
+    told(http.get("/v1/nothing"), 404)
+    told(http.get(TEXT), 405)
+
+
+def test_a_prompt_that_is_too_long_says_how_long_it_may_be(served: Running, client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="at most 255 tokens") as caught:
+        client.completions.create(model="tiny", prompt=[7] * 300)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_schema_that_cannot_be_compiled_is_the_callers_mistake(served: Running, http: httpx.Client) -> None:
+    pytest.importorskip("llguidance")
+    for streamed in (False, True):
+        body = {"prompt": "a", "structured_outputs": {"regex": "(a"}, "stream": streamed}
+        assert "regex" in told(http.post(TEXT, json=body), 400)["message"]
+
+
+def test_a_body_of_100_mb_is_refused_unread(served: Running, http: httpx.Client) -> None:
+    def parts() -> Any:
+        for _ in range(100):
+            yield bytes(2**20)
+
+    assert told(http.post(TEXT, content=bytes(100 * 2**20)), 413)["code"] == "body_too_large"
+    with served.connect() as sock:
+        sock.sendall(
+            raw("POST", TEXT, content_type="application/json").replace(b"content-length: 0", b"content-length: 99999999")
+        )
+        assert sock.recv(100).startswith(b"HTTP/1.1 413")
+    with suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
+        told(http.post(TEXT, content=parts()), 413)  # it is cut off: the client may hear of that before it hears why
+    assert http.get("/health").status_code == 200
+
+
+def test_what_is_not_http_is_refused(served: Running, http: httpx.Client) -> None:
+    for nonsense in (
+        b"\x16\x03\x01 hello\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /" + b"a" * 200_000,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000,
+    ):
+        with served.connect() as sock:
+            sock.sendall(nonsense)
+            status = sock.recv(12)
+            assert status in (b"HTTP/1.1 400", b"HTTP/1.1 431"), status
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(2000, marks=pytest.mark.slow)])
+def test_many_connections_that_say_nothing_leave_room_for_those_that_do(served: Running, http: httpx.Client, count: int) -> None:
+    socks = [served.connect() for _ in range(count)]
+    try:
+        assert http.post(TEXT, json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    finally:
+        for sock in socks:
+            sock.close()
+    ends = time.monotonic() + 10
+    while len(served.server.server_state.connections) > 5 and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert len(served.server.server_state.connections) <= 5

@@ -1,0 +1,193 @@
+"""Keys, queues, clocks and the end of a server: a server with small limits of its own for each."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from headway import LLM
+from headway.server.launch import is_local
+from headway.server.service import ServerOptions
+from serving import raw, running
+
+LONG = {"prompt": [3], "max_tokens": 200, "ignore_eos": True}
+TEXT = "/v1/completions"
+
+
+def test_a_key_is_needed_where_there_is_one(llm: LLM) -> None:
+    with running(llm, ServerOptions(api_key="secret")) as served, httpx.Client(base_url=served.url) as http:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Basic secret"}):
+            answer = http.get("/v1/models", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+        assert http.get("/docs").status_code == 401
+        assert [http.get(path).status_code for path in ("/health", "/metrics")] == [200, 200]
+        with pytest.raises(openai.AuthenticationError):
+            OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
+        assert OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0).models.list().data
+
+
+def test_one_more_than_the_queue_holds_is_told_to_come_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(llm, ServerOptions(max_queue=2)) as served, httpx.Client(base_url=served.url) as http:
+        gate = threading.Event()
+        step = llm.engine.step
+        monkeypatch.setattr(llm.engine, "step", lambda: (gate.wait(10), step())[1])
+        threads = [threading.Thread(target=http.post, args=(TEXT,), kwargs={"json": {"prompt": "a"}}) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while served.service.num_queued < 2:
+            time.sleep(0.002)
+        refused = http.post(TEXT, json={"prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(refused.headers["retry-after"]) >= 1
+        gate.set()
+        for thread in threads:
+            thread.join()
+        assert http.post(TEXT, json={"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_that_takes_too_long_is_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch, streamed: bool) -> None:
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.01), step())[1])
+    with running(llm, ServerOptions(request_timeout=0.2)) as served, httpx.Client(base_url=served.url) as http:
+        answer = http.post(TEXT, json={**LONG, "stream": streamed})
+        assert answer.status_code == (200 if streamed else 504)
+        assert '"type":"timeout_error"' in answer.text
+        assert "request_timeout" in answer.text
+        if streamed:
+            client = OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
+            asked = {"model": served.service.names[0], "prompt": [3], "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+            with pytest.raises(openai.APIError, match="request_timeout"):
+                list(client.completions.create(**asked, stream=True))
+
+
+def test_a_client_that_never_finishes_its_request_is_given_up(llm: LLM) -> None:
+    with running(llm, ServerOptions(read_timeout=0.15)) as served:
+        half_a_head, half_a_body = served.connect(), served.connect()
+        half_a_head.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        half_a_body.sendall(raw("POST", TEXT).replace(b"content-length: 0", b"content-length: 50") + b'{"prompt"')
+        assert half_a_head.recv(100) == b""
+        assert half_a_body.recv(100).startswith(b"HTTP/1.1 408")
+        half_a_head.close()
+        half_a_body.close()
+
+
+def test_connections_beyond_the_limit_are_refused(llm: LLM) -> None:
+    with running(llm, ServerOptions(max_connections=3)) as served:
+        socks = [served.connect() for _ in range(3)]
+        with served.connect() as fourth:
+            assert b"503" in fourth.recv(4096)
+        socks.pop().close()
+        while len(served.server.server_state.connections) > 2:
+            time.sleep(0.002)
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        for sock in socks:
+            sock.close()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_ends_with_its_clients_connection(llm: LLM, monkeypatch: pytest.MonkeyPatch, streamed: bool) -> None:
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.005), step())[1])
+    with running(llm) as served:
+        before = llm.engine.stats.num_output_tokens
+        body = httpx.Request("POST", "http://x", json={**LONG, "stream": streamed}).content
+        with served.connect() as sock:
+            sock.sendall(raw("POST", TEXT, body))
+            while not served.llm.num_running:
+                time.sleep(0.002)
+        served.wait_idle()
+        assert llm.engine.stats.num_output_tokens - before < 150
+
+
+def test_a_client_that_does_not_read_is_given_up(llm: LLM) -> None:
+    import socket
+
+    with running(llm, ServerOptions(write_timeout=0.2)) as served:
+        body = httpx.Request("POST", "http://x", json={**LONG, "stream": True, "logprobs": 20, "n": 8, "max_tokens": 240}).content
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", served.server.port))
+            for _ in range(3):
+                sock.sendall(raw("POST", TEXT, body))
+            served.wait_idle(30)
+
+
+def test_a_server_that_is_told_to_stop_lets_requests_end(llm: LLM) -> None:
+    texts: list[str] = []
+    with running(llm, ServerOptions(shutdown_timeout=20)) as served:
+        ask = threading.Thread(target=lambda: texts.append(httpx.post(f"{served.url}{TEXT}", json=LONG, timeout=20).text))
+        ask.start()
+        while not served.llm.num_running:
+            time.sleep(0.001)
+        served.server.should_exit = True
+        ask.join()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{served.url}/health")
+    assert '"completion_tokens":200' in texts[0]
+
+
+def test_and_ends_them_when_their_time_is_over(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.05), step())[1])
+    found: list[httpx.Response] = []
+    with running(llm, ServerOptions(shutdown_timeout=0.1)) as served:
+        ask = threading.Thread(target=lambda: found.append(httpx.post(f"{served.url}{TEXT}", json=LONG, timeout=20)))
+        ask.start()
+        while not served.llm.num_running:
+            time.sleep(0.001)
+        served.server.should_exit = True
+        ask.join()
+    assert (found[0].status_code, found[0].json()["error"]["code"]) == (503, "aborted")
+
+
+def test_a_dead_engine_is_told_by_the_probe(llm: LLM) -> None:
+    with running(llm) as served, httpx.Client(base_url=served.url) as http:
+        served.llm.shutdown()
+        for answer in (http.get("/health"), http.post(TEXT, json={"prompt": "a"}), http.get("/metrics")):
+            assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable_error")
+
+
+def test_figures_have_the_names_that_dashboards_read(llm: LLM) -> None:
+    with running(llm, ServerOptions(served_model_names=("tiny",))) as served, httpx.Client(base_url=served.url) as http:
+        assert http.post(TEXT, json={**LONG, "max_tokens": 5}).status_code == 200
+        assert http.post(TEXT, json={**LONG, "max_tokens": 7, "stream": True}).status_code == 200
+        assert http.post(TEXT, json={"prompt": "a", "n": -1}).status_code == 400
+        page = http.get("/metrics").text
+    labels = '{engine="0",model_name="tiny"}'
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+    ):
+        assert f"vllm:{name}{labels}" in page
+    for name, count in {
+        "time_to_first_token_seconds": 2,
+        "inter_token_latency_seconds": 4 + 6,
+        "time_per_output_token_seconds": 4 + 6,
+        "e2e_request_latency_seconds": 2,
+        "request_queue_time_seconds": 2,
+        "request_generation_tokens": 2,
+    }.items():
+        found = re.search(rf"vllm:{name}_count{re.escape(labels)} ([\d.]+)", page)
+        assert found is not None, name
+        assert float(found[1]) == count, name
+    assert re.search(r'vllm:request_success_total\{.*finished_reason="length".*\} 2.0', page)
+    assert re.search(r'headway:steps_total\{.*backend="sdpa".*phase="decode".*\} \d', page)
+    assert re.search(r'headway:requests_refused_total\{.*status="400".*\} 1.0', page)
+
+
+def test_only_loopback_addresses_are_local() -> None:
+    assert [is_local(host) for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9")] == [True] * 4
+    assert [is_local(host) for host in ("0.0.0.0", "::", "192.168.0.7", "example.org")] == [False] * 4

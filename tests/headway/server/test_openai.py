@@ -1,0 +1,168 @@
+"""The calls of OpenAI's own client: answers have its types, and say what the engine says offline."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from openai import OpenAI
+from openai.types.chat import ChatCompletionChunk
+
+from headway import LLM, SamplingParams
+from serving import Running
+
+ASK = [{"role": "user", "content": "the quick fox"}]
+GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def offline(llm: LLM, prompt: str, **params: object) -> list[str]:
+    (output,) = llm.generate(prompt, SamplingParams(ignore_eos=True, **params), use_tqdm=False)
+    return [each.text for each in output.outputs]
+
+
+def test_models_are_listed_by_their_served_names(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "small"]
+    assert client.models.retrieve("small").object == "model"
+
+
+def test_a_chat_answers_as_the_engine_does_offline(llm: LLM, served: Running, client: OpenAI) -> None:
+    (whole,) = llm.chat(ASK, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    answer = client.chat.completions.create(model="tiny", messages=ASK, max_completion_tokens=8, **GREEDY)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", whole.outputs[0].text, "length")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(whole.prompt_token_ids), 8)
+    assert answer.usage.total_tokens == len(whole.prompt_token_ids) + 8
+    assert (answer.object, answer.model, answer.id[:9]) == ("chat.completion", "tiny", "chatcmpl-")
+
+
+def test_a_stream_of_a_chat_is_its_answer_in_pieces(served: Running, client: OpenAI) -> None:
+    asked = {"model": "small", "messages": ASK, "max_tokens": 12, "n": 2, "seed": 7, "temperature": 1.0}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    for choice in whole.choices:
+        mine = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
+        assert "".join(each.delta.content or "" for each in mine) == choice.message.content
+        assert [each.delta.role for each in mine] == ["assistant", *[None] * (len(mine) - 1)]
+        assert [each.finish_reason for each in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1].finish_reason == choice.finish_reason
+    assert {(chunk.id, chunk.model, chunk.object) for chunk in chunks} == {(chunks[0].id, "small", "chat.completion.chunk")}
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens  # type: ignore[union-attr]
+
+
+def test_every_event_of_a_stream_is_of_openais_type(served: Running, http: httpx.Client) -> None:
+    body = {"messages": ASK, "max_tokens": 4, "stream": True, "logprobs": True, "top_logprobs": 2}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    places = []
+    for each in events[:-1]:
+        chunk = ChatCompletionChunk.model_validate_json(each, strict=True)
+        places += [place for choice in chunk.choices if choice.logprobs for place in choice.logprobs.content or []]
+    assert len(places) == 4
+    assert all(len(place.top_logprobs) == 2 and place.bytes is not None for place in places)
+    assert all(place.top_logprobs[0].logprob >= place.top_logprobs[1].logprob for place in places)
+
+
+def test_several_prompts_come_back_in_order(llm: LLM, served: Running, client: OpenAI) -> None:
+    prompts = ["the quick", "brown fox", "lazy dog"]
+    alone = [offline(llm, prompt, temperature=0, max_tokens=6)[0] for prompt in prompts]
+    whole = client.completions.create(model="tiny", prompt=prompts, max_tokens=6, n=2, **GREEDY)
+    assert [(choice.index, choice.text) for choice in whole.choices] == [
+        (2 * number + copy, text) for number, text in enumerate(alone) for copy in range(2)
+    ]
+    texts = dict.fromkeys(range(6), "")
+    for chunk in client.completions.create(model="tiny", prompt=prompts, max_tokens=6, n=2, stream=True, **GREEDY):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert list(texts.values()) == [text for text in alone for _ in range(2)]
+
+
+def test_prompts_may_be_token_ids_and_a_completion_has_16_tokens(llm: LLM, served: Running, client: OpenAI) -> None:
+    (whole,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+    more = {"extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    for prompt in ([5, 6, 7], [[5, 6, 7]]):
+        (choice,) = client.completions.create(model="tiny", prompt=prompt, temperature=0, **more).choices
+        assert choice.text == whole.outputs[0].text
+        assert choice.model_extra["token_ids"] == whole.outputs[0].token_ids  # type: ignore[index]
+        assert choice.model_extra["prompt_token_ids"] == [5, 6, 7]  # type: ignore[index]
+
+
+def test_echo_and_logprobs_cover_the_prompt(llm: LLM, served: Running, client: OpenAI) -> None:
+    asked = {"model": "tiny", "prompt": "the quick", "echo": True, "logprobs": 1, **GREEDY}
+    (choice,) = client.completions.create(max_tokens=3, **asked).choices
+    found = choice.logprobs
+    assert found is not None
+    assert choice.text.startswith("the quick")
+    assert "".join(found.tokens or []) == choice.text
+    assert found.token_logprobs[0] is None  # type: ignore[index]
+    assert all(value <= 0 for value in found.token_logprobs[1:])  # type: ignore[index]
+    assert [choice.text[offset:][: len(token)] for offset, token in zip(found.text_offset, found.tokens, strict=True)] == (
+        found.tokens
+    )
+    (prompt,) = client.completions.create(max_tokens=0, **asked).choices
+    assert (prompt.text, prompt.logprobs.tokens) == ("the quick", found.tokens[:-3])  # type: ignore[union-attr,index]
+    text = "".join(chunk.choices[0].text for chunk in client.completions.create(max_tokens=3, stream=True, **asked))
+    assert text == choice.text
+
+
+def test_parameters_reach_the_engine(llm: LLM, served: Running, client: OpenAI) -> None:
+    def text(**asked: object) -> str:
+        return (
+            client.completions.create(**{"model": "tiny", "prompt": "the quick", "max_tokens": 12, **GREEDY, **asked})
+            .choices[0]
+            .text
+        )
+
+    plain = text()
+    assert plain == offline(llm, "the quick", temperature=0, max_tokens=12)[0]
+    assert text(stop=plain[4:6]) == plain[: plain.index(plain[4:6])]
+    assert text(stop=[plain[4:6]], extra_body={"include_stop_str_in_output": True}).endswith(plain[4:6])
+    assert text(logit_bias={"50": 100}, max_tokens=3) == llm.tokenizer.decode([50]) * 3
+    assert text(extra_body={"allowed_token_ids": [60], "ignore_eos": True}, max_tokens=2) == llm.tokenizer.decode([60]) * 2
+    drawn = {"temperature": 1.0, "seed": 3, "extra_body": {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.2}}
+    assert text(**drawn) == text(**drawn)
+    ours = {"temperature": 1.0, "seed": 3, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.2}
+    (output,) = llm.generate("the quick", SamplingParams(max_tokens=12, **ours), use_tqdm=False)
+    assert text(**drawn) == output.outputs[0].text
+    assert text(best_of=3, temperature=1.0, seed=1)
+    assert text(extra_body={"priority": 5, "ignore_eos": True}) == plain
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_has_the_form_that_was_asked_for(served: Running, client: OpenAI, streamed: bool) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    asked = {"model": "tiny", "messages": ASK, "max_tokens": 60, "temperature": 0, "logit_bias": {"220": -50}}
+    answer = client.chat.completions.create(**asked, response_format=form, stream=streamed)
+    if streamed:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+    else:
+        text = answer.choices[0].message.content
+    if "}" in text:  # random weights may fill the room with spaces
+        assert list(json.loads(text)) == ["a"]
+    assert text.lstrip()[:1] in ("{", "")
+
+
+def test_texts_to_tokens_and_back(llm: LLM, served: Running, http: httpx.Client) -> None:
+    found = http.post("/tokenize", json={"prompt": "the quick", "return_token_strs": True}).json()
+    assert found["tokens"] == llm.tokenizer("the quick")["input_ids"]
+    assert (found["count"], found["max_model_len"], len(found["token_strs"])) == (3, 256, 3)
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "the quick"}
+    chat = http.post("/tokenize", json={"messages": ASK}).json()
+    assert chat["tokens"] == llm.chat_prompt(ASK)["prompt_token_ids"]  # type: ignore[index]
+
+
+def test_usage_may_come_with_every_chunk(served: Running, client: OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "tiny", "prompt": "the", "max_tokens": 5, "stream": True, "stream_options": options, **GREEDY}
+    counts = [chunk.usage.completion_tokens for chunk in client.completions.create(**asked) if chunk.usage]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
