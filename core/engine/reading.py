@@ -19,7 +19,10 @@ _delta: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, Output
 
 def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
     """What is told of a sequence that has got these tokens, or ended without any."""
-    told = seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens, (), ()
+    told = (
+        *(seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens, (), ()),
+        seq.admitted_time,
+    )
     return _delta(told)
 
 
@@ -61,7 +64,18 @@ def take_plain(
     for seq, token in zip(sampling, tokens, strict=True):
         if seq.together:
             seq.append(token)
-            delta = _delta((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), ()))
+            told_of = (
+                seq.request_id,
+                seq.index,
+                (token,),
+                seq.finish_reason,
+                None,
+                seq.num_cached_tokens,
+                (),
+                (),
+                seq.admitted_time,
+            )
+            delta = _delta(told_of)
         elif seq.finished:
             read(seq, [])
             continue

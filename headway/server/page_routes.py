@@ -14,7 +14,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.occupancy import Occupancy, occupancy
 from headway.core.select.costs import Shape
 from headway.server.errors import ApiError
-from headway.server.live import MOST_SEQUENCES, look_up, state_of, table_of
+from headway.server.live import MOST_SEQUENCES, Choices, state_of, table_of
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -46,7 +46,7 @@ class PageRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service, self._llm = service, service.llm
-        self._selector = service.llm.engine.executor.selector
+        self._choices = Choices(service.llm.engine.executor.selector)
         self._state: asyncio.Task[bytes] | None = None
         self._stale_at = 0.0
         self._table: bytes | None = None
@@ -74,7 +74,7 @@ class PageRoutes:
     async def table(self) -> Response:
         """The choice made at start, why other backends were not taken, and the measured times that `auto` obeys."""
         if self._table is None:
-            found = await self._llm.in_thread(lambda: table_of(self._llm, self._selector))
+            found = await self._llm.in_thread(lambda: table_of(self._llm, self._choices))
             self._table = orjson.dumps({"version": __version__, "served_as": self._service.names, **found})
         return _json(self._table)
 
@@ -87,11 +87,12 @@ class PageRoutes:
             raise ApiError(400, f"query_len: needs at most kv_len ({kv_len}) new tokens, got {query_len}", "query_len")
         if phase == "prefill" and query_len != kv_len:
             raise ApiError(400, f"query_len: needs kv_len ({kv_len}), since prefill has no cached tokens, got {query_len}")
-        return _json(orjson.dumps(look_up(self._selector, shape)))
+        return _json(orjson.dumps(await self._llm.in_thread(lambda: self._choices.look_up(shape))))
 
     async def _read(self) -> bytes:
         now: Occupancy = await self._llm.ask(lambda engine: occupancy(engine, MOST_SEQUENCES))
-        return orjson.dumps(state_of(now, self._service.num_unsubmitted, self._selector))
+        queued = self._service.num_unsubmitted
+        return await self._llm.in_thread(lambda: orjson.dumps(state_of(now, queued, self._choices)))
 
 
 class _Asset:

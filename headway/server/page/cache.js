@@ -1,6 +1,6 @@
 // The map of the cache's blocks, by request.
 
-import { colour, count, find, make } from "./dom.js";
+import { colour, count, find, make, several } from "./dom.js";
 
 const MOST_CELLS = 480;
 const MOST_ROWS = 8;
@@ -29,10 +29,10 @@ function stretches(state) {
 }
 
 function title({ kind, count: blocks, request }) {
-  if (kind === "cached") return `${count(blocks)} blocks that nobody holds, kept for an equal prefix`;
-  if (kind === "free") return `${count(blocks)} free blocks`;
-  if (!request) return `${count(blocks)} blocks of further requests`;
-  return `${request.request_id}: ${count(blocks)} blocks ${{ found: "found by prefix", own: "computed", reserved: "reserved" }[kind]}`;
+  if (kind === "cached") return `${several(blocks, "block")} that nobody holds, kept for an equal prefix`;
+  if (kind === "free") return `${several(blocks, "free block")}`;
+  if (!request) return `${several(blocks, "block")} of further requests`;
+  return `${request.request_id}: ${several(blocks, "block")} ${{ found: "found by prefix", own: "computed", reserved: "reserved" }[kind]}`;
 }
 
 let cells = [];
@@ -61,7 +61,8 @@ function rows(state) {
   return state.sequences.slice(0, MOST_ROWS).map((each) => {
     const mark = make("i");
     mark.style.setProperty("--c", colourOf(each.request_id));
-    const name = each.completion ? `${each.request_id} #${each.completion}` : each.request_id;
+    const whole = each.completion ? `${each.request_id} #${each.completion}` : each.request_id;
+    const name = make("span", { textContent: whole.length > 20 ? `${whole.slice(0, 18)}…` : whole, title: whole });
     const figures = [each.num_tokens, each.found, each.computed, each.reserved];
     return make("tr", {}, make("td", {}, mark, name), ...figures.map((figure) => make("td", { textContent: count(figure) })));
   });

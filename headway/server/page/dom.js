@@ -15,7 +15,8 @@ const FINE = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 export const count = (number) => WHOLE.format(number);
 export const rounded = (number) => (Math.abs(number) < 100 ? FINE : WHOLE).format(number);
 export const share = (part, whole) => (whole > 0 ? `${rounded((100 * part) / whole)} %` : "–");
-export const microseconds = (us) => (us < 10000 ? `${rounded(us)} µs` : `${rounded(us / 1000)} ms`);
+export const several = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+export const microseconds = (us) => (us < 1000 ? `${rounded(us)} µs` : `${rounded(us / 1000)} ms`);
 
 /** A colour for the n-th of many: neighbours differ in hue, and both themes keep it legible. */
 export const colour = (n) => `hsl(${(n * 137.5 + 168) % 360} 55% 48%)`;

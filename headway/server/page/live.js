@@ -1,7 +1,7 @@
 // What the engine does, second by second: figures, their course, and which backend serves which phase.
 
 import { showCache } from "./cache.js";
-import { call, count, find, make, microseconds, rounded, share } from "./dom.js";
+import { call, count, find, make, microseconds, rounded, several, share } from "./dom.js";
 
 const KEPT_SECONDS = 60;
 const LATELY = 10; // seconds over which shares of steps are told
@@ -52,10 +52,13 @@ function served(phase, now, before) {
     .sort((a, b) => b.steps - a.steps);
 }
 
+/** The backend that the engine would take for a look-up: the fastest of those that it chooses between. */
+export const taken = (found) => found.ranking.find((each) => found.backends.includes(each.backend))?.backend ?? found.backends[0];
+
 /** The words for a look-up in the measured times. found: as /headway/explain answers. */
 export function reason(found, name, table) {
   const { batch, kv_len: length, query_len: fresh, phase, ranking } = found;
-  const sequences = batch === 1 ? "1 sequence" : `${count(batch)} sequences`;
+  const sequences = several(batch, "sequence");
   const shape = phase === "extend" ? `${sequences}, ${count(fresh)} new of ${count(length)} tokens` : `${sequences} of ${count(length)} tokens`;
   if (!ranking.length) return `${shape}: nothing was measured; ${table.why}`;
   const [first, second] = ranking;
@@ -84,7 +87,7 @@ function showPhase(phase, now, before, table) {
   card.classList.toggle("busy", total > 0);
   name.textContent = shown;
   const others = lately.slice(1).map((each) => `${each.backend} ${share(each.steps, total)}`);
-  how.textContent = total ? `${count(total)} steps in ${LATELY} s${others.length ? `; ${others.join(", ")}` : ""}` : "no steps lately";
+  how.textContent = total ? `${several(total, "step")} in ${LATELY} s${others.length ? `; ${others.join(", ")}` : ""}` : "no steps lately";
   const found = phase === "decode" ? now.decode : prompts?.phase === phase ? prompts : null;
   why.textContent = found ? reason(found, shown, table) : chosen.length > 1 ? `or ${chosen.slice(1).join(", ")}; ${table.why}` : table.why;
 }

@@ -1,7 +1,7 @@
 // The crossover table: where which backend is fastest, and what it says of any step.
 
 import { call, colour, count, find, make, microseconds } from "./dom.js";
-import { reason } from "./live.js";
+import { reason, taken } from "./live.js";
 
 let table = null;
 let backends = [];
@@ -37,6 +37,7 @@ function cell(phase, point) {
 
 function heat(phase) {
   const points = phaseOf(phase).points, box = find("heat");
+  find("heat-hint").hidden = !points.length;
   if (!points.length) return box.replaceChildren();
   const batches = [...new Set(points.map((point) => point.batch))].sort((a, b) => a - b);
   const order = (a, b) => a.query_len - b.query_len || a.kv_len - b.kv_len;
@@ -102,7 +103,7 @@ async function lookUp() {
   const answer = find("answer");
   try {
     const found = await (await call(`/headway/explain?${query}`)).json();
-    const name = found.ranking[0]?.backend ?? found.usual;
+    const name = taken(found);
     const told = make("p", {}, make("strong", { textContent: name }), ` — ${reason(found, name, table)}`);
     answer.replaceChildren(told, ...(found.ranking.length ? [bars(found.ranking)] : []));
   } catch (error) {
@@ -133,7 +134,7 @@ function showPhase() {
 /** found: what /headway/table answers. */
 export function showTable(found) {
   table = found;
-  backends = [...new Set(table.phases.flatMap((each) => [...each.backends, ...each.able]))];
+  backends = [...new Set(table.phases.flatMap((each) => [...each.backends, ...each.points.flatMap((point) => Object.keys(point.us))]))];
   find("facts").textContent = `${table.served_as.join(", ")} on ${table.device}; kv_layout ${table.layout}, block_size ${table.block_size}; version ${table.version}`;
   const noise = table.noise === null ? "" : ` Times are those of the attention of all ${table.layers} layers in a step; “=” marks a tie within the noise of ${(100 * table.noise).toFixed(1)} %.`;
   const measure = table.noise === null ? " headway bench crossover measures a table, which auto then obeys." : "";
