@@ -20,7 +20,14 @@ _delta: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, Output
 def delta_of(seq: Sequence, tokens: Items[int]) -> OutputDelta:
     """What is told of a sequence that has got these tokens, or ended without any."""
     told = (
-        *(seq.request_id, seq.index, tuple(tokens), seq.finish_reason, seq.error, seq.num_cached_tokens, (), ()),
+        seq.request_id,
+        seq.index,
+        tuple(tokens),
+        seq.finish_reason,
+        seq.error,
+        seq.num_cached_tokens,
+        (),
+        (),
         seq.admitted_time,
     )
     return _delta(told)
@@ -64,18 +71,7 @@ def take_plain(
     for seq, token in zip(sampling, tokens, strict=True):
         if seq.together:
             seq.append(token)
-            told_of = (
-                seq.request_id,
-                seq.index,
-                (token,),
-                seq.finish_reason,
-                None,
-                seq.num_cached_tokens,
-                (),
-                (),
-                seq.admitted_time,
-            )
-            delta = _delta(told_of)
+            delta = _delta((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), (), None))
         elif seq.finished:
             read(seq, [])
             continue

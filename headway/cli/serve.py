@@ -20,6 +20,7 @@ LIMITS = "Limits"
 def serve(
     engine: dict[str, Any],
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
+    model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.", rich_help_panel=SERVER)] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of this machine.", rich_help_panel=SERVER)
     ] = "127.0.0.1",
@@ -59,10 +60,12 @@ def serve(
 ) -> None:
     """Serve MODEL with OpenAI's API: chats, completions, and Prometheus' metrics."""
     try:
+        from headway.server.launch import bound_socket
         from headway.server.launch import serve as listen
         from headway.server.service import ServerOptions
     except ImportError as error:
         raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
+    model = model_option or model
     options = ServerOptions(
         served_model_names=tuple(served_model_name or ()) or (model,),
         api_key=api_key or None,
@@ -75,10 +78,11 @@ def serve(
         shutdown_timeout=shutdown_timeout,
     )
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    sock = bound_socket(host, port)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
         from headway.async_llm import AsyncLLM
 
         llm = AsyncLLM(model, **engine)
     err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {llm.engine.selection}")
-    listen(llm, options, host, port, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))
+    listen(llm, options, host, sock, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))

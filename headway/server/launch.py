@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headway.async_llm import AsyncLLM
+from headway.core.contract.errors import ConfigError
 from headway.server.app import create_app
 from headway.server.protocol import limited_protocol
 from headway.server.service import ServerOptions
@@ -86,18 +87,37 @@ def serve(
     llm: AsyncLLM,
     options: ServerOptions,
     host: str = "127.0.0.1",
-    port: int = 8000,
+    sock: socket.socket | None = None,
     log_requests: bool = False,
     started_at: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until a signal ends it; the engine is shut down then."""
+    """Serve until a signal ends it; the engine is shut down then. sock: bound to the host; None: one that is bound now."""
+    sock = sock or bound_socket(host, 8000)
     raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL)
     if options.api_key is None and not is_local(host):
         log.warning(
             "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
         )
-    Server(llm, options, host, port, log_requests, started_at).run()
+    Server(llm, options, host, 0, log_requests, started_at).run([sock])
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that has an address and does not listen yet: whoever loads a model first and then finds the port taken has waited
+    for nothing.
+
+    :raises ConfigError: the address is taken, or not of this machine.
+    """
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise ConfigError("--host and --port", "an address of this machine that is free", f"{host}:{port} ({error})") from error
+    return sock
 
 
 def is_local(host: str) -> bool:

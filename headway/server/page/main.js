@@ -40,6 +40,7 @@ async function beat() {
     showState(await (await call("/headway/state")).json(), table);
     tell("connected", false);
   } catch (error) {
+    if (error.status === 401) return; // the key's form tells of it
     tell(error.status ? error.message : "no connection", true);
   }
 }

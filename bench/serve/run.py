@@ -1,0 +1,140 @@
+"""A run: conversations sent to a server by a clock, all at once or one by one, and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+from headway.bench.serve.client import Answer
+from headway.bench.serve.load import Conversation, Load, arrivals, conversations, words
+from headway.bench.serve.report import ServeCell, Spread
+
+Mode = Literal["online", "offline", "naive"]
+
+
+class Asks(Protocol):
+    """What is needed of a client."""
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None) -> Answer:
+        """Send a request."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one cell is run."""
+
+    mode: Mode
+    rate: float = float("inf")
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    """Conversations at a time; more of them wait, and their wait counts as lateness, not as the server's."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What requests look like."""
+
+    model: str
+    endpoint: Literal["completions", "chat"] = "completions"
+    temperature: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of every body."""
+
+
+async def run_cell(
+    client: Asks, load: Load, plan: Plan, sending: Sending, limits: Mapping[str, float], tell: Callable[[], None] = lambda: None
+) -> ServeCell:
+    """Send a load. limits: see ServeReport.limits_ms. tell: called after each answer."""
+    talks = conversations(load)
+    rate = plan.rate if plan.mode == "online" else float("inf")
+    due = arrivals(len(talks), rate, plan.burstiness, load.seed)
+    room = asyncio.Semaphore(1 if plan.mode == "naive" else plan.max_concurrency or len(talks))
+    start = time.perf_counter()
+
+    async def talk(number: int) -> tuple[list[Answer], float]:
+        await asyncio.sleep(max(start + due[number] - time.perf_counter(), 0))
+        async with room:
+            late = time.perf_counter() - start - due[number]
+            return await _converse(client, talks[number], sending, tell), late
+
+    found = await asyncio.gather(*map(talk, range(len(talks))))
+    answers = [answer for listed, _ in found for answer in listed]
+    lateness = [late for _, late in found] if plan.mode == "online" else []
+    ended = max((answer.ended for answer in answers), default=start)  # what the client still does then is not the server's time
+    return summary(plan, answers, ended - start, lateness, limits)
+
+
+async def _converse(client: Asks, talk: Conversation, sending: Sending, tell: Callable[[], None]) -> list[Answer]:
+    """One conversation, turn by turn; it ends with a failure."""
+    answers: list[Answer] = []
+    chat = sending.endpoint == "chat"
+    history: list[int] = list(talk.prefix)
+    messages = [{"role": "system", "content": words(talk.prefix)}] if talk.prefix else []
+    for said in talk.messages:
+        history += said
+        messages.append({"role": "user", "content": words(said)})
+        body: dict[str, Any] = {
+            "model": sending.model,
+            **({"messages": messages} if chat else {"prompt": history}),
+            "max_tokens": talk.output_len,
+            "temperature": sending.temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"return_token_ids": True} if len(talk.messages) > 1 and not chat else {}),
+            **sending.extra,
+        }
+        answer = await client.ask(f"/v1/{'chat/' if chat else ''}completions", body)
+        answers.append(answer)
+        tell()
+        if answer.error:
+            break
+        history = history + (answer.token_ids or said[: talk.output_len])
+        messages = [*messages, {"role": "assistant", "content": answer.text}]
+    return answers
+
+
+def summary(
+    plan: Plan, answers: Sequence[Answer], seconds: float, late: Sequence[float], limits: Mapping[str, float]
+) -> ServeCell:
+    """A cell's figures."""
+    good = [answer for answer in answers if not answer.error]
+    kept = [answer for answer in good if all(times(answer).get(name, 0.0) <= most for name, most in limits.items())]
+    online = plan.mode == "online"
+    tokens = sum(answer.output_tokens for answer in good)
+    per_token = [1e-3 * found["tpot"] for answer in good if "tpot" in (found := times(answer))]
+    return ServeCell(
+        mode=plan.mode,
+        rate=plan.rate if online else None,
+        burstiness=plan.burstiness if online else None,
+        completed=len(good),
+        failed=len(answers) - len(good),
+        errors=dict(Counter(answer.error for answer in answers if answer.error).most_common(10)),
+        seconds=seconds,
+        requests_per_second=len(good) / seconds,
+        output_tokens_per_second=tokens / seconds,
+        prompt_tokens=sum(answer.prompt_tokens for answer in good),
+        output_tokens=tokens,
+        cached_tokens=sum(answer.cached_tokens for answer in good),
+        time_to_first_token_ms=Spread.of([answer.token_times[0] - answer.sent for answer in good]),
+        time_per_output_token_ms=Spread.of(per_token),
+        inter_token_latency_ms=Spread.of([b - a for answer in good for a, b in pairwise(answer.token_times)]),
+        end_to_end_ms=Spread.of([answer.token_times[-1] - answer.sent for answer in good]),
+        lateness_ms=Spread.of(late),
+        goodput=len(kept) / seconds if limits else None,
+        good_share=len(kept) / len(answers) if limits and answers else None,
+    )
+
+
+def times(answer: Answer) -> dict[str, float]:
+    """Milliseconds of a request, under the names of limits."""
+    first, last = answer.token_times[0], answer.token_times[-1]
+    found = {"ttft": 1e3 * (first - answer.sent), "e2e": 1e3 * (last - answer.sent)}
+    if answer.output_tokens > 1:
+        found["tpot"] = 1e3 * (last - first) / (answer.output_tokens - 1)
+    return found

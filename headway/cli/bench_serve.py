@@ -1,0 +1,159 @@
+"""The command `headway bench serve`: a server under load, by its URL."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from headway.cli.options import names_of
+from headway.core.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.bench.serve.client import Client
+    from headway.bench.serve.load import Load
+    from headway.bench.serve.report import ServeReport
+    from headway.bench.serve.run import Plan, Sending
+
+_MODES = ("online", "offline", "naive")
+_LIMITS = ("ttft", "tpot", "e2e")
+
+
+def serve(
+    url: Annotated[str, typer.Option(help="Of any server with OpenAI's API.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Name to ask for. Default: the first of /v1/models.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as Authorization: Bearer KEY.")] = None,
+    endpoint: Annotated[str, typer.Option(help="completions (prompts of token ids) or chat (words).")] = "completions",
+    modes: Annotated[
+        str, typer.Option(help="online: by a clock; offline: all at once; naive: one by one. Comma-separated.")
+    ] = "online,offline,naive",
+    rate: Annotated[str, typer.Option(help="Requests that arrive per second, online; several: comma-separated.")] = "4",
+    burstiness: Annotated[
+        float, typer.Option(min=0.001, help="Shape of the gaps' gamma distribution: 1 is Poisson, less is burstier.")
+    ] = 1.0,
+    num_requests: Annotated[int, typer.Option(min=1, help="Conversations of each run.")] = 100,
+    num_naive: Annotated[int, typer.Option(min=1, help="Conversations of the naive run, which takes longest.")] = 10,
+    mix: Annotated[
+        str, typer.Option(help="Tokens in/out of requests, with weights: 512/128, or 128/64:3,4096/256:1.")
+    ] = "512/128",
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens of a system prompt before every conversation.")] = 0,
+    num_prefixes: Annotated[int, typer.Option(min=1, help="Different system prompts.")] = 1,
+    turns: Annotated[int, typer.Option(min=1, help="Messages of each conversation.")] = 1,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Conversations at a time. Default: any.")] = None,
+    goodput: Annotated[
+        str | None, typer.Option(help="Limits in ms that a good request keeps: ttft:200,tpot:20,e2e:5000.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=200, help="Prompts' token ids lie below it.")] = 10000,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Draw pictures into this folder.")] = None,
+) -> None:
+    """Load a server: times to first token and per token, rates, and goodput under limits.
+
+    Limits, lengths and arrivals are the same for every server, so that two reports compare.
+    """
+    try:
+        from headway.bench.serve.client import Client
+    except ImportError as error:
+        raise ConfigError("headway bench serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
+    from headway.bench.serve.load import Load, parse_mix
+    from headway.bench.serve.run import Plan, Sending
+    from headway.bench.serve.table import draw, print_report
+    from headway.testing.json_files import write_json
+
+    if endpoint not in ("completions", "chat"):
+        raise ConfigError("--endpoint", "completions or chat", repr(endpoint))
+    chosen = names_of(modes) or []
+    if not chosen or not set(chosen) <= set(_MODES):
+        raise ConfigError("--modes", f"some of {', '.join(_MODES)}", repr(modes))
+    limits, rates = _limits(goodput), _rates(rate)
+    plans = [Plan("online", each, burstiness, max_concurrency) for each in rates] if "online" in chosen else []
+    plans += [Plan(mode, max_concurrency=max_concurrency) for mode in ("offline", "naive") if mode in chosen]
+    load = Load(num_requests, parse_mix(mix), shared_prefix, num_prefixes, turns, vocab_size, seed)
+    client = Client(url, api_key, timeout)
+    name = model or client.run(client.model())
+    sending = Sending(name, endpoint, temperature)  # type: ignore[arg-type]
+    report = _run(client, url, load, num_naive, plans, sending, limits)
+    print_report(report, Console())
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    if output is not None:
+        write_json(report, output)
+        err.print(f"written to {output}")
+    for path in draw(report, plots) if plots is not None else ():
+        err.print(f"drawn to {path}")
+    if not any(cell.completed for cell in report.cells):
+        raise ConfigError("--url", "a server that answers", "no request was answered")
+
+
+def _run(
+    client: Client, url: str, load: Load, num_naive: int, plans: list[Plan], sending: Sending, limits: dict[str, float]
+) -> ServeReport:
+    from dataclasses import replace
+
+    from headway.bench.serve.report import ServeReport
+    from headway.bench.serve.run import run_cell
+    from headway.testing.origin import Origin
+    from headway.tuning.device import crowding
+
+    cells, busy = [], crowding()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        for plan in plans:
+            own = replace(load, num_requests=min(load.num_requests, num_naive)) if plan.mode == "naive" else load
+            what = plan.mode if plan.mode != "online" else f"online, {plan.rate:g}/s"
+            task = progress.add_task(what, total=own.num_requests * own.turns)
+            cells.append(
+                client.run(run_cell(client, own, plan, sending, limits, lambda task=task: progress.update(task, advance=1)))  # type: ignore[misc]
+            )
+    sent = {
+        "conversations": str(load.num_requests),
+        "tokens in/out": ",".join(map(str, load.mix)),
+        "shared prefix": f"{load.num_prefixes} x {load.shared_prefix}" if load.shared_prefix else "none",
+        "turns": str(load.turns),
+        "burstiness": f"{plans[0].burstiness:g}",
+        "seed": str(load.seed),
+    }
+    return ServeReport(
+        command=shlex.join(["headway", *sys.argv[1:]]),
+        origin=Origin.here(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        busy=busy or crowding(),
+        url=url,
+        model=sending.model,
+        endpoint=sending.endpoint,
+        load=sent,
+        limits_ms=limits,
+        cells=cells,
+    )
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in names_of(text) or ()]
+    except ValueError:
+        rates = []
+    if not rates or not all(each > 0 and not math.isnan(each) for each in rates):
+        raise ConfigError("--rate", "requests per second, such as 4 or 1,2,4", repr(text))
+    return rates
+
+
+def _limits(text: str | None) -> dict[str, float]:
+    limits: dict[str, float] = {}
+    for part in names_of(text) or ():
+        name, _, value = part.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            name = ""
+        if name not in _LIMITS:
+            raise ConfigError("--goodput", "limits in ms such as ttft:200,tpot:20,e2e:5000", repr(text))
+    return limits
