@@ -21,12 +21,12 @@ from sandbox import save_tiny_model
 
 pytestmark = pytest.mark.timeout(420)
 URL = "http://127.0.0.1:8123"
-LONG = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+LONG = {"max_tokens": 900, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = str(save_tiny_model(tmp_path_factory.mktemp("replicas"), chat=True))
+    folder = str(save_tiny_model(tmp_path_factory.mktemp("replicas"), positions=1024, chat=True))
     paths = str(Path(__file__).parent)
     ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}})
     serve.start(http_options={"host": "127.0.0.1", "port": 8123})
@@ -37,13 +37,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ray.shutdown()
 
 
-def complete(prompt: str, streamed: bool = False) -> tuple[str, str, str]:
-    """(text, what went wrong or "", replica)."""
+def complete(prompt: str, streamed: bool = False, begun: list[str] | None = None) -> tuple[str, str, str]:
+    """(text, what went wrong or "", replica). begun: where the replica of an answer that has begun is noted."""
     with httpx.stream(
         "POST", f"{URL}/v1/completions", json={**LONG, "prompt": prompt, "stream": streamed}, timeout=120
     ) as answer:
-        whole = "".join(answer.iter_text())
         replica = answer.headers.get("x-replica", "")
+        if begun is not None:
+            begun.append(replica)
+        whole = "".join(answer.iter_text())
         if answer.status_code != 200:
             return "", f"{answer.status_code}: {whole}", replica
     if not streamed:
@@ -77,14 +79,17 @@ def test_requests_go_on_when_a_replica_is_killed(model: str) -> None:
     assert len(before) == 2
     jobs = [(prompt, streamed) for prompt in prompts for streamed in (False, True) for _ in range(3)]
     with ThreadPoolExecutor(len(jobs)) as pool:
-        running = [pool.submit(complete, *job) for job in jobs]
-        time.sleep(0.5)
+        begun: list[str] = []
+        running = [pool.submit(complete, *job, begun) for job in jobs]
+        while len(set(begun)) < 2 or len(begun) < 12:  # streams of both replicas; what is not streamed begins with its end
+            time.sleep(0.001)
         os.kill(before[0].pid, signal.SIGKILL)
         found = [each.result() for each in running]
     whole = [(job, text) for job, (text, wrong, _) in zip(jobs, found, strict=True) if not wrong]
     assert all(text == expected[prompt] for (prompt, _), text in whole), "no answer is mixed with another"
     lost = [(streamed, text, wrong) for (prompt, streamed), (text, wrong, _) in zip(jobs, found, strict=True) if wrong]
     assert all(streamed and "has ended" in wrong for streamed, _, wrong in lost), lost
+    assert lost, "streams that had begun ended with their replica"
     assert len(whole) >= len(jobs) // 2
     print(f"{len(whole)} of {len(jobs)} requests whole, {len(lost)} streams told that their replica had ended")
     deadline = time.monotonic() + 120
