@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from dynamo._core import Context
-from dynamo.common.backend import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, LlmRegistration, WorkerConfig, run
+from dynamo.common.backend import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, LlmRegistration, WorkerConfig
+from dynamo.common.backend.run import run
 from dynamo.common.utils.token_ids import token_ids_to_list
 
 from headway import AsyncLLM, RequestOutputKind, SamplingParams

@@ -37,7 +37,7 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     }
     options = ["--option", "kv_cache_memory=8MiB", "--option", "num_threads=1"]
     worker = [str(HERE / "headway_dynamo.py"), "--model", str(folder), "--served-model-name", "tiny", *options]
-    frontend = ["-m", "dynamo.frontend", "--http-port", str(PORT), "--event-plane", "zmq"]
+    frontend = ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(PORT), "--event-plane", "zmq"]
     processes = []
     for name, command in (("worker", worker), ("frontend", frontend)):
         with open(logs / name, "w") as log:
