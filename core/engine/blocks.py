@@ -78,7 +78,7 @@ class BlockManager:
     @property
     def num_cached(self) -> int:
         """Pages nobody holds whose content can be found."""
-        return sum(page in self._pages for prefixes in self.prefixes for page in prefixes.index)
+        return sum(self._pages.num_among(prefixes.index) for prefixes in self.prefixes)
 
     def num_holders(self, page: int) -> int:
         """Sequences that hold a page."""
@@ -88,7 +88,7 @@ class BlockManager:
         """What each group uses. holders: all sequences with pages."""
         tables = [seq.tables for seq in holders]
         used = [len({page for each in tables for page in each[number].held}) for number in range(len(self.groups))]
-        cached = [sum(page in self._pages for page in prefixes.index) for prefixes in self.prefixes]
+        cached = [self._pages.num_among(prefixes.index) for prefixes in self.prefixes]
         return [PagesUsed(*counts) for counts in zip(used, cached, self._given_back, strict=True)]
 
     def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:

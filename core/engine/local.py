@@ -121,7 +121,7 @@ class LocalExecutor:
         self._device = device
         self._config = config
         self._compile_ahead = compile_ahead
-        self._selector, self._max_decode_len = selector, max_decode_len
+        self.selector, self._max_decode_len = selector, max_decode_len
         limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, max_decode_len)
         self._warming = Warming(self._runner, model, self.attention, selector, limits, size)
         log.info("attention: %s", self.selection)
@@ -174,7 +174,7 @@ class LocalExecutor:
 
         query_len, kv_len: of each sequence, new tokens, and cached and new ones.
         """
-        return self._selector.decode_us(num_seqs, query_len, kv_len)
+        return self.selector.decode_us(num_seqs, query_len, kv_len)
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
         """Have every step's logits looked at: rows that sample, int32 [rows], and logits [rows, vocab_size] on the device.

@@ -67,9 +67,9 @@ class Measured:
     """Phases that are auto; the others have a backend of their own, which counts where it has times."""
 
     @property
-    def excluded(self) -> set[str]:
-        """Backends that failed their self-test."""
-        return {name for table, _ in self.parts for name in table.excluded}
+    def excluded(self) -> dict[str, str]:
+        """Backends that failed their self-test -> what failed."""
+        return {name: why for table, _ in self.parts for name, why in table.excluded.items()}
 
     def select(self, choices: Sequence[tuple[CacheLayout, int]], able: Able) -> tuple[Selection, Chooser] | None:
         """The layout and block size of least expected cost, with the backends that win there.

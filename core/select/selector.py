@@ -117,6 +117,21 @@ class Selector:
             name = self._chooser.choose(phase, batch, query_len, kv_len)
         return self._instances[name or self.selection.names[phase]]
 
+    def candidates_for(self, phase: Phase, batch: int) -> list[str]:
+        """Backends between which `backends_for` chooses in steps of this phase and batch size. Asking changes nothing."""
+        if phase is Phase.DECODE:
+            return self.decode_candidates(batch)
+        return [self.selection.names[phase], *self.selection.others.get(phase, ())]
+
+    def why_not(self, phase: Phase) -> dict[str, tuple[Reason, ...]]:
+        """Each backend that was looked at for a phase -> why it cannot serve it, over the selection's layout; (): it can."""
+        chosen = self.selection
+        found = {
+            name: self._reasons(name, phase, chosen.layout, chosen.block_size) for name in self._candidates(self._request, phase)
+        }
+        failed = self._times.excluded if self._times is not None and self._request[phase] == "auto" else {}
+        return found | {name: (Reason(name, "to pass its self-test", why),) for name, why in failed.items()}
+
     def decode_candidates(self, batch: int) -> list[str]:
         """Backends that `backends_for` may name for decodes of this batch size: those worth a captured graph, at most two."""
         if self._chooser is None or Phase.DECODE not in self.selection.others:

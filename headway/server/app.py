@@ -26,6 +26,7 @@ from headway.server.completions import CompletionShape
 from headway.server.errors import ApiError, api_error
 from headway.server.gate import Gate
 from headway.server.metrics import CONTENT_TYPE
+from headway.server.page_routes import PageRoutes
 from headway.server.params import chat_params, completion_params, messages_of, prompts_of, template_kwargs
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -41,6 +42,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     app = FastAPI(title="Headway", version=__version__)
     app.state.service = service
     Routes(service).add_to(app)
+    PageRoutes(service).add_to(app)
     app.add_middleware(Gate, api_key=service.options.api_key)
     return app
 

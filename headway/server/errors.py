@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.responses import Response
 
@@ -61,6 +62,9 @@ def api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, ValidationError):
         return _invalid(error)
+    if isinstance(error, RequestValidationError):  # of a query
+        first = error.errors()[0]
+        return ApiError(400, f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1]))
     if isinstance(error, ConfigError):
         too_long = error.reason.got.endswith("tokens") and error.reason.need.startswith("at most")
         return ApiError(400, str(error), error.reason.what, "context_length_exceeded" if too_long else None)

@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from headway.server.errors import ApiError
+from headway.server.page_routes import ASSETS
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
-OPEN_PATHS: Final = ("/health", "/ping", "/metrics")
-"""What needs no key: probes and scrapers carry none."""
+OPEN_PATHS: Final = frozenset(("/health", "/ping", "/metrics", *ASSETS))
+"""What needs no key: probes and scrapers carry none, and the page's files tell nothing; what the page shows needs it."""
 
 
 class Gate:

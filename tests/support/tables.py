@@ -70,3 +70,17 @@ def quick(**changes: object) -> CrossoverOptions:
         "refine": 0,
     }
     return CrossoverOptions(**(found | changes))
+
+
+def a_page_table() -> CrossoverTable:
+    """For the tiny model that tests save: sdpa.math is faster where sequences are short, sdpa where they are long."""
+    spec = AttentionSpec(4, 2, 8, 8**-0.5)
+    times = {16: {"sdpa": 30.0, "sdpa.math": 10.0}, 256: {"sdpa": 100.0, "sdpa.math": 200.0}}
+    cells = []
+    for length, found in times.items():
+        for name, us in found.items():
+            for phase, new in (("decode", 1), ("prefill", length), ("extend", length // 2)):
+                for batch in (1, 4):
+                    lengths = {"phase": phase, "batch": batch, "query_len": new, "kv_len": length, "backend": name}
+                    cells.append(a_cell(us * batch, case=f"{batch}q{new}s{length}", **lengths))
+    return a_table(*cells, spec=SpecRecord.of(spec))

@@ -1,0 +1,115 @@
+"""Two replicas of a tiny model on the CPU, one of which is killed while requests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import ray
+from headway_ray import app, prompt_of
+from ray import serve
+
+from sandbox import save_tiny_model
+
+pytestmark = pytest.mark.timeout(420)
+URL = "http://127.0.0.1:8123"
+LONG = {"max_tokens": 900, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = str(save_tiny_model(tmp_path_factory.mktemp("replicas"), positions=1024, chat=True))
+    paths = str(Path(__file__).parent)
+    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}})
+    serve.start(http_options={"host": "127.0.0.1", "port": 8123})
+    asked = {"model": folder, "min_replicas": 2, "max_replicas": 3, "kv_cache_memory": "8MiB", "num_threads": 1}
+    serve.run(app({**asked, "autotune_budget": 0}), name="headway")
+    yield folder
+    serve.shutdown()
+    ray.shutdown()
+
+
+def complete(prompt: str, streamed: bool = False, begun: list[str] | None = None) -> tuple[str, str, str]:
+    """(text, what went wrong or "", replica). begun: where the replica of an answer that has begun is noted."""
+    with httpx.stream(
+        "POST", f"{URL}/v1/completions", json={**LONG, "prompt": prompt, "stream": streamed}, timeout=120
+    ) as answer:
+        replica = answer.headers.get("x-replica", "")
+        if begun is not None:
+            begun.append(replica)
+        whole = "".join(answer.iter_text())
+        if answer.status_code != 200:
+            return "", f"{answer.status_code}: {whole}", replica
+    if not streamed:
+        return json.loads(whole)["choices"][0]["text"], "", replica
+    events = [line[6:] for line in whole.split("\n") if line.startswith("data: ") and line != "data: [DONE]"]
+    parts = [json.loads(event) for event in events]
+    wrong = "".join(part["error"]["message"] for part in parts if "error" in part)
+    return "".join(part["choices"][0]["text"] for part in parts if part.get("choices")), wrong, replica
+
+
+def replicas() -> list[psutil.Process]:
+    """The processes of this test's replicas."""
+    own = psutil.Process().children(recursive=True)
+    return [each for each in own if "Replica:headway:Replica" in " ".join(each.cmdline())]
+
+
+def test_equal_prefixes_go_to_one_replica_and_others_are_spread(model: str) -> None:
+    del model
+    prefixes = [f"{letter * 40} the quick brown fox " for letter in "abcdef"]
+    homes = [{complete(f"{prefix}{number}")[2] for number in range(3)} for prefix in prefixes]
+    assert all(len(home) == 1 for home in homes), homes
+    assert len(set.union(*homes)) == 2, homes
+
+
+def test_requests_go_on_when_a_replica_is_killed(model: str) -> None:
+    del model
+    prompts = [f"{letter * 30} ban ben {letter}" for letter in "abcdefghijklmnop"]
+    expected = {prompt: complete(prompt)[0] for prompt in prompts}
+    assert all(expected.values())
+    before = replicas()
+    assert len(before) == 2
+    jobs = [(prompt, streamed) for prompt in prompts for streamed in (False, True) for _ in range(3)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        begun: list[str] = []
+        running = [pool.submit(complete, *job, begun) for job in jobs]
+        while len(set(begun)) < 2 or len(begun) < 12:  # streams of both replicas; what is not streamed begins with its end
+            time.sleep(0.001)
+        os.kill(before[0].pid, signal.SIGKILL)
+        found = [each.result() for each in running]
+    whole = [(job, text) for job, (text, wrong, _) in zip(jobs, found, strict=True) if not wrong]
+    assert all(text == expected[prompt] for (prompt, _), text in whole), "no answer is mixed with another"
+    lost = [(streamed, text, wrong) for (prompt, streamed), (text, wrong, _) in zip(jobs, found, strict=True) if wrong]
+    assert all(streamed and "has ended" in wrong for streamed, _, wrong in lost), lost
+    assert lost, "streams that had begun ended with their replica"
+    assert len(whole) >= len(jobs) // 2
+    print(f"{len(whole)} of {len(jobs)} requests whole, {len(lost)} streams told that their replica had ended")
+    deadline = time.monotonic() + 120
+    while len({each.pid for each in replicas()} - {before[0].pid}) < 2:
+        assert time.monotonic() < deadline, "no replica was started for the one that was killed"
+        time.sleep(0.5)
+    assert complete(prompts[0])[:2] == (expected[prompts[0]], "")
+
+
+def test_errors_and_the_page_pass_through(model: str) -> None:
+    answer = httpx.post(f"{URL}/v1/completions", json={"prompt": "a", "temperature": -1}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert httpx.get(f"{URL}/v1/models", timeout=60).json()["data"][0]["id"] == model
+    assert "<title>Headway</title>" in httpx.get(URL, timeout=60).text
+    assert httpx.get(f"{URL}/headway/state?x=1", timeout=60).json()["running"] == 0
+
+
+def test_what_is_compared_is_never_empty() -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    assert "hello" in prompt_of("/v1/chat/completions", json.dumps({"messages": chat}).encode())
+    assert prompt_of("/v1/completions", b'{"prompt": "abc"}') == "abc"
+    for body in (b"", b"[]", b"{", b'{"prompt": ""}', b'{"prompt": []}'):
+        assert prompt_of("/v1/completions", body) == "/v1/completions"

@@ -1,0 +1,155 @@
+// The conversation: it is sent to /v1/chat/completions, and the answer is written as it comes.
+
+import { call, count, find, make, rounded } from "./dom.js";
+
+const HINT = "Ask something. The panels beside show how the engine serves it.";
+
+let messages = [];
+let running = null;
+
+/** The events of a stream of server-sent events, as parsed JSON. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data:")) continue;
+      const data = line.slice(5).trim();
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+function article(kind, who, text) {
+  const body = make("p", { className: "text", textContent: text });
+  const log = find("log");
+  log.querySelector(".empty")?.remove();
+  log.append(make("article", { className: kind }, make("p", { className: "who", textContent: who }), body));
+  log.scrollTop = log.scrollHeight;
+  return body;
+}
+
+function setRunning(controller) {
+  running = controller;
+  find("stop").disabled = controller === null;
+  find("send").disabled = controller !== null;
+  find("log").setAttribute("aria-busy", String(controller !== null)); // read out when it is whole, not token by token
+}
+
+function body(model) {
+  const system = find("system").value.trim();
+  const number = (id) => (find(id).value === "" ? undefined : Number(find(id).value));
+  return {
+    model,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
+    temperature: number("temperature"),
+    max_completion_tokens: number("max-tokens"),
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+}
+
+async function send(text, model) {
+  const chat = messages;
+  chat.push({ role: "user", content: text });
+  article("user", "You", text);
+  const answer = article("assistant", model ?? "Model", "");
+  const controller = new AbortController();
+  setRunning(controller);
+  find("chat-status").textContent = "waiting for the first token";
+  const began = performance.now();
+  let first = null, usage = null, reason = null, fault = null;
+  try {
+    const reply = await call("/v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify(body(model)),
+      signal: controller.signal,
+    });
+    for await (const event of events(reply.body)) {
+      if (event.error) throw new Error(event.error.message);
+      usage = event.usage ?? usage;
+      const choice = event.choices?.[0];
+      reason = choice?.finish_reason ?? reason;
+      if (!choice?.delta?.content) continue;
+      if (first === null) {
+        first = performance.now();
+        find("chat-status").textContent = "answering";
+      }
+      const log = find("log");
+      const below = log.scrollHeight - log.scrollTop - log.clientHeight < 40; // who has scrolled up is left there
+      answer.append(choice.delta.content);
+      if (below) log.scrollTop = log.scrollHeight;
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") fault = error;
+  } finally {
+    setRunning(null);
+  }
+  if (chat !== messages) return; // a new chat has begun
+  answer.normalize();
+  finish(text, answer, fault);
+  find("chat-status").textContent = fault ? "" : summary(began, first, usage, reason, controller.signal.aborted);
+}
+
+/** Keep what was written as the model's turn; without any, the question goes back into its field. */
+function finish(text, answer, fault) {
+  if (fault) article("error", "Error", fault.message);
+  if (answer.textContent) {
+    messages.push({ role: "assistant", content: answer.textContent });
+    return;
+  }
+  messages.pop();
+  answer.parentElement.remove();
+  if (!find("prompt").value) find("prompt").value = text;
+}
+
+function summary(began, first, usage, reason, stopped) {
+  const how = stopped ? "stopped" : reason === "length" ? "ended at the most tokens" : "ended";
+  if (first === null) return how;
+  const parts = [how, `first token after ${rounded(first - began)} ms`];
+  const seconds = (performance.now() - first) / 1000;
+  if (usage) {
+    parts.push(`${count(usage.completion_tokens)} tokens`);
+    if (usage.completion_tokens > 1 && seconds > 0) parts.push(`${rounded((usage.completion_tokens - 1) / seconds)} tokens/s`);
+  }
+  return parts.join(", ");
+}
+
+/** modelName: tells the name by which the server knows its model, once it is known. */
+export function startChat(modelName) {
+  const prompt = find("prompt"), log = find("log");
+  const empty = () => log.replaceChildren(make("p", { className: "empty", textContent: HINT }));
+  empty();
+  find("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const text = prompt.value.trim();
+    if (!text || running) return;
+    prompt.value = "";
+    send(text, modelName());
+  });
+  prompt.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    find("ask").requestSubmit();
+  });
+  find("stop").addEventListener("click", () => {
+    running?.abort();
+    prompt.focus();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") running?.abort();
+  });
+  find("clear").addEventListener("click", () => {
+    running?.abort();
+    messages = [];
+    empty();
+    find("chat-status").textContent = "";
+    prompt.focus();
+  });
+}

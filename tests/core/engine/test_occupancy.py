@@ -1,0 +1,37 @@
+"""The cheap count of who holds the cache, against the count of every block."""
+
+from __future__ import annotations
+
+from headway.core.engine.config import EngineConfig
+from headway.core.engine.engine import Engine
+from headway.core.engine.occupancy import occupancy
+from headway.core.engine.usage import OWN, RESERVED, SHARED
+from headway.core.sampling.params import SamplingParams
+from headway.registry import Registry
+from tiny import TinyModel
+
+
+def test_the_numbers_are_those_of_the_blocks(registry: Registry) -> None:
+    engine = Engine(TinyModel(), registry, EngineConfig(block_size=8, kv_cache_memory=2**20))
+    params, prompt = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), list(range(1, 34))
+    engine.add_request("first", prompt, params)
+    for _ in range(3):
+        engine.step()
+    engine.add_request("again", prompt, params)
+    engine.add_request("other", [40, 41, 42], params)
+    for _ in range(9):
+        engine.step()
+        now, usage = occupancy(engine, most=8), engine.cache_usage()
+        assert now.num_holding == len(usage.sequences)
+        for held, drawn in zip(now.holdings, usage.sequences, strict=True):
+            letters = drawn.blocks[0]
+            assert (held.request_id, held.num_tokens) == (drawn.name, drawn.num_tokens)
+            assert held.found + held.computed == letters.count(OWN) + letters.count(SHARED)
+            assert held.reserved == letters.count(RESERVED)
+    assert [held.found for held in now.holdings] == [0, 4, 0]
+    assert now.num_decoding == 3
+    assert now.num_decoding_tokens == sum(held.num_tokens for held in now.holdings)
+    assert [held.request_id for held in occupancy(engine, most=1).holdings] == ["first"]
+    assert occupancy(engine, most=1).num_holding == 3
+    engine.abort_all()
+    assert occupancy(engine, most=8).num_holding == occupancy(engine, most=8).num_decoding == 0
