@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from typing import Final
@@ -9,6 +10,8 @@ from typing import Final
 from headway.core.contract.errors import HeadwayError
 from headway.core.system.faults import end_quietly, in_words, never_refuse_a_character, trace
 
+_NARROWEST: Final = 20
+"""Columns."""
 _BROKEN_PIPE: Final = 141
 """As shells report SIGPIPE."""
 
@@ -20,6 +23,9 @@ def main() -> None:
     message and exit code 2. Only a fault of Headway's own shows a traceback.
     """
     never_refuse_a_character(sys.stdout, sys.stderr)
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) < _NARROWEST:  # some terminals say 0; nothing can be shown in a few columns
+        os.environ["COLUMNS"] = str(_NARROWEST)
     try:
         try:
             _run()
