@@ -16,7 +16,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.driver import EngineDriver
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.engine_thread import EngineDeadError, EngineThread
-from headway.intake import CheckedRequest, check_streamed, template_options
+from headway.intake import CheckedRequest, check_streamed, quickly_checked, template_options
 from headway.outputs import RequestOutput
 from headway.prompts import Message, Prompt
 from headway.streams import Mailbox, Mailboxes, RequestStream
@@ -137,8 +137,12 @@ class AsyncLLM:
     ) -> list[CheckedRequest]:
         """Tokenise and check prompts in a thread, without queueing any: all are good for `submit`, or it raises.
 
+        A few short prompts of token ids are checked at once: a thread would take longer to wake than that takes.
+
         :raises HeadwayError: as `generate`.
         """
+        if quickly_checked(prompts):
+            return self.driver.intake.check(prompts, sampling_params)
         return await self.in_thread(partial(self.driver.intake.check, prompts, sampling_params))
 
     def submit(self, request: CheckedRequest, request_id: str | None = None, *, priority: int = 0) -> RequestStream:

@@ -13,6 +13,11 @@ from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.models.loader import LoadedModel
 from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_prompts, whole_text
 
+_AT_ONCE = 8
+"""Prompts that are checked without a thread, if they are short."""
+_SHORT = 4096
+"""Token ids of a short prompt, which are checked in less than 50 us."""
+
 
 class CheckedRequest(NamedTuple):
     """A prompt and its parameters that the engine will take."""
@@ -78,6 +83,16 @@ class Intake:
         if self.tokenizer is None:
             raise PromptError("prompt", "token ids", "a text", f"{self.model.name} was loaded without a tokenizer")
         return list(self.tokenizer(whole_text(prompt))["input_ids"])
+
+
+def quickly_checked(prompts: object) -> bool:
+    """Whether prompts are a list of a few that bring their token ids, and few of them: a thread would take longer to wake."""
+    return isinstance(prompts, list) and len(prompts) <= _AT_ONCE and all(map(_short, prompts))
+
+
+def _short(prompt: object) -> bool:
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    return isinstance(ids, list) and 0 < len(ids) <= _SHORT and isinstance(ids[0], int)
 
 
 def template_options(

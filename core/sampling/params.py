@@ -139,8 +139,7 @@ class SamplingParams:
         form = self.structured_outputs
         self._need("structured_outputs", form is None or isinstance(form, StructuredOutputsParams), "a StructuredOutputsParams")
         self._need("extra_args", self.extra_args is None or isinstance(self.extra_args, Mapping), "a mapping")
-        kinds = ", ".join(map(str, RequestOutputKind))
-        self._need("output_kind", isinstance(self.output_kind, RequestOutputKind), f"one of {kinds}")
+        self._need("output_kind", isinstance(self.output_kind, RequestOutputKind), f"one of {_OUTPUT_KINDS}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             self._need(name, isinstance(getattr(self, name), bool), "True or False")
         known = all(callable(each) or isinstance(each, str) for each in self.logits_processors or ())
@@ -215,6 +214,8 @@ _LISTS: Final = {
     "logits_processors": "a list of functions, or of names that plugins registered",
 }
 """Fields that hold a tuple, empty for None -> what they take."""
+
+_OUTPUT_KINDS: Final = ", ".join(map(str, RequestOutputKind))
 
 SEED_RANGE = "a whole number from -2**63 to 2**63 - 1"
 """Leaves room for the numbers added for the other completions of a prompt."""
