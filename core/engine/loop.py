@@ -167,6 +167,7 @@ class EngineLoop:
         if failure is not None:
             self._recover(list(scheduled), failure)
         if self._offloader is not None and not self.scheduler.has_unfinished:
+            self._read_until(0)  # the last step has written the token that ended a sequence, and may fail yet
             self._offloader.flush(idle=True)
         stats.num_preemptions = self.scheduler.num_preemptions
         stats.num_prompt_tokens = self.scheduler.num_prompt_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -117,3 +118,11 @@ def test_stats_are_read_between_two_steps(served: AsyncLLM) -> None:
         await stream.aclose()
 
     asyncio.run(run())
+
+
+def test_resetting_the_prefix_cache_forgets_what_is_on_disk(served: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[bool] = []
+    keeper = SimpleNamespace(forgotten=forgotten.append)
+    monkeypatch.setattr(served.engine.blocks, "keeper", keeper)
+    assert asyncio.run(served.reset_prefix_cache())
+    assert forgotten == [True]

@@ -82,8 +82,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", SETTINGS)
+EVERYDAY = {("plain", "sampled"), ("chunks", "greedy"), ("a small pool", "sampled"), ("overlapped", "greedy")}
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        pytest.param(name, params, id=f"{name}-{kind}", marks=[] if (name, kind) in EVERYDAY else pytest.mark.slow)
+        for name in SETTINGS
+        for kind, params in (("greedy", GREEDY), ("sampled", SAMPLED))
+    ],
+)
 def test_a_request_has_the_same_bits_alone_and_in_batches_of_2_7_and_64(
     tiny_model_folder: Path, name: str, params: SamplingParams
 ) -> None:

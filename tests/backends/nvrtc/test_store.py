@@ -132,7 +132,7 @@ def test_a_full_disk_leaves_nothing_half_written(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     built = build(BLOCKS, "sm_90", Slow())
     assert (len(built.cubin), built.path) == (1 << 20, None)
     assert "No space left on device" in kept_log.text
