@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +29,10 @@ _LENGTHS: dict[PhaseName, str] = {
 }
 
 
+_LONG: Final = 500
+"""Rows of a block from which on it is shown without colours."""
+
+
 def print_view(view: View, console: Console) -> None:
     """Print one block for each batch size: a column for each backend, the winner, and its speed-up over the runner-up.
 
@@ -37,14 +42,30 @@ def print_view(view: View, console: Console) -> None:
     console.print(Text("CROSSOVER ANALYSIS", "bold"), Text(f"{table.title} · {view.where}"), soft_wrap=True)
     console.print(Text(software(table.device), "dim"), soft_wrap=True)
     blocks = [_block(block, view.backends) for block in view.blocks]
+    shown = [_shown(block) for block in blocks]
     unbounded = console.options.update(width=10_000)
-    fits = all(console.measure(block, options=unbounded).maximum <= console.width for block in blocks)
-    for block in blocks if fits else map(_narrow_block, view.blocks):
+    fits = all(console.measure(block, options=unbounded).maximum <= console.width for block in shown)
+    for block in shown if fits else map(_shown, map(_narrow_block, view.blocks)):
         console.print(block)
     if not fits:
         console.print(Text("the two fastest of each row; a wider terminal, --json or --export shows every backend", "dim"))
     for line in notes(view):
         console.print(Text(line), soft_wrap=True)
+
+
+def _shown(block: Table) -> Table | Text:
+    """The same; a long one as plain lines, because rich takes 5 s for ten thousand rows of a table."""
+    if block.row_count <= _LONG:
+        return block
+    columns = [[" ".join(str(cell).split()) for cell in (column.header, *column.cells)] for column in block.columns]
+    widths = [max(map(cell_len, column)) for column in columns]
+    fills = ["<" if column.justify == "left" else ">" for column in block.columns]
+    lines = [
+        "  ".join(f"{cell:{fill}{width}}" for cell, fill, width in zip(row, fills, widths, strict=True)).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
+    rule = "-" * max(map(len, lines))
+    return Text("\n".join([str(block.title), lines[0], rule, *lines[1:], ""]), no_wrap=True, overflow="ignore")
 
 
 def _block(block: Block, backends: Sequence[str]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 
 from headway.core.contract.errors import ConfigError
@@ -37,19 +38,19 @@ class Row:
             return f"{cell.query_len} + {cell.kv_len - cell.query_len}"
         return str(cell.kv_len) if cell.phase == "decode" else f"{cell.query_len} of {cell.kv_len}"
 
-    @property
+    @cached_property
     def ranked(self) -> list[Cell]:
         """Cells with a time, fastest first; a loser that was only roughly timed counts."""
         return sorted((cell for cell in self.cells.values() if cell.layer_us is not None), key=lambda cell: cell.layer_us or 0)
 
-    @property
+    @cached_property
     def winners(self) -> list[str]:
         """The fastest, and those that cannot be told from it."""
         ranked = self.ranked
         same = [cell.backend for cell in ranked[1:] if cell.status != "dropped" and is_tie(ranked[0], cell)]
         return [cell.backend for cell in ranked[:1]] + same
 
-    @property
+    @cached_property
     def speedup(self) -> float | None:
         """The runner-up's time over the winner's, also where the two are a tie; None without a runner-up."""
         ranked = self.ranked

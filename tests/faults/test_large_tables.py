@@ -1,0 +1,38 @@
+"""Large tables: twenty thousand cells are read and shown in less than 3 s."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.bench.crossover.report import print_view
+from headway.bench.crossover.view import view
+from headway.core.system.terminal import Terminal
+from headway.testing.json_files import write_json
+from headway.tuning.files import read_table
+from tables import a_cell, a_table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1250, 10_000])
+def test_twenty_thousand_cells(rows: int, tmp_path: Path) -> None:
+    layouts = [("nhd", 16), ("hnd", 16), ("nhd", 256), ("hnd", 256)][: 20_000 // rows // 2]
+    names = [f"b{number}" for number in range(20_000 // rows // len(layouts))]
+    cells = [
+        a_cell(10.0 + kv_len % 7 + number, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len, layout=layout, block_size=size)
+        for kv_len in range(1, rows + 1)
+        for number, name in enumerate(names)
+        for layout, size in layouts
+    ]
+    assert len(cells) == 20_000
+    write_json(a_table(*cells), tmp_path / "table.json")
+    began, page = time.process_time(), io.StringIO()
+    print_view(view(read_table(tmp_path / "table.json")), Terminal(file=page, width=120))
+    assert time.process_time() - began < 3
+    lines = page.getvalue().splitlines()
+    assert len(lines) >= rows
+    row = next(line.split() for line in lines if line.split()[:1] == [str(rows)])
+    assert "b0" in row
