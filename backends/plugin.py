@@ -10,9 +10,9 @@ import torch
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.metadata import Phase
+from headway.core.contract.proposers import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.speculation.builtin import BUILTIN
-from headway.core.speculation.proposer import ProposerInfo
 from headway.registry.hookspecs import hookimpl
 
 log = logging.getLogger("headway")

@@ -2,26 +2,66 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
+from typing import Final
 
 from headway.core.contract.errors import HeadwayError
+from headway.core.system.faults import end_quietly, in_words, never_refuse_a_character, trace
+
+_NARROWEST: Final = 20
+"""Columns."""
+_BROKEN_PIPE: Final = 141
+"""As shells report SIGPIPE."""
 
 
 def main() -> None:
-    """Run the command line. The user's own mistakes end with one message and exit code 2, never a traceback."""
-    from headway.cli.app import app
+    """Run the command line.
 
+    A mistake of the user's and an error of the world (a full disk, a folder in a file's place, too little memory) end with one
+    message and exit code 2. Only a fault of Headway's own shows a traceback.
+    """
+    never_refuse_a_character(sys.stdout, sys.stderr)
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) < _NARROWEST:  # some terminals say 0; nothing can be shown in a few columns
+        os.environ["COLUMNS"] = str(_NARROWEST)
     try:
-        app()
-    except HeadwayError as error:
-        from rich.text import Text
-
-        from headway.core.system.terminal import Terminal
-
-        Terminal(stderr=True, soft_wrap=True).print(Text("headway: error: ", "bold red").append(str(error), "default"))
-        sys.exit(2)
+        try:
+            _run()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a full device shows here, and not when Python ends and can only complain
+    except BrokenPipeError:
+        end_quietly(sys.stdout)
+        sys.exit(_BROKEN_PIPE)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        said = str(error) if isinstance(error, HeadwayError) else in_words(error)
+        end_quietly(sys.stdout)
+        if said is None:
+            traceback.print_exception(error)
+            _say("fault: ", "the lines above tell of a fault of Headway's own; please report it with them and the command")
+            sys.exit(1)
+        trace("the command", error)
+        _say("error: ", said)
+        sys.exit(2)
+
+
+def _run() -> None:
+    from headway.cli.app import app
+
+    app()
+
+
+def _say(kind: str, text: str) -> None:
+    from rich.text import Text
+
+    from headway.core.system.terminal import Terminal
+
+    if sys.stderr is not None:
+        Terminal(stderr=True, soft_wrap=True).print(Text(f"headway: {kind}", "bold red").append(text, "default"))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headway.core.contract.latent import expanded_specs, latent_layers
+from headway.core.contract.proposers import ProposerOptions
 from headway.core.engine.engine import Engine
 from headway.core.engine.host_rows import HostRows
 from headway.core.engine.specs import cache_specs
@@ -14,7 +15,6 @@ from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.request import parse_backend_request
 from headway.core.select.selector import check_names
-from headway.core.speculation.proposer import ProposerOptions
 from headway.heap import freeze_heap
 from headway.models.device_operations import compile_ahead, fastest_sampling
 from headway.models.identity import identity_of

@@ -248,7 +248,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
-        await asyncio.wrap_future(self._thread.call(lambda engine: engine.blocks.forget_prefixes()))
+        await asyncio.wrap_future(self._thread.call(lambda engine: engine.blocks.forget_prefixes(everywhere=True)))
         return True
 
     async def stats(self) -> EngineSnapshot:

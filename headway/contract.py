@@ -29,6 +29,7 @@ from headway.core.contract.layout import (
 )
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.processors import LogitsProcessorInfo
+from headway.core.contract.proposers import Proposer, ProposerInfo, ProposerOptions, SequenceProposer
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 from headway.core.contract.support import YES, Reason, Support
 from headway.core.contract.warmup import Lengths, StepLimits
@@ -63,7 +64,11 @@ __all__ = [
     "Plan",
     "PluginError",
     "PromptError",
+    "Proposer",
+    "ProposerInfo",
+    "ProposerOptions",
     "Reason",
+    "SequenceProposer",
     "StepLimits",
     "Support",
     "UnknownBackendError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Final, ParamSpec,
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.unknown import refuse_unknown
 from headway.core.engine.config import EngineConfig
+from headway.core.system.text import shown
 
 if TYPE_CHECKING:
     from headway.core.contract.backend import AttentionBackend
@@ -60,26 +62,24 @@ class EngineArgs(EngineConfig):
     registry: Annotated[Registry | None, "A Registry to use in place of a new one."] = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.model, PathLike):
-            object.__setattr__(self, "model", str(self.model))
-        if not isinstance(self.model, str):
-            raise ConfigError("model", "a name or path as a text", f"a {type(self.model).__name__}")
         name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is as good as its name
         object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(name, name))
+        super().__post_init__()
         if isinstance(self.plugins, (str, PathLike)):
             raise ConfigError("plugins", 'a list, such as ["my_backend.py"]', repr(self.plugins))
+        if self.registry is not None and not hasattr(self.registry, "failures"):
+            raise ConfigError("registry", "a Registry or None", shown(self.registry))
         if self.registry is not None and (self.plugins or self.backends):
             raise ConfigError(
                 "registry", "a Registry alone", "plugins or backends beside it", "create_registry(plugins) takes them"
             )
         threads, budget = self.num_threads, self.autotune_budget
-        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-            raise ConfigError("num_threads", "a whole number of at least 1", repr(threads))
-        if budget is not None and (not isinstance(budget, (int, float)) or not budget >= 0):
+        if threads is not None and not 1 <= threads <= (os.cpu_count() or threads):
+            raise ConfigError("num_threads", f"a whole number from 1 to {os.cpu_count()}, the machine's cores", repr(threads))
+        if budget is not None and budget < 0:
             raise ConfigError("autotune_budget", "a number of seconds of at least 0", repr(budget))
         interval = self.log_stats_interval
-        if interval is not None and (not isinstance(interval, (int, float)) or not interval > 0):
+        if interval is not None and interval <= 0:
             raise ConfigError("log_stats_interval", "a number of seconds above 0", repr(interval))
 
     @classmethod

@@ -11,7 +11,7 @@ from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.limits import PromptLimits
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.models.loader import LoadedModel
-from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_prompts
+from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_prompts, whole_text
 
 
 class CheckedRequest(NamedTuple):
@@ -77,7 +77,7 @@ class Intake:
     def _tokenize(self, prompt: str) -> list[int]:
         if self.tokenizer is None:
             raise PromptError("prompt", "token ids", "a text", f"{self.model.name} was loaded without a tokenizer")
-        return list(self.tokenizer(prompt)["input_ids"])
+        return list(self.tokenizer(whole_text(prompt))["input_ids"])
 
 
 def template_options(

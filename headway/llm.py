@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from headway.asked import priorities_of
 from headway.assembly import assemble
-from headway.core.contract.errors import ConfigError
 from headway.core.engine.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
 from headway.driver import EngineDriver
@@ -199,6 +198,8 @@ class LLM:
         priorities = priorities_of(priority, len(checked))
         for each in checked if streamed else ():
             check_streamed(each.params)
+        for own in priorities:
+            self.engine.limits.check_priority(own)
         requests: list[RequestState] = []
         progress = Progress()
         with self.driver.turns, self._ended_if_refused(requests):
@@ -218,7 +219,7 @@ class LLM:
         """Where one request of a call is refused, those before it do not run either."""
         try:
             yield
-        except ConfigError:
+        except BaseException:  # what the engine refuses, an interrupt, too little memory
             self._end(requests)
             raise
 

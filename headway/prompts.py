@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, Final, TypedDict
 
 from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.system.text import shown
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids (also as a numpy array or a torch tensor), {"prompt": text}, {"prompt_token_ids": ids}, or what a tokenizer
@@ -29,6 +30,8 @@ class TokensPrompt(TypedDict):
 Message = Mapping[str, Any]
 """A message of a conversation: {"role": "user", "content": "Hello"}."""
 
+BYTES: Final = (bytes, bytearray, memoryview)
+"""What would pass for token ids, and never is meant as such."""
 FORMS: Final = 'a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 _IGNORED_KEYS: Final = frozenset({"attention_mask", "token_type_ids", "special_tokens_mask", "length", "position_ids"})
 """What a tokenizer returns beside the ids."""
@@ -51,7 +54,7 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
     """
     if isinstance(prompts, (str, Mapping)) or _dimensions(prompts) is not None:
         return _parse(prompts, 0)
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, BYTES):
         raise PromptError("prompt", f"{FORMS}, or a list of these", f"a {type(prompts).__name__}")
     items = list(prompts)
     if items and isinstance(items[0], Integral):
@@ -118,7 +121,7 @@ def _tokenized(item: Mapping[str, Any], index: int) -> list[list[int]]:
 
 def _token_ids(value: object, index: int) -> list[int]:
     value = _listed(value)
-    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
+    if not isinstance(value, Iterable) or isinstance(value, (str, *BYTES, Mapping)):
         raise PromptError(f"prompt {index}", FORMS, f"a {type(value).__name__}")
     items: list[Any] = list(value)
     kinds = set(map(type, items))  # to ask the abstract class about each of a hundred thousand tokens takes 0.1 s
@@ -132,6 +135,8 @@ def _token_ids(value: object, index: int) -> list[int]:
 
 def _dimensions(value: object) -> int | None:
     """Of a numpy array or a torch tensor; None for anything else."""
+    if isinstance(value, BYTES):
+        return None
     dimensions = getattr(value, "ndim", None)
     return dimensions if isinstance(dimensions, int) and hasattr(value, "tolist") else None
 
@@ -139,6 +144,19 @@ def _dimensions(value: object) -> int | None:
 def _listed(value: Any) -> Any:
     """An array's elements as Python's own numbers, in one go."""
     return value.tolist() if _dimensions(value) is not None else value
+
+
+def whole_text(text: str, what: str = "prompt") -> str:
+    """The same text.
+
+    :raises PromptError: it holds half of a surrogate pair, as Python reads bytes of a command line that are no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{shown(text[max(error.start - 10, 0) : error.end + 10], 60)} at character {error.start}"
+        raise PromptError(what, "Unicode text", got, "encode it as UTF-8") from None
+    return text
 
 
 def chat_prompt(
@@ -166,7 +184,10 @@ def chat_prompt(
         raise PromptError(
             "messages", "a conversation that the chat template accepts", f"{type(error).__name__}: {line}"
         ) from error
-    return {"prompt": text, "prompt_token_ids": list(tokenizer(text, add_special_tokens=False)["input_ids"])}
+    return {
+        "prompt": text,
+        "prompt_token_ids": list(tokenizer(whole_text(text, "messages"), add_special_tokens=False)["input_ids"]),
+    }
 
 
 def _message(message: object) -> dict[str, Any]:

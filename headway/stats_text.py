@@ -16,10 +16,11 @@ def stats_line(now: EngineSnapshot, before: EngineSnapshot) -> str:
     Where it would be longer than 80 columns, its last parts are left out.
     """
     done = now.totals - before.totals
+    kept = f", host {now.num_offloaded_blocks:,}" if now.num_offloaded_blocks else ""
     parts = [
         f"run {now.num_running:,}" + (f" wait {now.num_waiting:,}" if now.num_waiting else ""),
         f"{_rate(done.num_output_tokens, now.time - before.time)} tok/s",
-        f"blocks {_share(now.num_used_blocks, now.num_blocks)}, cached {_share(now.num_cached_blocks, now.num_blocks)}",
+        f"blocks {_share(now.num_used_blocks, now.num_blocks)}, cached {_share(now.num_cached_blocks, now.num_blocks)}{kept}",
     ]
     if done.num_cached_tokens:
         parts.append(f"hits {_share(done.num_cached_tokens, done.num_prompt_tokens)}")
@@ -43,9 +44,10 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
     done = now.totals - before.totals
     seconds = done.host_seconds + done.wait_seconds
     found, rate = _share(done.num_cached_tokens, done.num_prompt_tokens), _rate(done.num_output_tokens, seconds)
+    kept = f"; {now.num_offloaded_blocks:,} kept in the host's memory" if now.num_offloaded_blocks else ""
     lines = [
         f"sequences  {now.num_running:,} running, {now.num_waiting:,} waiting; {done.num_preemptions:,} preemptions",
-        f"blocks     {now.num_used_blocks:,} of {now.num_blocks:,} used, {now.num_cached_blocks:,} cached",
+        f"blocks     {now.num_used_blocks:,} of {now.num_blocks:,} used, {now.num_cached_blocks:,} cached{kept}",
         f"prompts    {done.num_prompt_tokens:,} tokens, {done.num_cached_tokens:,} of them ({found}) found in the cache",
         f"output     {done.num_output_tokens:,} tokens in {seconds:.1f} s of work: {rate} tokens/s",
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.contract.errors import ModelError
+from headway.core.system.text import shown
 from headway.models.families import FAMILIES, known_architectures
 
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -24,6 +25,8 @@ _SIZES = (
     "max_position_embeddings",
     "sliding_window",
 )
+_MOST = {"num_hidden_layers": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536, "head_dim": 65536}
+"""Where it is less than what a 32-bit number holds: far beyond any model, and still nothing that takes minutes to refuse."""
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
@@ -67,6 +70,11 @@ def unknown(config: Mapping[str, Any]) -> str:
 
 def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
     kind, listed = config.get("model_type"), architectures_of(config)
+    if kind is not None and not isinstance(kind, str):
+        raise ModelError(f"model {folder}: config.json cannot be used: model_type needs a text, got {shown(kind)}")
+    for name in ("dtype", "torch_dtype"):
+        if not isinstance(config.get(name), (str, type(None))):
+            raise ModelError(f"model {folder}: config.json cannot be used: {name} needs a text, got {shown(config[name])}")
     if kind is None:
         raise ModelError(f"model {folder}: config.json cannot be used: it names no model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -159,11 +167,13 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
         if name not in config or (config[name] is None and name in _MAY_BE_NULL):
             continue
         value = config[name]
-        if name == "sliding_window" and value == 0 and not config.get("use_sliding_window"):
+        if name == "sliding_window" and value == 0 and config.get("use_sliding_window") is False:
             continue  # as Qwen2-MoE writes that it has none
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        most = _MOST.get(name, 2**31 - 1)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            need = "of at least 1" if not isinstance(value, int) or value < 1 else f"of at most {most}"
             raise ModelError(
-                f"model {folder}: config.json cannot be used: {name} needs a whole number of at least 1, got {value!r}"
+                f"model {folder}: config.json cannot be used: {name} needs a whole number {need}, got {shown(value)}"
             )
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     hidden, head_dim = config.get("hidden_size"), config.get("head_dim")

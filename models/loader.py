@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.spec import DTYPES
+from headway.core.system.text import shown
 from headway.models.checkpoint import check_folder, unknown
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
@@ -104,11 +105,13 @@ def _decoder_config(config: Any, required: bool) -> DecoderConfig | None:
     """What Headway's decoder needs of a model; None where it does not compute the model and need not."""
     try:
         return read_decoder_config(config)
-    except BeyondDecoderError as error:
-        if required:
+    except HeadwayError as error:
+        if required or not isinstance(error, BeyondDecoderError):
             raise
         log.info("model: transformers computes it, because Headway's decoder does not (%s)", error)
         return None
+    except Exception as error:  # a number of an impossible kind where nobody looked for it
+        raise ModelError(f"model: config.json cannot be used ({_first_line(error)})") from error
 
 
 def read_config(folder: Path, plain: bool = True) -> Any:
@@ -164,10 +167,15 @@ def _eos(folder: Path, config: Any) -> frozenset[int]:
         if not isinstance(read, dict):
             raise ModelError(f"model {folder}: generation_config.json needs an object, got {type(read).__name__}")
         ids = read.get("eos_token_id", ids)
-    listed: list[Any] = [ids] if isinstance(ids, (int, str)) else list(ids or ())
-    if not all(isinstance(token, int) for token in listed):
-        raise ModelError(f"model {folder}: eos_token_id (generation_config.json or config.json) needs token ids, got {ids!r}")
-    return frozenset(listed)
+    listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in listed):
+        raise ModelError(
+            f"model {folder}: eos_token_id (generation_config.json or config.json) needs token ids, got {shown(ids)}"
+        )
+    beyond = sorted(token for token in listed if token >= config.vocab_size)
+    if beyond:
+        log.warning("model: eos_token_id %s is outside the vocabulary of %d tokens: left out", beyond[0], config.vocab_size)
+    return frozenset(listed).difference(beyond)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headway.core.contract.errors import ModelError
+from headway.core.system.text import shown
 from headway.models.config import RopeConfig
 from headway.models.errors import BeyondDecoderError
 
@@ -23,25 +24,23 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None) -> Rope
     """
     parameters = config.rope_parameters or {}
     parameters = parameters if layer_type is None else parameters[layer_type]
-    theta = parameters.get("rope_theta", 1.0)
-    if not isinstance(theta, (int, float)) or not math.isfinite(theta) or theta <= 0:
-        raise ModelError(f"rope_theta: needs a number above 0, got {theta!r}")
+    theta = _above_zero(parameters, "rope_theta", 1.0)
     kind = parameters.get("rope_type", "default")
-    rotary_dim = int(head_dim * float(parameters.get("partial_rotary_factor") or 1.0))
+    partial = parameters.get("partial_rotary_factor")
+    rotary_dim = int(head_dim * (1.0 if partial is None else min(_above_zero(parameters, "partial_rotary_factor"), 2.0)))
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise ModelError(
-            f"partial_rotary_factor: needs an even part of head_dim={head_dim}, got {parameters['partial_rotary_factor']}"
-        )
+        raise ModelError(f"partial_rotary_factor: needs an even part of head_dim={head_dim}, got {partial}")
     factor = 1.0
     if kind in ("default", "linear", "llama3"):
         inv_freq = 1.0 / theta ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
         if kind == "linear":
-            inv_freq = inv_freq / parameters["factor"]
+            inv_freq = inv_freq / _above_zero(parameters, "factor")
         if kind == "llama3":
             inv_freq = _llama3(inv_freq, parameters)
     elif kind == "yarn":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+        _above_zero(parameters, "factor", 1.0)
         compute: Callable[..., tuple[torch.Tensor, float]] = ROPE_INIT_FUNCTIONS[kind]
         nested = {} if layer_type is None else {"layer_type": layer_type}
         inv_freq, factor = compute(config, torch.device("cpu"), **nested)
@@ -51,10 +50,24 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None) -> Rope
     return RopeConfig((*inv_freq.tolist(), *[0.0] * still), (*[factor] * (rotary_dim // 2), *[1.0] * still), rotary_dim)
 
 
-def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, float]) -> torch.Tensor:
+def _above_zero(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A number of them.
+
+    :raises ModelError: it is missing, or one with which positions cannot be told apart.
+    """
+    value = parameters.get(name, default)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-64 <= value <= 2.0**64:
+        return float(value)
+    need = "a number above 0" if not isinstance(value, float | int) or not value > 1 else "a number of at most 2**64"
+    raise ModelError(f"{name}: needs {need} in the RoPE parameters, got {shown(value)}")
+
+
+def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
     """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, those between interpolated."""
-    factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
-    context = parameters["original_max_position_embeddings"]
+    factor, low, high = (_above_zero(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = _above_zero(parameters, "original_max_position_embeddings")
+    if not high > low:
+        raise ModelError(f"high_freq_factor: needs a number above low_freq_factor={low:g} in the RoPE parameters, got {high:g}")
     wavelen = 2 * math.pi / inv_freq
     stretched = torch.where(wavelen > context / low, inv_freq / factor, inv_freq)
     smooth = (context / wavelen - low) / (high - low)

@@ -1,4 +1,4 @@
-"""Entry points, one by one: what is installed, whose it is, and which files it consists of. Nothing of it is imported here."""
+"""Plugins that are installed or lie in a file: whose they are, and what they consist of. Nothing of them is imported here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from headway.core.contract.errors import PluginError
+from headway.registry.given import GivenFile
 
 _MOST_FILES = 2000
 """Files of a package that are looked at, to see whether it has changed."""
@@ -35,12 +36,12 @@ class PluginFailure:
 
 @dataclass(frozen=True, slots=True)
 class FoundPlugin:
-    """An entry point and the distribution that declares it; nothing is imported before `load`."""
+    """An entry point and the distribution that declares it, or a file that the user names; nothing is imported before `load`."""
 
     name: str
     owner: str
-    """Name and version of the distribution."""
-    point: EntryPoint | Exception
+    """Name and version of the distribution; a file's name and a hash of its text."""
+    point: EntryPoint | GivenFile | Exception
     """What to load; or why the distribution's entry points cannot be read."""
 
     def load(self) -> object:
@@ -50,8 +51,15 @@ class FoundPlugin:
         return self.point.load()
 
     @property
+    def target(self) -> str:
+        """FILE.py or FILE.py:CLASS, of a file; empty for an entry point."""
+        return self.point.target if isinstance(self.point, GivenFile) else ""
+
+    @property
     def file(self) -> Path | None:
         """Where the plugin's top-level module or package lies; None where nothing of that name is found."""
+        if isinstance(self.point, GivenFile):
+            return self.point.path.resolve()
         with suppress(Exception):  # of an entry point that names no module, or a finder of somebody's own
             assert isinstance(self.point, EntryPoint)
             top = importlib.util.find_spec(self.point.module.partition(".")[0])  # what lies below would be imported to find it

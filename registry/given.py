@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from inspect import isabstract
 from pathlib import Path
 from types import ModuleType
@@ -40,35 +41,71 @@ class ClassPlugin:
         return self._layouts
 
 
-def given_plugins(
-    plugins: Mapping[str, object] | Iterable[object], layouts: Mapping[str, LayoutInfo]
-) -> Iterator[tuple[str, str, object]]:
-    """(name, owner, plugin) of each plugin: an object with hooks, a backend class, or a file as FILE.py or FILE.py:CLASS.
+@dataclass(frozen=True, slots=True)
+class GivenFile:
+    """FILE.py or FILE.py:CLASS; nothing of it is imported before `load`."""
 
-    layouts: those that are registered, the built-in ones first.
+    path: Path
+    class_name: str = ""
 
-    A plugin without a name is called what its type is, numbered from the second of a kind on. A file's owner ends with a hash of
-    its text, so that a table that was measured with another text of it is stale.
+    @classmethod
+    def of(cls, text: str) -> GivenFile:
+        """:raises ConfigError: the text names no Python file, or none that is there."""
+        path, class_name = split_target(text)
+        return cls(_there(path), class_name)
 
-    :raises HeadwayError: a file that is not there, does not load, or holds no plugin.
+    @property
+    def owner(self) -> str:
+        """It ends with a hash of the file's text, so that a table that was measured with another text of it is stale."""
+        return f"{self.path.name}@{hashlib.sha256(self.path.read_bytes()).hexdigest()[:8]}"
+
+    @property
+    def target(self) -> str:
+        """The text that names it in any folder."""
+        return f"{self.path.resolve()}:{self.class_name}" if self.class_name else str(self.path.resolve())
+
+    def load(self) -> object:
+        """The module with its hooks, or the class.
+
+        :raises HeadwayError: it does not load, or holds no plugin.
+        """
+        module = load_file(self.path)
+        if self.class_name:
+            return class_in(module, self.class_name, self.path)
+        if not has_hooks(module):
+            hint = f"mark its functions with headway.hookimpl, or name a class of it: {self.path}:CLASS"
+            raise PluginError(f"plugin {self.path}: it implements no hook of ours: {hint}")
+        return module
+
+
+def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[tuple[str, str, object]]:
+    """(name, owner, plugin) of each plugin: an object with hooks, a backend class, or a `GivenFile`.
+
+    A plugin without a name is called what its type is, numbered from the second of a kind on.
+
+    :raises ConfigError: a file that is not there.
     """
     seen: Counter[str] = Counter()
     named = plugins.items() if isinstance(plugins, Mapping) else (("", plugin) for plugin in plugins)
     for name, plugin in named:
         own = owner = name or _name(plugin)
         if isinstance(plugin, (str, os.PathLike)):
-            path, class_name = split_target(os.fspath(plugin))
-            owner = f"{path.name}@{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}" if path.is_file() else path.name
-            plugin = load_file(path)
-            if class_name:
-                plugin = class_in(plugin, class_name, path)
-            elif not has_hooks(plugin):
-                hint = f"mark its functions with headway.hookimpl, or name a class of it: {path}:CLASS"
-                raise PluginError(f"plugin {path}: it implements no hook of ours: {hint}")
-        if isinstance(plugin, type) and issubclass(plugin, AttentionBackend):
-            plugin = ClassPlugin(check_class(plugin), layouts)
+            plugin = GivenFile.of(os.fspath(plugin))
+            owner = plugin.owner
         seen[own] += 1
         yield (own if seen[own] == 1 else f"{own}-{seen[own]}"), owner, plugin
+
+
+def with_hooks(plugin: object, layouts: Mapping[str, LayoutInfo]) -> object:
+    """What pluggy registers: the plugin itself or, of a backend class, one that brings it.
+
+    layouts: those that are registered, the built-in ones first.
+
+    :raises ConfigError: a class that lacks something.
+    """
+    if isinstance(plugin, type) and issubclass(plugin, AttentionBackend):
+        return ClassPlugin(check_class(plugin), layouts)
+    return plugin
 
 
 def split_target(text: str) -> tuple[Path, str]:
@@ -88,8 +125,7 @@ def load_file(path: Path) -> ModuleType:
     :raises ConfigError: there is no such file.
     :raises PluginError: it does not load, with the line.
     """
-    if not path.is_file():
-        raise ConfigError("plugin", "FILE.py or FILE.py:CLASS", str(path), "there is no such file")
+    _there(path)
     known = sys.modules.get(path.stem)
     mine = known is None or getattr(known, "__file__", None) == str(path.resolve())
     name = path.stem if mine else f"headway_plugin_{path.stem}"  # nobody else's module is put aside
@@ -106,6 +142,12 @@ def load_file(path: Path) -> ModuleType:
         sys.modules.pop(name)
         raise PluginError(f"plugin {path}: {type(error).__name__}: {error}{_line(error, path)}") from error
     return module
+
+
+def _there(path: Path) -> Path:
+    if not path.is_file():
+        raise ConfigError("plugin", "FILE.py or FILE.py:CLASS", str(path), "there is no such file")
+    return path
 
 
 def has_hooks(module: ModuleType) -> bool:

@@ -89,7 +89,10 @@ def verdicts(plugins: Sequence[FoundPlugin], retry: bool = False) -> list[Verdic
         tried = _tried([plugins[number] for number in untried], device)
         for number, verdict in zip(untried, tried, strict=True):
             found[number] = verdict
-            _remember(paths[number], plugins[number], verdict)
+            if not (
+                verdict.fault and plugins[number].target
+            ):  # the fault of a file ends the program: its user mends it, or the machine
+                _remember(paths[number], plugins[number], verdict)
     return [found[number] for number in range(len(plugins))]
 
 
@@ -119,7 +122,7 @@ def _ask(plugins: Iterable[FoundPlugin], device: str, blame: bool = False) -> di
     """Verdicts by number, as far as they came; blame: the last one without is at fault where the process ends."""
     listed, seconds = list(plugins), timeout(device)
     request = {
-        "plugins": [{"name": plugin.name, "owner": plugin.owner} for plugin in listed],
+        "plugins": [{"name": plugin.name, "owner": plugin.owner, "file": plugin.target} for plugin in listed],
         "seconds": seconds,
         "device": device,
         "side_by_side": SIDE_BY_SIDE,

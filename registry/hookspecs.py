@@ -10,8 +10,8 @@ from headway.core.contract.backend import BackendInfo
 from headway.core.contract.layout import LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.processors import LogitsProcessorInfo
+from headway.core.contract.proposers import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
-from headway.core.speculation.proposer import ProposerInfo
 
 PROJECT = "headway"
 """pluggy's project name, and the entry-point group plugins are found in."""

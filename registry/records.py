@@ -19,11 +19,11 @@ class Brought:
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """An installed plugin."""
+    """A plugin that is installed, or a file that the user names."""
 
     name: str
     owner: str
-    """Name and version of its distribution."""
+    """Name and version of its distribution; a file's name and a hash of its text."""
     file: str
     """Where its module or package lies; empty where it was not found."""
     state: Literal["loaded", "left out", "blocked"]
@@ -36,3 +36,5 @@ class PluginRecord:
     """Tracebacks, and what it printed."""
     tried: str = ""
     """When."""
+    target: str = ""
+    """FILE.py or FILE.py:CLASS, of a file; empty for what is installed."""

@@ -15,9 +15,9 @@ from headway.core.contract.errors import ConfigError, PluginError, UnknownBacken
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.processors import LogitsProcessorInfo
+from headway.core.contract.proposers import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
-from headway.core.speculation.proposer import ProposerInfo
 from headway.core.system.faults import trace, warn_once
 from headway.registry.discovery import PluginFailure
 from headway.registry.records import Brought, PluginRecord
@@ -57,7 +57,7 @@ class Registry:
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
         self.failures: list[PluginFailure] = []
         self.plugins: list[PluginRecord] = []
-        """The installed plugins, those that were left out or not wanted as well."""
+        """The installed plugins, those that were left out or not wanted as well, and files that the user named."""
         self.brought: dict[str, Brought] = {}
         """What each registered plugin handed in."""
 

@@ -15,7 +15,7 @@ from headway.core.contract.errors import PluginError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.processors import LogitsProcessorInfo
-from headway.core.speculation.proposer import ProposerInfo
+from headway.core.contract.proposers import ProposerInfo
 
 RESERVED = ("auto", "reference")
 """Words with a meaning of their own where a name is asked for."""

@@ -71,7 +71,7 @@ def load_subject(target: str, device: torch.device, registry: Registry | None = 
 
         return _of_class(find(target.removeprefix("broken:")), target, device)
     if not target.endswith(".py") and ".py:" not in target:
-        registry = registry or create_registry(plugins)
+        registry = registry or create_registry(plugins, try_files=False)  # to find out is what the caller is about
         registry.backend(target)
         return Subject(registry, target, device)
     path, class_name = split_target(target)
@@ -88,7 +88,7 @@ def _of_class(
 ) -> Subject:
     """Register a class under its own name or, where that is taken, under its target's; and the layouts it brings."""
     beside: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
-    registry = create_registry(beside, load_entry_points=module is not None)
+    registry = create_registry(beside, load_entry_points=module is not None, try_files=False)
     entry = registry.backends.get(found.name)
     if entry is not None and registry.backend(found.name) is found:
         return Subject(registry, found.name, device)

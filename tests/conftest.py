@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 
+from headway.core.contract.folders import cache_folder
 from headway.registry import Registry, create_registry
 
 os.environ.setdefault("HEADWAY_AUTOTUNE_BUDGET", "0")  # nothing is measured at a start unless a test asks for it
 os.environ.setdefault("HEADWAY_TRUST_PLUGINS", "1")  # no plugin is tried in a process of its own, which takes seconds, likewise
+
+
+def _cache_of_these_tests() -> Path:
+    """A folder of the session's own, so that no table, verdict or self-test of a test is found by the user's next start.
+
+    Converted models and compiled kernels are the user's: they take long to make, and are found by a hash of all that they are of.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="headway-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in ("models", "kernels", "triton"):
+        with suppress(OSError):  # where the user's cannot be written, the session has its own
+            (cache_folder() / name).mkdir(parents=True, exist_ok=True)
+            (folder / name).symlink_to(cache_folder() / name)
+    return folder
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of the process that started it
+    os.environ["HEADWAY_CACHE"] = str(_cache_of_these_tests())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -97,6 +97,14 @@ def test_the_plugin_for_vllm_takes_no_more_than_it_says() -> None:
     assert rooms <= {"core.contract", "core.select", "registry", "tuning"}, taken
 
 
+def test_type_checkers_see_every_file() -> None:
+    """What has no link in typings/ is skipped in silence. A folder's link shows all that lies in it."""
+    links = {path.name: path.resolve() for path in (ROOT / "typings" / "headway").iterdir()}
+    shown = {path.name: path for path in (ROOT / "headway").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    shown |= {name: ROOT / name for name in FOLDERS if name != "headway"} | {"py.typed": ROOT / "headway" / "py.typed"}
+    assert links == shown
+
+
 def test_files_stay_short() -> None:
     files = {**SOURCES, **{path.stem: path for path in PLUGIN.glob("*.py")}}
     long = {module: lines for module, path in files.items() if (lines := len(path.read_text().splitlines())) > 300}

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from headway.new_backend import new_backend
+from headway.registry import create_registry
 from sandbox import run_python
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "tutorial-backend.md").read_text()
@@ -42,6 +44,20 @@ def test_the_triton_kernel_is_right_under_the_interpreter(tmp_path: Path, monkey
     cell = f"answer:{phase}:nhd:own:b256:d32:g1:float32:none:-"
     done = run_python("-m", "headway", "check", "walnut_triton.py:WalnutTriton", "--cell", cell, "--timeout", "110", cwd=tmp_path)
     assert done.code == 0, done
+
+
+@pytest.mark.slow
+def test_the_mistake_that_the_page_shows_is_found(tmp_path: Path) -> None:
+    new_backend("walnut", tmp_path / "walnut", create_registry(load_entry_points=False))
+    file = tmp_path / "walnut" / "headway_walnut.py"
+    whole = file.read_text()
+    old = whole[whole.index("def attend") : whole.index("\n\n\nclass")]
+    attend = BLOCKS[0][BLOCKS[0].index("def attend") :].rstrip().replace("total = total * shrink", "total = total")
+    file.write_text(whole.replace(old, attend))
+    done = run_python("-m", "headway", "check", f"{file.name}:Walnut", "--quick", "--only", "long", cwd=file.parent)
+    assert done.code == 1, done
+    assert "2 of 2 failed" in done.out
+    assert "6 of 7 sequences are wrong; layer 0: sequence 4 (query_len 1, kv_len 2063)" in done.out
 
 
 @pytest.mark.slow

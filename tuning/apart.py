@@ -1,4 +1,4 @@
-"""Measuring in another process, where backends of installed plugins take part: a shape that crashes or hangs one ends no start.
+"""Measuring in another process, where backends of plugins take part: a shape that crashes or hangs one ends no start.
 
 The other process writes the table after each point, as a run in this process does, and says what it is about to call. When it
 dies or falls silent, the backends at fault are left out, with the reason in the table, and the next process goes on from there.
@@ -18,6 +18,7 @@ import torch
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.system.child import Child, Died, python
 from headway.registry import Registry
+from headway.registry.registry import BUILTIN_OWNER
 from headway.tuning.files import read_table
 from headway.tuning.run import CrossoverOptions
 from headway.tuning.schema import CrossoverTable
@@ -35,7 +36,7 @@ TOOK_ALONG = "takes the process that measures it with it"
 
 
 def guests(registry: Registry, names: Collection[str]) -> dict[str, str]:
-    """Those of some backends that installed plugins bring -> where the plugin's files lie."""
+    """Those of some backends that installed plugins and files bring -> where the plugin's files lie."""
     return {
         name: record.file
         for record in registry.plugins
@@ -43,6 +44,11 @@ def guests(registry: Registry, names: Collection[str]) -> dict[str, str]:
         for name in record.brought.backends
         if name in names
     }
+
+
+def all_found_apart(registry: Registry, names: Collection[str]) -> bool:
+    """Whether another process finds all of some backends: an object that a program hands in is nowhere else."""
+    return {name for name in names if registry.backends[name].owner != BUILTIN_OWNER} <= guests(registry, names).keys()
 
 
 def measure_apart(options: CrossoverOptions, registry: Registry) -> CrossoverTable:
@@ -55,13 +61,18 @@ def measure_apart(options: CrossoverOptions, registry: Registry) -> CrossoverTab
     assert options.backends is not None
     output = options.output
     assert output is not None
+    targets = [record.target for record in registry.plugins if record.target]
     began, budget, files = time.monotonic(), options.budget, guests(registry, options.backends)
     while True:
         options = replace(options, compile_ahead=None)
         at, point, child = "", "its self-test", None
         try:
             with Child(python(CHILD)) as child:
-                message = {"options": base64.b64encode(pickle.dumps(options)).decode(), "threads": torch.get_num_threads()}
+                message = {
+                    "options": base64.b64encode(pickle.dumps(options)).decode(),
+                    "threads": torch.get_num_threads(),
+                    "plugins": targets,
+                }
                 answer = child.ask(message, _START)
                 while "at" in answer:
                     at, point = str(answer["at"]), str(answer["point"])

@@ -21,7 +21,7 @@ from headway.core.select.request import parse_backend_request
 from headway.core.system.files import clean
 from headway.registry import Registry
 from headway.tuning import store
-from headway.tuning.apart import TOOK_ALONG, guests, measure_apart
+from headway.tuning.apart import TOOK_ALONG, all_found_apart, guests, measure_apart
 from headway.tuning.budget import MOST_COMPILING
 from headway.tuning.compare import differences, remarks
 from headway.tuning.convert import to_costs
@@ -195,7 +195,8 @@ def _measure(
         compile_ahead=compile_ahead,
     )
     try:
-        table = measure_apart(options, registry) if guests(registry, available) else run_kernel_level(options, registry)
+        apart = guests(registry, available) and all_found_apart(registry, available)
+        table = (measure_apart if apart else run_kernel_level)(options, registry)
     except (HeadwayError, OSError) as error:
         instead = "rank order instead" if old is None else "the old one is used as it is"
         log.warning("auto: no crossover table could be measured, %s: %s", instead, error)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import platform
 import subprocess
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.system.text import shown
 from headway.testing.installed import cpu_name, installed_versions
 from headway.tuning.timing import Timer
 
@@ -51,6 +52,21 @@ class DeviceIdentity(BaseModel):
     """Distribution -> version, of LIBRARIES that are installed."""
     date: str
     """UTC, ISO 8601."""
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        """A type that was edited no longer agrees with what only a GPU, or only a CPU, has."""
+        try:
+            torch.device(self.type)
+        except RuntimeError:
+            raise ValueError(f"type: needs a device type that torch knows, got {shown(self.type)}") from None
+        gpu = [name for name in ("compute_capability", "sm_count") if getattr(self, name) is not None]
+        if self.type == "cpu" and gpu:
+            raise ValueError(f"type: needs a GPU's, because {gpu[0]} is given, got cpu")
+        if self.type == "cuda" and (self.compute_capability is None or self.threads is not None):
+            why = "threads are given" if self.threads is not None else "no compute_capability is given"
+            raise ValueError(f"type: needs cpu, because {why}, got cuda")
+        return self
 
 
 class DeviceInfo(DeviceIdentity):

@@ -28,7 +28,8 @@ def main() -> None:
     options: CrossoverOptions = pickle.loads(base64.b64decode(request["options"]))
     options = replace(options, compile_ahead=compile_ahead(options.spec.device))
     try:
-        run_kernel_level(options, create_registry(), tell=lambda at, point: say(told, {"at": at, "point": point}))
+        registry = create_registry(request["plugins"], try_files=False)
+        run_kernel_level(options, registry, tell=lambda at, point: say(told, {"at": at, "point": point}))
     except (HeadwayError, OSError) as error:
         say(told, {"error": str(error)})
     else:

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from headway.core.system.child import answers, die_with_parent, how_it_ended, say
 from headway.registry.discovery import FoundPlugin, entry_points
+from headway.registry.given import GivenFile
 from headway.registry.guests import Verdict
 from headway.registry.hookspecs import PROJECT
 from headway.tuning import trial_steps
@@ -152,7 +153,12 @@ def main() -> None:
     told = answers()
     request = json.loads(sys.stdin.readline())
     installed = {(plugin.name, plugin.owner): plugin for plugin in entry_points(PROJECT)}
-    plugins = [installed[wanted["name"], wanted["owner"]] for wanted in request["plugins"]]
+    plugins = [
+        FoundPlugin(wanted["name"], wanted["owner"], GivenFile.of(wanted["file"]))
+        if wanted["file"]
+        else installed[wanted["name"], wanted["owner"]]
+        for wanted in request["plugins"]
+    ]
     for number, verdict in try_all(plugins, request, told.fileno()):
         say(told, {"plugin": number, "verdict": asdict(verdict)})
 

@@ -19,11 +19,12 @@ import torch
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.metadata import Phase
+from headway.core.contract.proposers import ProposerOptions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.selector import DEFAULT_BLOCK_SIZES
-from headway.core.speculation.proposer import ProposerOptions
 from headway.registry import Registry, create_registry
 from headway.registry.discovery import FoundPlugin
+from headway.registry.given import with_hooks
 from headway.tuning.selftest import self_test
 
 T = TypeVar("T")
@@ -124,7 +125,7 @@ def _try(trial: Trial, plugin: FoundPlugin, device: str) -> None:
         loaded = plugin.load()
     if loaded is not None:
         with trial.step("its hooks"):
-            registry.add_plugin(plugin.name, plugin.owner, loaded)
+            registry.add_plugin(plugin.name, plugin.owner, with_hooks(loaded, registry.layouts))
     if plugin.name in registry.brought:
         _try_parts(trial, registry, registry.brought[plugin.name])
         for name in registry.backends:

@@ -62,6 +62,7 @@ class AttentionSpec:
         assert self.v_head_dim <= self.head_dim or not self.value_in_key, "a value inside the key cannot be longer than the key"
         assert self.k_scale == self.v_scale or not self.value_in_key, "a value inside the key has the key's scale"
         assert self.kv_dtype is None or not self.dense, "without a cache it has no element type"
+        assert self.sliding_window is None or self.sliding_window > 0, "a sliding window must be positive"
         assert self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads"
         assert self.alibi_slopes is None or len(self.alibi_slopes) == self.num_heads, "one ALiBi slope a query head"
         assert self.kv_dtype is not None or self.k_scale == self.v_scale == 1.0, "only a cache with its own kv_dtype is scaled"

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headway.core.contract.errors import ConfigError
+from headway.core.engine.kinds import check_attn_options, check_kinds
 from headway.core.sampling.params import SEED_RANGE, is_seed
 
 if TYPE_CHECKING:
     import torch
 
+_MOST_SEQS = 2**20
+"""Buffers of the host and the device have a row for each."""
 BLOCK_MULTIPLE = 8
 """Every block size is a multiple of this: no kernel reads smaller steps."""
 
@@ -82,6 +85,8 @@ class EngineConfig:
         from headway.core.contract.spec import KV_DTYPES  # here, so that the command line's help needs no torch
         from headway.core.select.workload import Workload
 
+        check_kinds(self)
+        check_attn_options(self.attn_options)
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
         self._check_offload()
@@ -89,6 +94,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not (value is None and name != "max_num_seqs") and not _is_count(value):
                 raise ConfigError(name, "a whole number of at least 1", repr(value))
+        if self.max_num_seqs > _MOST_SEQS:
+            raise ConfigError("max_num_seqs", f"a whole number of at most {_MOST_SEQS}", self.max_num_seqs)
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError("gpu_memory_utilization", "a number above 0 and at most 1", repr(share))
@@ -108,9 +115,8 @@ class EngineConfig:
             raise ConfigError("speculate", "steps whose shape changes no bit, which deterministic forbids", self.speculate, hint)
         if not is_seed(self.seed):
             raise ConfigError("seed", SEED_RANGE, repr(self.seed))
-        if self.block_size is not None and self.block_size % BLOCK_MULTIPLE:
-            near = max(BLOCK_MULTIPLE, round(self.block_size / BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
-            raise ConfigError("block_size", f"a multiple of {BLOCK_MULTIPLE}", self.block_size, f"{near} is the nearest")
+        if self.block_size is not None:
+            check_block_size(self.block_size)
 
     def _check_offload(self) -> None:
         modes = "auto", "recompute", "swap"
@@ -183,6 +189,16 @@ class EngineConfig:
                 self.step_tokens,
                 "raise it, lower max_model_len, or turn chunked prefill on",
             )
+
+
+def check_block_size(size: int, option: str = "block_size") -> None:
+    """Check a number of tokens in a cache block.
+
+    :raises ConfigError: no kernel reads blocks of this size.
+    """
+    if size < 1 or size % BLOCK_MULTIPLE:
+        near = max(BLOCK_MULTIPLE, round(size / BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
+        raise ConfigError(option, f"a multiple of {BLOCK_MULTIPLE}", size, f"{near} is the nearest")
 
 
 def parse_bytes(what: str, value: object) -> int:

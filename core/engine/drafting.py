@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from headway.core.contract.proposers import Proposer, SequenceProposer
 from headway.core.engine.config import MAX_DRAFT_TOKENS
 from headway.core.engine.schedule import Schedule
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.stats import EngineStats
-from headway.core.speculation.proposer import Proposer, SequenceProposer
 from headway.core.speculation.times import PLAIN, UNGUESSED, WIDTHS, StepTimes, size_class, width_of
 
 log = logging.getLogger("headway")

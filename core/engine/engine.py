@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.model import Model
+from headway.core.contract.proposers import Proposer
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine import deterministic
 from headway.core.engine.config import EngineConfig
@@ -19,7 +20,6 @@ from headway.core.engine.specs import cache_specs
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.selector import BackendSource
-from headway.core.speculation.proposer import Proposer
 from headway.core.speculation.times import StepTimes
 
 

@@ -110,6 +110,10 @@ class HostRows:
             row.error = str(error) if isinstance(error, GrammarError) else _named(error)
         row.take(started.token_ids[started.num_prompt_tokens :])
 
+    def refuse(self, started: StartedRow, why: str) -> None:
+        """A sequence begins in a row, and is to end with its first token, for this reason."""
+        self._rows[started.row] = HostRow(list(started.token_ids), started.num_prompt_tokens, error=why)
+
     def launched(self, step: Waitable, rows: NDArray[numpy.int32]) -> None:
         """A step was launched that samples in these rows, in its own order."""
         if self._rows:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.text import shown
 
 _POLICY = 'scheduling_policy="priority" serves lower priorities first'
 
@@ -60,7 +61,7 @@ class PromptLimits:
         """
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self.vocab_size:
-                raise PromptError("prompt", f"token ids from 0 to {self.vocab_size - 1}", token)
+                raise PromptError("prompt", f"token ids from 0 to {self.vocab_size - 1}", shown(token))
 
     def check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model.
@@ -76,13 +77,13 @@ class PromptLimits:
         }
         for name, tokens in listed.items():
             if tokens and max(tokens) >= self.vocab_size:
-                raise ConfigError(name, f"token ids from 0 to {self.vocab_size - 1}", max(tokens))
+                raise ConfigError(name, f"token ids from 0 to {self.vocab_size - 1}", shown(max(tokens)))
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
             most = self.vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, self.vocab_size)
             if wanted is not None and (wanted > most or (wanted == -1 and most < self.vocab_size)):
                 raise ConfigError(
-                    name, f"at most max_logprobs={most}", wanted, "raise max_logprobs; -1 allows the whole vocabulary"
+                    name, f"at most max_logprobs={most}", shown(wanted), "raise max_logprobs; -1 allows the whole vocabulary"
                 )
 
     def check_priority(self, priority: int) -> None:

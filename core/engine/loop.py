@@ -187,17 +187,19 @@ class EngineLoop:
     def cache_usage(self) -> CacheUsage:
         """Who uses the cache at this moment."""
         pages = self.capacity.pool.page_format
-        offloaded = 0 if self._offloader is None else self._offloader.num_blocks
-        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.holders, offloaded)
+        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.holders, self._num_offloaded_blocks)
 
     def snapshot(self) -> EngineSnapshot:
         """What it does at this moment, and has done."""
         blocks, scheduler = self.blocks, self.scheduler
         running, waiting = len(scheduler.running), len(scheduler.waiting) + self._entrance.num_waiting
         used = blocks.num_pages - blocks.num_free
-        return EngineSnapshot(
-            time.perf_counter(), running, waiting, blocks.num_pages, used, blocks.num_cached, self.stats.snapshot()
-        )
+        pool = blocks.num_pages, used, blocks.num_cached
+        return EngineSnapshot(time.perf_counter(), running, waiting, *pool, self.stats.snapshot(), self._num_offloaded_blocks)
+
+    @property
+    def _num_offloaded_blocks(self) -> int:
+        return 0 if self._offloader is None else self._offloader.num_blocks
 
     def _read_until(self, left: int) -> None:
         """Read the oldest steps until this many are left; an interrupt while the host waits loses none of them."""

@@ -101,7 +101,7 @@ class Scheduler:
         Empty if all that run only wait for a token under way, and those that wait, for pages.
         """
         if self.offloader is not None:
-            self.add_first(self.offloader.loads.arrived())
+            self.add_first(self.offloader.arrived())
         together = len(self.running) <= self.max_num_batched_tokens and self._make_room()
         step = self._choose(together=True) if together else None
         if step is None:

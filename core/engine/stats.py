@@ -150,3 +150,5 @@ class EngineSnapshot:
     """Held by nobody, and found again by an equal prefix."""
     totals: EngineStats
     """What it has done since it started: subtract those of an earlier snapshot to see a stretch of time."""
+    num_offloaded_blocks: int = 0
+    """Blocks, never pages, that the host's memory keeps, whatever the pool holds of them; none without `kv_offload_size`."""

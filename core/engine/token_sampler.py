@@ -62,16 +62,24 @@ class TokenSampler:
         self._num_logprobs = numpy.zeros(max_num_seqs, dtype=numpy.int64)
 
     def update(self, started: Sequence[StartedRow]) -> None:
-        """Sequences begin in rows."""
+        """Sequences begin in rows. One whose parameters cannot be taken in ends alone, with its first token."""
         for each in started:
-            row, params = each.row, each.params
-            need = need_of(params)
-            self._seeds[row], self._scales[row], self._needs[row] = each.seed % 2**64, scale_of(params), need
-            self._least_len[row] = each.num_prompt_tokens + params.min_tokens
-            self._num_logprobs[row] = self._vocab_size if params.logprobs == -1 else params.logprobs or 0
-            if need & SHAPING:
-                self._shaper.start(row, params, need, each.token_ids, each.num_prompt_tokens, each.stop_token_ids)
-            self._hosts.start(each, bool(need & ON_HOST))
+            try:
+                self._start(each)
+            except Exception as error:  # whatever its own parameters cause
+                self._scales[each.row] = self._least_len[each.row] = self._num_logprobs[each.row] = 0
+                self._needs[each.row] = Need.PROCESSOR
+                self._hosts.refuse(each, f"sampling_params: {type(error).__name__}: {error}")
+
+    def _start(self, each: StartedRow) -> None:
+        row, params = each.row, each.params
+        need = need_of(params)
+        self._seeds[row], self._scales[row], self._needs[row] = each.seed % 2**64, scale_of(params), need
+        self._least_len[row] = each.num_prompt_tokens + params.min_tokens
+        self._num_logprobs[row] = self._vocab_size if params.logprobs == -1 else params.logprobs or 0
+        if need & SHAPING:
+            self._shaper.start(row, params, need, each.token_ids, each.num_prompt_tokens, each.stop_token_ids)
+        self._hosts.start(each, bool(need & ON_HOST))
 
     def draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws:
         """How a graph chooses the tokens at these positions; a row whose logits change first is greedy there, at less cost."""

@@ -11,7 +11,12 @@ from typing import Any, Final
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.unknown import knows_its_fields
 from headway.core.sampling.structured import StructuredOutputsParams
+from headway.core.system.text import shown
 
+MOST_COMPLETIONS: Final = 16384
+"""The largest n and best_of, vLLM's default (VLLM_MAX_N_SEQUENCES): each completion is a sequence in the engine's memory."""
+MOST_LISTED: Final = 2**24
+"""The longest list of token ids: more than any vocabulary has."""
 MOST_BIAS = 100.0
 """The largest logit_bias; the softmax of anything beyond is 0 or 1."""
 
@@ -126,6 +131,7 @@ class SamplingParams:
         self._need("seed", self.seed is None or is_seed(self.seed), SEED_RANGE)
         penalty = self.repetition_penalty
         self._need("repetition_penalty", _number(penalty) and penalty > 0, "a number above 0", "1 changes nothing")
+        self._need("repetition_penalty", 2.0**-100 <= penalty <= 2.0**100, "a number from 2**-100 to 2**100", "1 changes nothing")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             self._need(name, _number(value) and -2 <= value <= 2, "a number from -2 to 2", "0 changes nothing")
@@ -135,6 +141,8 @@ class SamplingParams:
         self._need("extra_args", self.extra_args is None or isinstance(self.extra_args, Mapping), "a mapping")
         kinds = ", ".join(map(str, RequestOutputKind))
         self._need("output_kind", isinstance(self.output_kind, RequestOutputKind), f"one of {kinds}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            self._need(name, isinstance(getattr(self, name), bool), "True or False")
         known = all(callable(each) or isinstance(each, str) for each in self.logits_processors or ())
         self._need("logits_processors", known, "a list of functions, or of names that plugins registered")
 
@@ -143,13 +151,13 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         for name, need in _LISTS.items():
             value = getattr(self, name)
-            self._need(name, value is None or (isinstance(value, Sequence) and not isinstance(value, (str, bytes))), need)
+            self._need(name, value is None or _listed(value), need)
             object.__setattr__(self, name, tuple(value or ()))
-        self._need("stop", all(isinstance(text, str) and text for text in self.stop or ()), "texts that are not empty")
-        self._need("bad_words", all(isinstance(text, str) and text for text in self.bad_words or ()), "texts that are not empty")
+        self._need("stop", all(map(_text, self.stop or ())), "texts of Unicode that are not empty")
+        self._need("bad_words", all(map(_text, self.bad_words or ())), "texts of Unicode that are not empty")
 
     def _check_counts(self) -> None:
-        self._need("n", _whole(self.n) and self.n >= 1, "a whole number of at least 1")
+        self._need("n", _whole(self.n) and 1 <= self.n <= MOST_COMPLETIONS, f"a whole number from 1 to {MOST_COMPLETIONS}")
         most = self.max_tokens
         self._need("max_tokens", most is None or (_whole(most) and most >= 1), "a whole number of at least 1, or None")
         room = "at least 0" if most is None else f"from 0 to max_tokens={most}"
@@ -157,7 +165,9 @@ class SamplingParams:
         self._need("min_tokens", fits, f"a whole number, {room}")
         best = self.best_of
         self._need(
-            "best_of", best is None or (_whole(best) and best >= self.n), f"a whole number of at least n={self.n}, or None"
+            "best_of",
+            best is None or (_whole(best) and self.n <= best <= MOST_COMPLETIONS),
+            f"a whole number from n={self.n} to {MOST_COMPLETIONS}, or None",
         )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -171,12 +181,10 @@ class SamplingParams:
         self._need("stop_token_ids", _ids(self.stop_token_ids), "token ids")
         if self.allowed_token_ids is not None:
             allowed = self.allowed_token_ids
-            listed = isinstance(allowed, Sequence) and not isinstance(allowed, (str, bytes)) and len(allowed) > 0
-            self._need("allowed_token_ids", listed and _ids(allowed), "a list of at least one token id, or None")
+            self._need("allowed_token_ids", _filled_with_ids(allowed), "a list of at least one token id, or None")
             object.__setattr__(self, "allowed_token_ids", tuple(allowed))
         words = self.bad_words_token_ids or ()
-        listed = all(isinstance(word, Sequence) and len(word) > 0 and _ids(word) for word in words)
-        self._need("bad_words_token_ids", listed, "lists of at least one token id")
+        self._need("bad_words_token_ids", all(map(_filled_with_ids, words)), "lists of at least one token id")
         bias = self.logit_bias
         fits = bias is None or (
             isinstance(bias, Mapping)
@@ -187,7 +195,7 @@ class SamplingParams:
 
     def _need(self, name: str, ok: bool, need: str, hint: str = "") -> None:
         if not ok:
-            raise ConfigError(name, need, repr(getattr(self, name)), hint)
+            raise ConfigError(name, need, shown(getattr(self, name)), hint)
 
     @property
     def greedy(self) -> bool:
@@ -225,5 +233,32 @@ def _ids(values: Sequence[object] | None) -> bool:
     return all(_whole(value) and value >= 0 for value in values or ())  # type: ignore[operator]
 
 
+def _text(value: object) -> bool:
+    """Whether it is a text that a tokenizer takes; halves of surrogate pairs are none."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _listed(value: object) -> bool:
+    """Whether it is a list of a length that memory holds; a range may be of any."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray, memoryview)):
+        return False
+    try:
+        return len(value) <= MOST_LISTED
+    except OverflowError:
+        return False
+
+
+def _filled_with_ids(value: Any) -> bool:
+    return _listed(value) and len(value) > 0 and _ids(value)
+
+
 def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # of a whole number that no float can hold
+        return False

@@ -47,7 +47,7 @@ class LogitsShaper:
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._device = device
+        self._vocab_size, self._device = vocab_size, device
         self._numbers = RowTable(0.0, torch.float32, device)
         """Repetition, presence and frequency penalty, 1 / temperature, top_k, top_p, min_p."""
         self._prompt_lens = RowTable(0, torch.int64, device)
@@ -66,14 +66,14 @@ class LogitsShaper:
     ) -> None:
         """A sequence begins in a row, having these tokens. stops: what min_tokens keeps from coming."""
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        likely = float(max(params.top_k, 0)), params.top_p, params.min_p
+        likely = float(min(max(params.top_k, 0), self._vocab_size)), params.top_p, params.min_p
         self._numbers.set(row, [*penalties, scale_of(params) or 1.0, *likely])
         self._prompt_lens.set(row, [num_prompt_tokens])
         if need & OF_HISTORY:
             self._tokens.set(row, tokens)
         words = params.bad_words_token_ids or ()
         if need & (Need.BIAS | Need.MIN_TOKENS):
-            least = num_prompt_tokens + params.min_tokens
+            least = min(num_prompt_tokens + params.min_tokens, _FOREVER)
             entries = [(token, value, _FOREVER) for token, value in (params.logit_bias or {}).items()]
             entries += [(word[0], -numpy.inf, _FOREVER) for word in words if len(word) == 1]
             entries += [(token, -numpy.inf, least) for token in stops if params.min_tokens]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from headway.core.contract.proposers import ProposerInfo, ProposerOptions
 from headway.core.speculation.ngram import NgramProposer
-from headway.core.speculation.proposer import ProposerInfo, ProposerOptions
 from headway.core.speculation.suffix import SuffixProposer
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headway.core.contract.proposers import ProposerOptions
 from headway.core.speculation.occurrences import Guess, Occurrences, Remembered
-from headway.core.speculation.proposer import ProposerOptions
 
 
 class SuffixProposer:

@@ -21,6 +21,16 @@ def harmless(text: str, keep: str = "") -> str:
     return "".join(sign if sign in keep or unicodedata.category(sign) not in _INVISIBLE else _escaped(sign) for sign in text)
 
 
+def shown(value: object, most: int = 120) -> str:
+    """A value of any kind in an error's one line: its repr, cut in the middle where it is long."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of too many digits, somebody's own __repr__
+        text = f"a {type(value).__name__} that cannot be printed"
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
+
+
 def markdown(text: str) -> str:
     """Text inside of a line or a cell of Markdown, where it is neither markup nor HTML."""
     escaped = _MARKDOWN.sub(lambda found: "\\" + found[0], harmless(text))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from headway.cli.options import PluginFiles, dtype_of, names_of, requests_of, sizes_of
+from headway.cli.options import PluginFiles, block_sizes_of, dtype_of, names_of, requests_of, sizes_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
@@ -134,7 +134,7 @@ def crossover(
         spec=spec,
         backends=names_of(backends),
         layouts=names_of(layouts),
-        block_sizes=sizes_of("--block-sizes", block_sizes) or BLOCK_SIZES,
+        block_sizes=block_sizes_of(block_sizes) or BLOCK_SIZES,
         grid=grid(place.type, [phase for phase in PHASES if phase in chosen], batches, lens),
         refine=refine,
         budget=parse_seconds("--budget", budget),

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.options import PluginFiles, dtype_of, names_of, sizes_of
+from headway.cli.options import PluginFiles, block_sizes_of, dtype_of, names_of
 from headway.core.system.terminal import Terminal
 
 _FILE_WIDTH = 240
@@ -70,7 +70,7 @@ def kernel(
         dtype=dtype_of("--dtype", dtype, DTYPES),
         kv_dtype=dtype_of("--kv-dtype", kv_dtype, {**DTYPES, **KV_DTYPES}),
         layouts=names_of(layouts),
-        block_sizes=sizes_of("--block-sizes", block_sizes),
+        block_sizes=block_sizes_of(block_sizes),
         device=place,
         timer=Timer(warmup_ms, rep_ms),
         seed=seed,
@@ -85,3 +85,6 @@ def kernel(
     if output is not None:
         write_json(report, output)
         console.print(f"written to {output}", highlight=False)
+    if not any(cell.status == "ok" for cell in report.cells):
+        Terminal(stderr=True, soft_wrap=True).print("headway: nothing was measured: every cell failed, for the reasons above")
+        raise typer.Exit(1)

@@ -97,12 +97,15 @@ def explain(
 ) -> None:
     """Say which backend a step takes, the runner-up and the gap, and why each other one does not."""
     from headway.core.contract.latent import phases_of, spec_in
+    from headway.core.engine.config import check_block_size
     from headway.core.select.selector import Selector
     from headway.core.select.workload import Workload
     from headway.registry import create_registry
     from headway.tuning.convert import to_costs
     from headway.tuning.device import resolve_device
 
+    if block_size is not None:
+        check_block_size(block_size, "--block-size")
     specs = [layer(part, dtype, "auto", resolve_device(device)) for part in (geometry.split("+", 1) if geometry else [None])]
     expanded = {} if len(specs) == 1 else {specs[0]: replace(specs[1], dense=True)}
     registry = create_registry(plugin or ())

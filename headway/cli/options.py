@@ -45,10 +45,23 @@ def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | N
     names = names_of(text)
     if names is None:
         return None
-    if not all(name.isdigit() and int(name) >= least for name in names):
+    if not all(name.isascii() and name.isdigit() and len(name) < 19 and int(name) >= least for name in names):
         need = "positive numbers" if least else "numbers"
         raise ConfigError(option, f"{need}, comma-separated, such as 16,256", repr(text))
     return [int(name) for name in names]
+
+
+def block_sizes_of(text: str | None, option: str = "--block-sizes") -> Sequence[int] | None:
+    """Block sizes from a comma-separated text; None where there are none.
+
+    :raises ConfigError: one that no cache can have.
+    """
+    from headway.core.engine.config import check_block_size
+
+    sizes = sizes_of(option, text)
+    for size in sizes or ():
+        check_block_size(size, option)
+    return sizes
 
 
 def dtype_of(option: str, name: str, known: dict[str, torch.dtype]) -> torch.dtype | None:

@@ -18,6 +18,7 @@ import typer
 from documented import ROOT, Block, blocks, headway_arguments, nav_pages, pages, pattern
 from headway.cli.app import app
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.folders import cache_folder
 from sandbox import install
 
 BLOCKS = [block for page in pages() for block in blocks(page)]
@@ -96,6 +97,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(folder / "examples" / f"headway-{example}" / f"headway_{example}.py", folder)
     source = (folder / "headway_example.py").read_text()
     (folder / "my_backend.py").write_text(re.sub(r"\bExample\b", "MyBackend", source))
+    (folder / "cache").mkdir()
+    (folder / "cache" / "models").symlink_to(cache_folder() / "models")
     (folder / "installed").mkdir()
     install(folder / "installed", "headway_layout", (folder / "headway_layout.py").read_text())
     return folder

@@ -11,10 +11,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from headway.new_backend import distribution_of, new_backend
 
 from headway.contract import API_VERSION
 from headway.core.contract.errors import ConfigError
+from headway.new_backend import distribution_of, new_backend
 from headway.registry import create_registry
 from headway.registry.given import load_file
 from headway.testing.cells import Cell

@@ -61,6 +61,13 @@ def test_the_line_never_exceeds_80_columns_and_leaves_out_what_is_nought() -> No
     assert "outside a graph: 10,000,000 more tokens than were captured" in page
 
 
+def test_blocks_in_the_hosts_memory_are_shown_where_there_are_any() -> None:
+    now = EngineSnapshot(1.0, 0, 0, 512, 0, 256, EngineStats(), num_offloaded_blocks=1234)
+    assert stats_line(now, NONE) == "run 0 | 0.0 tok/s | blocks 0%, cached 50%, host 1,234"
+    assert "blocks     0 of 512 used, 256 cached; 1,234 kept in the host's memory" in stats_page(now, NONE)
+    assert "host" not in "\n".join([stats_line(NONE, NONE), *stats_page(NONE, NONE)])
+
+
 def test_lines_come_into_the_log_in_an_interval(tiny_model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="log_stats_interval: needs a number of seconds above 0, got 0"):
         LLM(str(tiny_model_folder), log_stats_interval=0)

@@ -47,7 +47,7 @@ class Block:
         """The lines that a shell gets: those after "$ " of a console, all of an indented block that begins with a command."""
         if self.language == "console":
             lines = [line[2:] for line in _joined(self.text) if line.startswith("$ ")]
-        elif self.language == "commands" and re.match(r"(headway|python -m|make|pip|pytest|time) ", self.text):
+        elif self.language == "commands" and re.match(r"(\w+=\S+ )*(headway|python -m|make|pip|pytest|time) ", self.text):
             lines = [line for line in _joined(self.text) if not line.startswith((" ", "#", "✗", "LLM("))]
         else:
             lines = []

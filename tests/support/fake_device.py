@@ -11,11 +11,13 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
+from demands import demand
 from headway.core.engine.executor import Capacity
 from headway.core.engine.groups import NULL_PAGE
 from headway.core.engine.step import NEWEST, Sampled, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import NOT_A_TOKEN, keys_of
+from moving import Moving
 
 Words = NDArray[numpy.uint64]
 
@@ -26,16 +28,6 @@ STOP = WORDS
 VOCABULARY = WORDS + 1
 _BASE = 0x9E3779B97F4A7C15
 _GARBAGE = 0xDEAD
-
-
-class Violation(BaseException):
-    """The engine has asked for what is wrong. No Exception, for the engine takes those for faults of the device."""
-
-
-def demand(holds: object, what: str) -> None:
-    """:raises Violation: it does not hold."""
-    if not holds:
-        raise Violation(what)
 
 
 class History:
@@ -100,6 +92,7 @@ class FakeDevice:
     """Share of steps that fail."""
     ooms: int = 0
     """Steps for which memory will be too small."""
+    mover: Moving | None = field(default=None, init=False)
     faulty: bool = field(default=False, init=False)
     num_steps: int = field(default=0, init=False)
     num_faults: int = field(default=0, init=False)
@@ -114,6 +107,14 @@ class FakeDevice:
         self.prefixes: Words = numpy.zeros((rows, longest), dtype=numpy.uint64)
         self.newest_at: NDArray[numpy.int64] = numpy.full(rows, -1, dtype=numpy.int64)
         self.seed_of: NDArray[numpy.int64] = numpy.full(rows, -1, dtype=numpy.int64)
+
+    def read_page(self, page: int) -> Words:
+        """See PageMemory."""
+        return self.memory[page].copy()
+
+    def write_page(self, page: int, content: Words) -> None:
+        """See PageMemory."""
+        self.memory[page] = content
 
     def capture(self) -> None:
         """There is nothing to capture."""
@@ -220,7 +221,7 @@ class FakeDevice:
             if len(wrong):
                 index, position = wrong[0].tolist()
                 seed = int(self.seed_of[step.rows[index]])
-                raise Violation(f"step {self.num_steps}, group {number}: {seed} reads another's cache at {position}")
+                demand(False, f"step {self.num_steps}, group {number}: {seed} reads another's cache at {position}")
 
     def _sample(self, step: StepInput) -> Sampled:
         """The tokens that the histories say, after the guesses that hold."""

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from demands import demand
 from headway.core.engine.offload.costs import LinkRates
 from headway.core.engine.offload.mover import KeptPage
 from headway.core.engine.offload.tier import PageName
 
 Result = TypeVar("Result")
 Work = Callable[[], frozenset[PageName]]
-Content = dict[int, Hashable]
-"""What the slots (places) of a page hold."""
+
+
+class PageMemory(Protocol):
+    """The pool's memory, by the page."""
+
+    def read_page(self, page: int) -> Any:
+        """What a page holds now."""
+
+    def write_page(self, page: int, content: Any) -> None:
+        """Make it hold that."""
 
 
 class Later(Generic[Result]):
     """Has ended once it was asked this many times."""
 
-    def __init__(self, result: Result, asked: int) -> None:
-        self._result, self._left = result, asked
+    def __init__(self, result: Result, asked: int, fault: Exception | None = None) -> None:
+        self._result, self._left, self._fault = result, asked, fault
 
     def done(self) -> bool:
         self._left -= 1
@@ -28,46 +38,66 @@ class Later(Generic[Result]):
 
     def result(self) -> Result:
         self._left = 0
+        if self._fault is not None:
+            raise self._fault
         return self._result
 
 
 class Moving:
-    """See PageMover. The pool is given as (page, place) -> what is there; what a slot holds changes as late as it may."""
+    """See PageMover. What a slot or the disk holds changes as late as it may.
+
+    A call that fails may have done half of what it should.
+    """
 
     def __init__(
         self,
-        pool: MutableMapping[tuple[int, int], Hashable],
+        pool: PageMemory,
         num_slots: int,
         random: Random,
         max_stored: int = 0,
-        disk: dict[PageName, tuple[bytes, Content]] | None = None,
+        disk: dict[PageName, tuple[bytes, Any]] | None = None,
         faults: float = 0.0,
         rate: float = 1e12,
+        latest: int = 4,
+        broken: float = 0.0,
     ) -> None:
-        """faults: share of the pages that the disk loses. rate: bytes per second of the link."""
+        """faults: share of the pages that the disk loses. rate: bytes per second of the link. latest: how often a transfer is
+        asked at most before it has ended. broken: share of the calls that raise, or whose transfer does."""
         self.num_slots, self.max_stored, self.rates = num_slots, max_stored, LinkRates(rate, rate)
         self.disk = {} if disk is None else disk
         self.stored = list(self.disk)
-        self._pool, self._random, self._faults = pool, random, faults
-        self._slots: dict[int, Content] = {}
-        self._busy: dict[int, Fetching] = {}
+        self._pool, self._random, self._faults, self._latest = pool, random, faults, latest
+        self.broken = broken
+        self._slots: dict[int, Any] = {}
+        self._queue: deque[OnDisk] = deque()
+        """What the disk has yet to do, in order."""
+        self._busy: dict[int, OnDisk] = {}
         """What the disk did last with a slot."""
-        self._fetched: dict[int, Fetching] = {}
-        self.moved_out = self.moved_back = 0
+        self._fetched: dict[int, OnDisk] = {}
+        self.moved_out = self.moved_back = self.num_broken = 0
 
     def move(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]]) -> Later[None]:
+        fault = None
+        if self._breaks():
+            back = back[: len(back) // 2]
+            fault = RuntimeError("a copy has failed")
+            if not back or self._random.random() < 0.5:
+                self._move(out[: len(out) // 2], back)
+                raise fault
+        self._move(out, back)
+        return Later(None, self._random.randint(0, self._latest), fault)
+
+    def _move(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]]) -> None:
         for page, slot in out:
-            assert slot not in self._busy or self._busy[slot].ended, "a slot is overwritten while it is stored or fetched"
-            self._slots[slot] = {place: held for (number, place), held in self._pool.items() if number == page}
+            demand(slot not in self._busy or self._busy[slot].ended, "a slot is overwritten while it is stored or fetched")
+            self._slots[slot] = self._pool.read_page(page)
         for slot, page in back:
-            assert slot not in self._fetched or self._fetched[slot].ended, "a slot is read before it was fetched"
-            for place, held in self._slots[slot].items():
-                self._pool[page, place] = held
+            demand(slot not in self._fetched or self._fetched[slot].ended, "a slot is read before it was fetched")
+            self._pool.write_page(page, self._slots[slot])
         self.moved_out += len(out)
         self.moved_back += len(back)
-        return Later(None, self._random.randrange(4))
 
-    def store(self, pages: Sequence[KeptPage]) -> Fetching:
+    def store(self, pages: Sequence[KeptPage]) -> OnDisk:
         def work() -> frozenset[PageName]:
             failed = {page.name for page in pages if self._random.random() < self._faults}
             self.disk.update({page.name: (page.tokens, self._slots[page.slot]) for page in pages if page.name not in failed})
@@ -75,40 +105,54 @@ class Moving:
 
         return self._begin(pages, work)
 
-    def fetch(self, pages: Sequence[KeptPage]) -> Fetching:
+    def fetch(self, pages: Sequence[KeptPage]) -> OnDisk:
         def work() -> frozenset[PageName]:
             failed = {page.name for page in pages if page.name not in self.disk or self._random.random() < self._faults}
             for page in pages:
                 if page.name not in failed:
                     tokens, self._slots[page.slot] = self.disk[page.name]
-                    assert tokens == page.tokens
+                    demand(tokens == page.tokens, "a file holds other tokens than its name says")
             return frozenset(failed)
 
         begun = self._begin(pages, work)
         self._fetched.update({page.slot: begun for page in pages})
         return begun
 
-    def _begin(self, pages: Sequence[KeptPage], work: Work) -> Fetching:
-        begun = Fetching(work, self._random.randrange(5), {page.name for page in pages})
+    def discard(self, names: Sequence[PageName]) -> None:
+        def work() -> frozenset[PageName]:
+            for name in names:
+                self.disk.pop(name, None)
+            return frozenset()
+
+        self._queue.append(OnDisk(self._queue, work, self._random.randint(0, self._latest)))
+
+    def finish(self) -> None:
+        """Do what the disk has yet to do."""
+        if self._queue:
+            self._queue[-1].result()
+
+    def _begin(self, pages: Sequence[KeptPage], work: Work) -> OnDisk:
+        if self._breaks():
+            raise RuntimeError("the disk's thread has gone")
+        begun = OnDisk(self._queue, work, self._random.randint(0, self._latest))
         for page in pages:
-            assert page.slot not in self._busy or self._busy[page.slot].ended, "a slot is used twice"
+            demand(page.slot not in self._busy or self._busy[page.slot].ended, "a slot is used twice")
             self._busy[page.slot] = begun
+        self._queue.append(begun)
         return begun
 
-    def discard(self, names: Sequence[PageName]) -> None:
-        for begun in self._busy.values():
-            if not begun.names.isdisjoint(names):  # the disk works in order
-                begun.result()
-        for name in names:
-            self.disk.pop(name, None)
+    def _breaks(self) -> bool:
+        broken = self._random.random() < self.broken
+        self.num_broken += broken
+        return broken
 
 
-class Fetching:
-    """Work that is done when it ends."""
+class OnDisk:
+    """Work that is done when it ends, after all that the disk was asked for before it."""
 
-    def __init__(self, work: Work, asked: int, names: set[PageName]) -> None:
-        self.names = names
-        self._work, self._left, self.ended = work, asked, False
+    def __init__(self, queue: deque[OnDisk], work: Work, asked: int) -> None:
+        self.ended = False
+        self._queue, self._work, self._left = queue, work, asked
         self._result: frozenset[PageName] = frozenset()
 
     def done(self) -> bool:
@@ -118,6 +162,7 @@ class Fetching:
         return self.ended
 
     def result(self) -> frozenset[PageName]:
-        if not self.ended:
-            self._result, self.ended = self._work(), True
+        while not self.ended:
+            first = self._queue.popleft()
+            first._result, first.ended = first._work(), True
         return self._result

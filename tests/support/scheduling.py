@@ -66,6 +66,14 @@ class Cache:
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         """What each slot (page, place) holds, whatever the group that wrote it: the group, and the prefix."""
 
+    def read_page(self, page: int) -> dict[int, tuple[int, ...]]:
+        """See PageMemory."""
+        return {place: held for (number, place), held in self.slots.items() if number == page}
+
+    def write_page(self, page: int, content: dict[int, tuple[int, ...]]) -> None:
+        """See PageMemory."""
+        self.slots.update({(page, place): held for place, held in content.items()})
+
     def run(self, step: Schedule, running: list[Sequence]) -> None:
         """Make the copies of a step, then its sequences' tokens, as a device does."""
         copied = {}

@@ -91,6 +91,8 @@ class Loads:
         self._loads: list[Load] = []
         self._returned: list[Sequence] = []
         """Sequences that wait no longer, until they are asked for."""
+        self.unlucky: set[Sequence] = set()
+        """Those that a copy failed for, until they run: they are computed."""
 
     @property
     def holders(self) -> list[Sequence]:
@@ -139,6 +141,11 @@ class Loads:
 
     def arrived(self) -> list[Sequence]:
         """Sequences that wait no longer: with the pages that came for them, or with none where something failed."""
+        returned, self._returned = self._returned, []
+        return returned
+
+    def look(self) -> None:
+        """See what has come. What is wrong with a copy is raised."""
         for load in list(self._loads):
             if load.fetching is not None and load.fetching.done():
                 if self._shelf.fetched(load.fetching):
@@ -147,12 +154,11 @@ class Loads:
                     continue
                 load.fetching = None
             if load.moving is not None and load.moving.done():
+                load.moving.result()
                 load.seq.num_computed = load.length
                 self._blocks.advance(load.seq)
                 self._stats.offload_hits += load.spared
                 self._end(load)
-        returned, self._returned = self._returned, []
-        return returned
 
     @property
     def occupied(self) -> bool:
@@ -173,14 +179,17 @@ class Loads:
             if load.seq.finished:
                 self._cancel(load)
         self._returned = [seq for seq in self._returned if not seq.finished]
+        self.unlucky = {seq for seq in self.unlucky if not seq.finished}
 
-    def cancel_all(self) -> None:
-        """Let everybody go without the pages."""
+    def cancel_all(self, failed: bool = False) -> None:
+        """Let everybody go without the pages. failed: for their copies fail, and would the next time."""
+        if failed:
+            self.unlucky.update(load.seq for load in self._loads)
         for load in list(self._loads):
             self._cancel(load)
 
     def wait(self) -> None:
-        """Wait until the first load has come a step further."""
+        """Wait until the first load has come a step further. What is wrong with a copy is raised."""
         if self._loads and not self._returned:
             load = self._loads[0]
             pending = load.moving if load.fetching is None else load.fetching

@@ -100,7 +100,7 @@ class Offloader:
 
     def bring_back(self, seq: Sequence) -> bool:
         """Begin to bring back the start of a sequence that is next in the queue and holds nothing; False: it need not wait."""
-        if seq.tables or not (self.tier or self._shelf) or seq.computes_whole_prompt:
+        if seq.tables or not (self.tier or self._shelf) or seq.computes_whole_prompt or seq in self.loads.unlucky:
             return False
         if self._mode == RECOMPUTE and seq.num_preemptions:
             return False
@@ -117,6 +117,14 @@ class Offloader:
             return False
         return self.loads.begin(seq, length, spared, names)
 
+    def arrived(self) -> list[Sequence]:
+        """Sequences that wait for pages no longer."""
+        try:
+            self.loads.look()
+        except Exception as error:
+            self._copy_failed(error)
+        return self.loads.arrived()
+
     def remove_finished(self) -> None:
         """Forget sequences that have ended."""
         self.loads.remove_finished()
@@ -126,6 +134,7 @@ class Offloader:
     def let_go(self, seq: Sequence) -> None:
         """A sequence runs: nothing need be kept for it any more."""
         self.tier.unlock(self._swapped.pop(seq, ()))
+        self.loads.unlucky.discard(seq)
 
     # What the loop calls.
 
@@ -142,12 +151,17 @@ class Offloader:
             self._move()
             self.loads.fetch()
             self._shelf.flush(idle)
-        except Exception as error:  # whatever a copy raises: what the tier should hold it may not
-            log.warning("offload: a copy failed, so all that was offloaded is forgotten: %s", error)
-            self._stats.offload_failures["a copy failed"] += 1
-            self.forgotten(everywhere=False)
-        if wait:
-            self.loads.wait()
+            if wait:
+                self.loads.wait()
+        except Exception as error:
+            self._copy_failed(error)
+
+    def _copy_failed(self, error: Exception) -> None:
+        """Whatever a copy raises: what the tier should hold it may not."""
+        log.warning("offload: a copy failed, so all that was offloaded is forgotten: %s", error)
+        self._stats.offload_failures["a copy failed"] += 1
+        self.loads.cancel_all(failed=True)
+        self.forgotten(everywhere=False)
 
     def _move(self) -> None:
         begun = self.loads.to_move()

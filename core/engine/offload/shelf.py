@@ -51,11 +51,11 @@ class Shelf:
     def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
         """Begin to read pages into their slots, which stay locked until that has ended."""
         names = [page.name for page in pages]
+        pending = self._mover.fetch(pages)
         self._tier.lock(names)
         for name in names:
             if name in self._names:
                 self._names.move_to_end(name)  # used last
-        pending = self._mover.fetch(pages)
         self._fetching.append((pending, names))
         return pending
 
@@ -91,11 +91,11 @@ class Shelf:
             if pending.done() and self._adrift.intersection(names):
                 self.fetched(pending)
         pages = self._unwritten + (self._unread if idle else [])
+        if pages:
+            names = [page.name for page in pages]
+            self._storing.append((self._mover.store(pages), names))  # if it raises, `forget` lets go of the pages
+            self._names.update(dict.fromkeys(names))
         self._unwritten, self._unread = [] if idle else self._unread, []
-        if not pages:
-            return
-        self._names.update(dict.fromkeys(page.name for page in pages))
-        self._storing.append((self._mover.store(pages), [page.name for page in pages]))
         surplus = [name for name, _ in zip(self._names, range(len(self._names) - self._mover.max_stored), strict=False)]
         for name in surplus:
             del self._names[name]

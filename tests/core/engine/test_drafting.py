@@ -119,7 +119,7 @@ def test_measured_drafts_change_no_token(registry: Registry, params: SamplingPar
 
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 def test_the_built_in_proposers_change_no_token(registry: Registry, name: str) -> None:
-    from headway.core.speculation.proposer import ProposerOptions
+    from headway.core.contract.proposers import ProposerOptions
 
     plain = [each.token_ids for each in generate(Engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
     proposer = registry.proposer(name).make(ProposerOptions())

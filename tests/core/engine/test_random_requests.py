@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from driving import drain
 from fake_device import STOP, VOCABULARY, WORDS, FakeDevice, History
+from headway.core.engine import loop
 from headway.core.engine.config import MAX_DRAFT_TOKENS, EngineConfig
 from headway.core.engine.deterministic import IndependentScheduler
 from headway.core.engine.drafting import Drafting
@@ -17,9 +21,12 @@ from headway.core.engine.executor import Capacity
 from headway.core.engine.groups import CacheGroup, PageFormat
 from headway.core.engine.limits import PromptLimits
 from headway.core.engine.loop import EngineLoop
+from headway.core.engine.offload import clock
+from headway.core.engine.offload.tier import PageName
 from headway.core.engine.pool import PoolSize
 from headway.core.engine.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
+from moving import Moving
 
 MAX_MODEL_LEN = 96
 GROUPS: list[Callable[[int], tuple[CacheGroup, ...]]] = [
@@ -30,6 +37,9 @@ GROUPS: list[Callable[[int], tuple[CacheGroup, ...]]] = [
     lambda size: (CacheGroup(size), CacheGroup(2 * size, window=30), CacheGroup(size, window=12)),
 ]
 """Cache groups, for a block size."""
+
+
+FAULTS = "a copy failed", "not read from disk", "not written to disk", "host tier full of what is locked"
 
 
 @dataclass
@@ -48,6 +58,19 @@ class Guesser:
 
     def finish(self, token_ids: Sequence[int]) -> None:
         pass
+
+
+@dataclass
+class Ticks:
+    """Stands for the module `time`: a clock that goes on when it is read, by times of which one is a hundred times the other."""
+
+    draw: Random
+    unit: float
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.unit * self.draw.choice([1, 10, 100])
+        return self.now
 
 
 @dataclass
@@ -95,11 +118,12 @@ class World:
         pages = PageFormat(groups, size, page_bytes=1)
         sequences = draw.choice([1, 3, 1 + rows // 4, rows])  # in a small pool sequences are preempted all the time
         pool = PoolSize(pages.reserved + sequences * pages.pages_for(MAX_MODEL_LEN, chunk) + draw.randint(0, 5), pages, chunk)
+        self.capacity = Capacity(pool, rows, MAX_MODEL_LEN)
         self.histories: dict[int, History] = {}
-        failing = draw.random() < 0.4
-        faults, ooms = (0.04, draw.randint(0, 2)) if failing else (0.0, 0)
-        self.device = FakeDevice(Capacity(pool, rows, MAX_MODEL_LEN), self.histories, Random(seed), faults, ooms)
-        config = EngineConfig(
+        self.failing = draw.random() < 0.4
+        keeps = caching and not independent and draw.random() < 0.8
+        options = self.beyond_the_pool() if keeps else {}
+        self.config = EngineConfig(
             max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=budget,
             max_num_seqs=rows,
@@ -107,19 +131,59 @@ class World:
             enable_prefix_caching=caching and not independent,
             async_scheduling=overlap,
             scheduling_policy="priority" if self.priorities else "fcfs",
+            **options,
         )
+        self.scheduler = IndependentScheduler if independent else Scheduler
+        self.drafts = drafts and not independent
+        self.ticks = Ticks(Random(seed), draw.choice([1e-7, 1e-5, 1e-3]))
+        self.stems = [[draw.randrange(WORDS) for _ in range(draw.randint(4, 70))] for _ in range(4)]
+        self.counts: Counter[str] = Counter()
+        """What has happened, so that a test can tell whether what it is about has."""
+        self.told = f"seed {seed}: {len(groups)} groups of {size}, {pool.num_pages} pages, {self.failing=}, {self.config}"
+
+    def beyond_the_pool(self) -> dict[str, Any]:
+        """Draw the engine's options of memory beyond the pool; a page is one byte."""
+        draw, num_pages = self.draw, self.capacity.pool.num_pages
+        options: dict[str, Any] = {
+            "preemption_mode": draw.choice(["auto", "auto", "recompute", "swap"]),
+            "kv_offload_size": draw.choice([1, 4, num_pages // 2 + 1, 2 * num_pages]),
+        }
+        if draw.random() < 0.5:
+            options |= {"kv_offload_dir": "a folder", "kv_offload_dir_size": draw.choice([1, num_pages, 10 * num_pages])}
+        self.disk: dict[PageName, tuple[bytes, Any]] = {}
+        broken = draw.choice([0.0, 0.0, 0.02])
+        lost, latest, rate = draw.choice([0.0, 0.1]), draw.choice([0, 4, 30]), draw.choice([1e3, 1e6, 1e12])
+        self.transfers = {"faults": lost, "latest": latest, "rate": rate, "broken": broken}
+        return options
+
+    def start(self) -> None:
+        """An engine with an empty cache, which finds on disk what the one before has left there."""
+        draw, config = self.draw, self.config
+        faults, ooms = (0.04, draw.randint(0, 2)) if self.failing else (0.0, 0)
+        seed = draw.randrange(2**32)
+        self.device = FakeDevice(self.capacity, self.histories, Random(seed), faults, ooms)
+        num_slots, max_stored = config.offload_bytes
+        if num_slots:
+            disk = max_stored if config.kv_offload_dir else 0
+            self.device.mover = Moving(self.device, num_slots, Random(seed), disk, self.disk, **self.transfers)
         limits = PromptLimits(MAX_MODEL_LEN, VOCABULARY, "", by_priority=self.priorities)
-        drafting = Drafting(Guesser(Random(seed)), VOCABULARY) if drafts and not independent else None
-        scheduler = IndependentScheduler if independent else Scheduler
-        self.engine = EngineLoop(self.device, config, limits, frozenset({STOP}), scheduler, drafting)
+        drafting = Drafting(Guesser(Random(seed)), VOCABULARY) if self.drafts else None
+        self.engine = EngineLoop(self.device, config, limits, frozenset({STOP}), self.scheduler, drafting)
         self.completions: dict[tuple[str, int], Expected] = {}
         self.live: dict[str, set[int]] = {}
-        self.stems = [[draw.randrange(WORDS) for _ in range(draw.randint(4, 70))] for _ in range(4)]
-        self.told = f"seed {seed}: {rows} rows, {len(groups)} groups of {size}, {pool.num_pages} pages, {options}, {failing=}"
 
     def run(self, num_requests: int) -> None:
-        """Send requests over time, run until all have ended, and look at what is left."""
-        draw, engine, sent = self.draw, self.engine, 0
+        """Send requests, to two engines one after the other where there is a disk."""
+        starts = 2 if self.config.kv_offload_dir else 1
+        with patch.object(loop, "time", self.ticks), patch.object(clock, "time", self.ticks):
+            for _ in range(starts):
+                self.start()
+                self.serve(num_requests // starts)
+                self.look_at_what_is_left()
+
+    def serve(self, num_requests: int) -> None:
+        """Send requests over time, and run until all have ended."""
+        draw, engine, sent, steps = self.draw, self.engine, 0, 0
         crowd = draw.choice([8, 32, 64])
         while sent < num_requests or engine.has_unfinished:
             while sent < num_requests and len(self.live) < crowd and draw.random() < 0.8:
@@ -130,13 +194,36 @@ class World:
             if draw.random() < 0.04:
                 self.abort()
             if draw.random() < 0.02:
-                engine.blocks.check_integrity(engine.scheduler.running)
-        engine.blocks.check_integrity([])
+                self.check_integrity()
+            if draw.random() < 0.002:
+                engine.blocks.forget_prefixes(everywhere=draw.random() < 0.5)
+            steps += 1
+            assert steps < 1000 * (num_requests + 1), "no progress"
+
+    def check_integrity(self, idle: bool = False) -> None:
+        self.engine.blocks.check_integrity(self.engine.scheduler.holders)
+        if self.engine.scheduler.offloader is not None:
+            self.engine.scheduler.offloader.tier.check_integrity(idle)
+
+    def look_at_what_is_left(self) -> None:
+        engine, stats = self.engine, self.engine.stats
+        offloader, mover = engine.scheduler.offloader, self.device.mover
+        if offloader is not None and mover is not None:
+            mover.finish()
+            for _ in range(3):  # what is still to be stored, and what has been
+                offloader.flush(idle=True)
+                mover.finish()
+            assert len(self.disk) <= mover.max_stored, "more lies on disk than may"
+            assert ("a copy failed" in stats.offload_failures) <= (mover.num_broken > 0)
+        assert engine.scheduler.holders == []
+        self.check_integrity(idle=True)
         assert engine.blocks.num_free == engine.blocks.num_pages, "a page leaked"
         assert not self.live, "a request was lost"
-        assert not any(engine.blocks.num_holders(page) for page in range(self.device.capacity.pool.num_pages))
+        assert not any(engine.blocks.num_holders(page) for page in range(self.capacity.pool.num_pages))
         for expected in self.completions.values():
             expected.check(clean=self.device.num_faults == 0)
+        self.counts += stats.preemptions_by_kind + Counter(stats.offload_failures)
+        self.counts += Counter(hits=stats.offload_hits, stored=stats.blocks_stored, swapped=stats.blocks_swapped)
 
     def send(self, request_id: str) -> None:
         draw = self.draw
@@ -211,7 +298,9 @@ def test_what_was_launched_after_a_fault_ends_with_it() -> None:
     assert written.token_ids == histories[24].tokens[36:39].tolist()
 
 
-def run_worlds(first: int, num_worlds: int, num_requests: int) -> None:
+def run_worlds(first: int, num_worlds: int, num_requests: int) -> Counter[str]:
+    """Returns what has happened in all of them."""
+    counts: Counter[str] = Counter()
     for seed in range(first, first + num_worlds):
         world = World(seed)
         try:
@@ -219,13 +308,19 @@ def run_worlds(first: int, num_worlds: int, num_requests: int) -> None:
         except BaseException as error:
             error.add_note(world.told)
             raise
+        counts += world.counts
+    return counts
 
 
 def test_200_random_requests() -> None:
-    run_worlds(first=0, num_worlds=10, num_requests=20)
+    counts = run_worlds(first=0, num_worlds=10, num_requests=20)
+    assert counts["swap"]
+    assert counts["hits"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [1000, 2000])
 def test_10_000_random_requests(first: int) -> None:
-    run_worlds(first, num_worlds=100, num_requests=100)
+    counts = run_worlds(first, num_worlds=100, num_requests=100)
+    never = [what for what in ("swap", "recompute", "hits", "stored", *FAULTS) if not counts[what]]
+    assert not never, "requests as random as these should have come to that"

@@ -12,11 +12,11 @@ from torch import Tensor
 from driving import generate
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.proposers import Proposer
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
-from headway.core.speculation.proposer import Proposer
 from registering import registering
 from taping import Tape
 from tiny import TinyModel

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from headway.core.contract.errors import ConfigError, PluginError
+from headway.core.contract.proposers import ProposerInfo, ProposerOptions
 from headway.core.speculation.ngram import NgramProposer
 from headway.core.speculation.occurrences import Occurrences
-from headway.core.speculation.proposer import ProposerInfo, ProposerOptions
 from headway.core.speculation.suffix import SuffixProposer
 from headway.registry import create_registry, hookimpl
 

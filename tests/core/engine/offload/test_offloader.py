@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -65,7 +66,7 @@ def test_no_page_leaks_none_is_mixed_up_and_every_request_finishes(
     groups = grouped(block_size)
     blocks = BlockManager(room(groups, 6) + spare, block_size, True, groups, 6)
     scheduler, cache, stats = Scheduler(blocks, budget, max_num_seqs), Cache(blocks, failing), EngineStats()
-    mover = Moving(cache.slots, num_slots, Random(seed), max_stored, faults=faults, rate=rate)
+    mover = Moving(cache, num_slots, Random(seed), max_stored, faults=faults, rate=rate)
     costs = Costs(mover.rates, PAGE_BYTES, budget)
     costs.note_step(64, 0, 0.064)
     offloader = Offloader(blocks, mover, costs, stats, mode, lookahead)
@@ -115,16 +116,19 @@ def test_no_page_leaks_none_is_mixed_up_and_every_request_finishes(
     assert all(seq.finished for seq in seqs)
     for _ in range(10):  # what the disk still does
         offloader.flush(idle=True)
+    mover.finish()
     offloader.tier.check_integrity(idle=True)
     assert len(mover.disk) <= max_stored
     assert "a copy failed" not in stats.offload_failures
 
 
-def made(num_pages: int, num_slots: int, mode: str = "auto", lookahead: int = 0, rate: float = 1e12) -> tuple[Scheduler, Moving]:
-    """One group, pages of four tokens."""
+def made(
+    num_pages: int, num_slots: int, mode: str = "auto", lookahead: int = 0, rate: float = 1e12, **options: Any
+) -> tuple[Scheduler, Moving]:
+    """One group, pages of four tokens. options: of the mover."""
     blocks = BlockManager(num_pages, 4)
     scheduler, cache = Scheduler(blocks, 64, 4), Cache(blocks, False)
-    mover = Moving(cache.slots, num_slots, Random(0), rate=rate)
+    mover = Moving(cache, num_slots, Random(0), rate=rate, **options)
     costs = Costs(mover.rates, PAGE_BYTES, 64)
     costs.note_step(64, 0, 0.064)
     scheduler.offloader = Offloader(blocks, mover, costs, EngineStats(), mode, lookahead)
@@ -184,3 +188,27 @@ def test_a_tier_without_room_loses_pages_and_says_so() -> None:
     finish(scheduler, again)
     assert again.num_cached_tokens < 24
     assert mover.moved_out > 2
+
+
+@pytest.mark.parametrize("broken", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("max_stored", [0, 50])
+def test_copies_that_fail_cost_time_alone(broken: float, max_stored: int) -> None:
+    scheduler, mover = made(num_pages=8, num_slots=16, mode="swap", max_stored=max_stored)
+    offloader = scheduler.offloader
+    assert offloader is not None
+    finish(scheduler, sequence("kept", [1] * 24, 1), sequence("in its place", [2] * 30, 1))
+    for _ in range(2):
+        offloader.flush(idle=True)
+        mover.finish()
+    mover.broken = broken
+    for turn in range(6):  # what a failed copy should have brought is read by nobody: `Cache` would see it
+        prompts = [[1] * 25, [2] * 29]
+        seqs = [sequence(f"{turn} {number}", prompt, 4) for number, prompt in enumerate(prompts)]
+        assert len(finish(scheduler, *seqs)) < 60
+        assert all(seq.finished for seq in seqs)
+    mover.broken = 0.0
+    for _ in range(2):
+        offloader.flush(idle=True)
+        mover.finish()
+    assert mover.num_broken
+    offloader.tier.check_integrity(idle=True)

@@ -1,0 +1,100 @@
+"""Files that the user names with --plugin are tried and measured like installed plugins; one that misbehaves is an error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.core.contract.errors import PluginError
+from headway.registry import create_registry
+from headway.registry.discovery import FoundPlugin
+from headway.registry.given import GivenFile
+from headway.registry.guests import Verdict
+from headway.tuning.apart import all_found_apart, guests
+from headway.tuning.trial import try_all
+from hostile_plugins import HOSTILE, source
+from sandbox import TOY, run_headway, save_tiny_model
+
+FAULTS = ("segfaults-on-import", "exits-on-import", "os-exits-in-decode", "sleeps-on-import", "prints-in-plan")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tried_toy.py").write_text(TOY)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def hostile(folder: Path, name: str) -> str:
+    file = folder / f"{name.replace('-', '_')}.py"
+    file.write_text(source(name))
+    return file.name
+
+
+def test_files_and_classes_of_files_are_tried(folder: Path) -> None:
+    targets = [hostile(folder, "segfaults-on-import"), "tried_toy.py", "tried_toy.py:ToyDecode"]
+    files = [GivenFile.of(target) for target in targets]
+    with open(os.devnull, "w") as told:
+        plugins = [FoundPlugin(target, file.owner, file) for target, file in zip(targets, files, strict=True)]
+        found = dict(try_all(plugins, {"seconds": 20.0, "device": "cpu", "side_by_side": 8}, told.fileno()))
+    assert [found[number].fault for number in (1, 2)] == ["", ""]
+    assert found[0].fault == "ends the process in its import: it was killed by SIGSEGV"
+
+
+def test_a_fault_is_an_error_in_one_line_and_is_not_remembered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [Verdict("hangs in its import: told"), Verdict("exits: told"), Verdict(date="today")]
+    monkeypatch.setattr("headway.registry.guests._ask", lambda listed, device, blame=False: {0: answers.pop(0)})
+    for words in ("plugin tried_toy.py: hangs in its import: told (tried", "plugin tried_toy.py: exits: told (tried"):
+        with pytest.raises(PluginError) as refused:
+            create_registry(["tried_toy.py"], load_entry_points=False)
+        assert str(refused.value).startswith(words)
+        assert ("HEADWAY_PLUGIN_TIMEOUT" in str(refused.value)) == ("hangs" in words)
+        assert "\n" not in str(refused.value)
+    for _ in range(2):  # the second finds what is remembered
+        (record,) = create_registry(["tried_toy.py"], load_entry_points=False).plugins
+        assert (record.state, record.tried, record.target) == ("loaded", "today", str(folder / "tried_toy.py"))
+    assert answers == []
+
+
+def test_a_files_backends_are_guests_and_an_objects_are_not_measured_apart(folder: Path) -> None:
+    registry = create_registry(["tried_toy.py"], load_entry_points=False, try_files=False)
+    names = ["sdpa", "toy", "toy.decode"]
+    assert guests(registry, names) == dict.fromkeys(("toy", "toy.decode"), str(folder / "tried_toy.py"))
+    assert all_found_apart(registry, names)
+    handed = create_registry([GivenFile.of("tried_toy.py").load()], load_entry_points=False)
+    assert not guests(handed, names)
+    assert not all_found_apart(handed, names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_command_names_a_file_that_misbehaves_and_ends(folder: Path, name: str) -> None:
+    file = hostile(folder, name)
+    done = run_headway("backends", "--plugin", file, cwd=folder)
+    assert (done.code, done.out) == (2, "")
+    tried, refused = done.err.splitlines()
+    assert tried.startswith("headway: trying in a process of its own, once: plugin ")
+    assert refused.startswith(f"headway: error: plugin {file}: ")
+    assert HOSTILE[name][2] in refused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_shape_that_ends_the_process_costs_the_files_backend_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET", raising=False)
+    model = str(save_tiny_model(folder / "model"))
+    options = ("--plugin", hostile(folder, "segfaults-at-a-shape"), "--autotune-budget", "3", "--max-tokens", "8", "--ignore-eos")
+    done = run_headway("generate", "--model", model, *options, "the quick fox", cwd=folder)
+    assert done.code == 0, done
+    assert "auto leaves out segfaults-at-a-shape: it takes the process that measures it with it" in done.err
+    assert "attention: prefill=sdpa" in done.err

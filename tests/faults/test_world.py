@@ -1,0 +1,159 @@
+"""Errors of the world: one line that says on what, what happened and what to do; Headway's own faults keep their traceback."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway import __main__ as entry
+from headway.core.contract.errors import ConfigError
+from headway.core.system.faults import in_words, never_refuse_a_character
+from headway.core.system.text import shown
+from headway.engine_args import EngineArgs
+
+
+def an_os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number), "/some/[b]file[/b]")
+
+
+WORLD = {
+    "disk full": (an_os_error(errno.ENOSPC), "'/some/[b]file[/b]': No space left on device (free some space"),
+    "read-only": (an_os_error(errno.EROFS), "Read-only file system (name a place"),
+    "unreadable": (an_os_error(errno.EACCES), "Permission denied (change its permissions"),
+    "no folder": (an_os_error(errno.ENOTDIR), "Not a directory (a part of the path is a file"),
+    "a folder": (an_os_error(errno.EISDIR), "Is a directory (name a file in the folder)"),
+    "full device": (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "standard output: No space left on device"),
+    "memory": (MemoryError(), "memory: there is too little"),
+    "torch's memory": (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "memory: there is too little"),
+    "ascii": (
+        UnicodeEncodeError("ascii", "a\u00e9b", 1, 2, "ordinal not in range"),
+        "cannot be written as ascii (set PYTHONUTF8=1)",
+    ),
+    "not utf-8": (UnicodeDecodeError("utf-8", b"ab\xff\xfe", 2, 3, "invalid start byte"), "it is no utf-8: 0xff 0xfe at byte 2"),
+}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(entry, "_run", fail)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("name", WORLD)
+def test_an_error_of_the_world_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    error, words = WORLD[name]
+    assert run(monkeypatch, error) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("headway: error: ")
+    assert said.count("\n") == 1
+    assert words in said
+
+
+def test_our_own_fault_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for error in (KeyError("oops"), RuntimeError("shapes differ"), ZeroDivisionError()):
+        assert in_words(error) is None
+        assert run(monkeypatch, error) == 1
+        said = capfd.readouterr().err
+        assert "Traceback" in said
+        assert "please report it" in said.splitlines()[-1]
+
+
+def test_a_reader_that_left_is_no_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, BrokenPipeError(errno.EPIPE, "Broken pipe")) == 141
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "2", "3"])
+def test_no_columns(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    run(monkeypatch, SystemExit(0))
+    assert os.environ["COLUMNS"] == "20"
+
+
+def test_an_ascii_terminal_shows_escapes() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    never_refuse_a_character(stream, None)
+    stream.write("caf\u00e9 \udcff")
+    stream.flush()
+    assert raw.getvalue() == rb"caf\xe9 \udcff"
+
+
+def test_any_value_is_shown_in_one_short_line() -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            raise ValueError("no")
+
+    for value in (10**5000, "x\n" * 1000, Odd(), [1] * 10**4):
+        assert "\n" not in shown(value)
+        assert len(shown(value)) <= 130
+
+
+OPTIONS: dict[str, list[Any]] = {
+    "num_threads": [0, -1, 10**6, 2**63, 1.5, "2", True],
+    "seed": [2**63, -(2**63) - 1, 1.5, "x", True],
+    "max_model_len": [0, -1, 2**64, 10**30, float("nan"), "x"],
+    "max_num_seqs": [0, 2**21, 2**63, None],
+    "autotune_budget": [-1, -0.5, float("nan"), "x", -float("inf")],
+    "log_stats_interval": [0, -1, float("nan")],
+    "gpu_memory_utilization": [0, -1, 2, float("nan"), True],
+    "attn_backend": [0, None, [], b"sdpa"],
+    "attn_options": [3, "sdpa", ["x"], {"sdpa": 3}],
+    "enforce_eager": [1, "yes", [], None],
+    "block_size": [12, 0, -16, 2**64, 16.0],
+    "kv_cache_dtype": [[], {}, 3],
+    "plugins": [3, None],
+    "crossover_table": [3, []],
+    "registry": ["x", 3],
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_another_kind_is_refused_by_name(option: str) -> None:
+    for value in OPTIONS[option]:
+        with pytest.raises(ConfigError) as refused:
+            EngineArgs.of(**{option: value})
+        said = str(refused.value)
+        assert said.startswith(option)
+        assert "\n" not in said
+        assert len(said) < 300
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("{headway} backends > /dev/full", 2, "standard output: No space left on device"),
+        ("{headway} backends >&-", 0, ""),
+        ("{headway} backends >&- 2>&-", 0, ""),
+        ("set -o pipefail; {headway} --help | true", None, ""),
+        ("PYTHONIOENCODING=ascii COLUMNS=0 {headway} backends", 0, ""),
+        ("LC_ALL=C {headway} generate $'caf\\xe9' --load-format dummy --model qwen3-0.6b --num-threads 0", 2, "num_threads"),
+        ("{headway} table show .", 2, "Is a directory"),
+        ("{headway} table show /dev/null/x", 2, "Not a directory"),
+        ("{headway} backends explain --block-size 12", 2, "--block-size: needs a multiple of 8, got 12"),
+        ("{headway} bench kernel --backends sdpa --cases 1q1s8 --block-sizes 12", 2, "multiple of 8"),
+    ],
+)
+def test_the_command_line(command: str, code: int | None, words: str, tmp_path: Path) -> None:
+    line = command.format(headway=f"{sys.executable} -m headway")
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, capture_output=True, timeout=120, env={**os.environ, "HEADWAY_PLUGINS": "none"}
+    )
+    said = done.stderr.decode(errors="replace")
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+    assert words in " ".join(said.split())
+    assert code is None or done.returncode == code, said

@@ -1,0 +1,1 @@
+../../headway/new_backend.py
