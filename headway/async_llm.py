@@ -263,10 +263,7 @@ class AsyncLLM:
         return await self.ask(lambda engine: engine.snapshot())
 
     async def ask(self, look: Callable[[EngineLoop], T]) -> T:
-        """Have the engine's thread call a function with the engine between two steps, which wait for it; returns what it returns.
-
-        :raises EngineDeadError: the engine has ended.
-        """
+        """What a function finds that the engine's thread calls with the engine between two steps; raises as `stats`."""
         return await asyncio.wrap_future(self._thread.call(look))
 
     async def in_thread(self, function: Callable[[], T]) -> T:

@@ -14,14 +14,14 @@ import httpx
 import psutil
 import pytest
 import ray
-from headway_ray import app, prompt_of
 from ray import serve
+from replicas import app, prompt_of
 
 from sandbox import save_tiny_model
 
 pytestmark = pytest.mark.timeout(420)
 URL = "http://127.0.0.1:8123"
-LONG = {"max_tokens": 900, "temperature": 0, "ignore_eos": True}
+LONG = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def complete(prompt: str, streamed: bool = False, begun: list[str] | None = None
     return "".join(part["choices"][0]["text"] for part in parts if part.get("choices")), wrong, replica
 
 
-def replicas() -> list[psutil.Process]:
+def processes() -> list[psutil.Process]:
     """The processes of this test's replicas."""
     own = psutil.Process().children(recursive=True)
     return [each for each in own if "Replica:headway:Replica" in " ".join(each.cmdline())]
@@ -72,12 +72,12 @@ def test_equal_prefixes_go_to_one_replica_and_others_are_spread(model: str) -> N
 
 def test_requests_go_on_when_a_replica_is_killed(model: str) -> None:
     del model
-    prompts = [f"{letter * 30} ban ben {letter}" for letter in "abcdefghijklmnop"]
+    prompts = [f"{letter * 30} ban ben {letter}" for letter in "abcdefghijkl"]
     expected = {prompt: complete(prompt)[0] for prompt in prompts}
     assert all(expected.values())
-    before = replicas()
+    before = processes()
     assert len(before) == 2
-    jobs = [(prompt, streamed) for prompt in prompts for streamed in (False, True) for _ in range(3)]
+    jobs = [(prompt, streamed) for prompt in prompts for streamed in (False, True) for _ in range(2)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         begun: list[str] = []
         running = [pool.submit(complete, *job, begun) for job in jobs]
@@ -86,14 +86,15 @@ def test_requests_go_on_when_a_replica_is_killed(model: str) -> None:
         os.kill(before[0].pid, signal.SIGKILL)
         found = [each.result() for each in running]
     whole = [(job, text) for job, (text, wrong, _) in zip(jobs, found, strict=True) if not wrong]
-    assert all(text == expected[prompt] for (prompt, _), text in whole), "no answer is mixed with another"
+    others = [(job, len(text), len(expected[job[0]])) for job, text in whole if text != expected[job[0]]]
+    assert not others, "no answer is mixed with another, or cut short without a word"
     lost = [(streamed, text, wrong) for (prompt, streamed), (text, wrong, _) in zip(jobs, found, strict=True) if wrong]
     assert all(streamed and "has ended" in wrong for streamed, _, wrong in lost), lost
     assert lost, "streams that had begun ended with their replica"
     assert len(whole) >= len(jobs) // 2
     print(f"{len(whole)} of {len(jobs)} requests whole, {len(lost)} streams told that their replica had ended")
     deadline = time.monotonic() + 120
-    while len({each.pid for each in replicas()} - {before[0].pid}) < 2:
+    while len({each.pid for each in processes()} - {before[0].pid}) < 2:
         assert time.monotonic() < deadline, "no replica was started for the one that was killed"
         time.sleep(0.5)
     assert complete(prompts[0])[:2] == (expected[prompts[0]], "")

@@ -1,7 +1,7 @@
 """The server of `headway serve` as replicas behind Ray Serve.
 
     pip install "headway[serve]" "ray[serve]" pyarrow
-    serve run headway_ray:app model=Qwen/Qwen3-0.6B gpus=1 min_replicas=1 max_replicas=4
+    serve run replicas:app model=Qwen/Qwen3-0.6B gpus=1 min_replicas=1 max_replicas=4
 
 A replica is a process with a model, an engine and the whole OpenAI API. In front of them stands an ingress without a model:
 it reads a request's body once, so that Ray's router sees the prompt, and passes on what a replica answers. Ray starts a new
