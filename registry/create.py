@@ -16,7 +16,7 @@ from headway.registry.discovery import FoundPlugin, PluginFailure, entry_points
 from headway.registry.given import GivenFile, given_plugins, with_hooks
 from headway.registry.guests import TIMEOUT, TRUST, Verdict, verdicts
 from headway.registry.policy import PluginPolicy
-from headway.registry.records import PluginRecord
+from headway.registry.records import Brought, PluginRecord
 from headway.registry.registry import BUILTIN_OWNER, BUILTIN_PLUGIN, Registry
 
 AGAIN = "headway plugins --retry tries it again"
@@ -122,7 +122,7 @@ def _add(registry: Registry, plugin: FoundPlugin, verdict: Verdict) -> None:
             str(plugin.file or ""),
             "left out" if why else "loaded",
             why,
-            **({} if why else {"brought": registry.brought[plugin.name]}),
+            Brought() if why else registry.brought[plugin.name],
             remarks=tuple(verdict.remarks),
             details=details,
             tried=verdict.date,
