@@ -25,7 +25,13 @@ def _cache_of_these_tests() -> Path:
     Converted models and compiled kernels are the user's: they take long to make, and are found by a hash of all that they are of.
     """
     folder = Path(tempfile.mkdtemp(prefix="headway-tests-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    maker = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == maker:  # a plugin's trial, which is a fork, ends as a program does
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     for name in ("models", "kernels", "triton"):
         with suppress(OSError):  # where the user's cannot be written, the session has its own
             (cache_folder() / name).mkdir(parents=True, exist_ok=True)
