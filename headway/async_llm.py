@@ -252,18 +252,15 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
-        await asyncio.wrap_future(self._thread.call(lambda engine: engine.blocks.forget_prefixes(everywhere=True)))
+        await self.ask(lambda engine: engine.blocks.forget_prefixes(everywhere=True))
         return True
 
     async def stats(self) -> EngineSnapshot:
-        """What the engine does at this moment and has done since it started, read between two steps.
-
-        :raises EngineDeadError: the engine has ended.
-        """
+        """What the engine does at this moment and has done since it started, read between two steps. It raises as `ask`."""
         return await self.ask(lambda engine: engine.snapshot())
 
     async def ask(self, look: Callable[[EngineLoop], T]) -> T:
-        """What a function finds that the engine's thread calls with the engine between two steps; raises as `stats`."""
+        """What a function finds that the engine's thread calls with the engine between two steps; EngineDeadError if it has ended."""
         return await asyncio.wrap_future(self._thread.call(look))
 
     async def in_thread(self, function: Callable[[], T]) -> T:
