@@ -36,7 +36,7 @@ def served(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
     write_json(a_page_table(), path := tmp_path_factory.mktemp("page") / "table.json")
     measured = LLM(llm.model.name, kv_cache_memory="1MiB", num_threads=1, crossover_table=str(path))
     step = measured.engine.step
-    measured.engine.step = lambda: (time.sleep(0.02), step())[1]
+    measured.engine.step = lambda: (time.sleep(0.04), step())[1]
     with running(measured) as found:
         yield found
 
@@ -113,13 +113,14 @@ def test_stop_ends_the_request_in_the_engine(page: sync_api.Page, served: Runnin
     expect(page.locator("#log article.assistant .text")).not_to_be_empty(timeout=SECONDS)
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#chat-status")).to_have_text(re.compile("stopped"), timeout=SECONDS)
-    served.wait_idle(1.0)  # all of it would have taken 3 s
+    served.wait_idle(2.0)  # all of it would have taken 6 s
     expect(page.get_by_role("button", name="Stop")).to_be_disabled()
 
 
 def test_the_panels_fill(page: sync_api.Page) -> None:
     ask(page, "ban ben", tokens=150)
     expect(page.locator("#running")).to_have_text("1", timeout=SECONDS)
+    expect(page.locator("#rate")).to_have_text(re.compile(r"^[1-9]"), timeout=SECONDS)
     decode = page.locator(".phase", has_text="decode")
     expect(decode).to_have_class("phase busy", timeout=SECONDS)
     expect(decode).to_contain_text(re.compile(r"1 sequence of \d+ tokens: .* of attention in a step, sdpa(\.math)? [\d.]+ times"))
@@ -127,7 +128,6 @@ def test_the_panels_fill(page: sync_api.Page) -> None:
     expect(page.locator("#requests tbody")).to_contain_text("chatcmpl-")
     assert page.locator("#map i.own").count() >= 1
     assert page.locator("#map i.free").count() >= 1
-    expect(page.locator("#rate")).to_have_text(re.compile(r"^[1-9]"), timeout=SECONDS)
     picture(page, "dark-or-light")
     page.keyboard.press("Escape")
     expect(page.locator("#running")).to_have_text("0", timeout=SECONDS)
