@@ -74,8 +74,10 @@ class EngineArgs(EngineConfig):
                 "registry", "a Registry alone", "plugins or backends beside it", "create_registry(plugins) takes them"
             )
         threads, budget = self.num_threads, self.autotune_budget
-        if threads is not None and not 1 <= threads <= (os.cpu_count() or threads):
-            raise ConfigError("num_threads", f"a whole number from 1 to {os.cpu_count()}, the machine's cores", repr(threads))
+        if threads is not None and threads < 1:
+            raise ConfigError("num_threads", "a whole number of at least 1", repr(threads))
+        if threads is not None and threads > (os.cpu_count() or threads):
+            raise ConfigError("num_threads", f"at most {os.cpu_count()}, the machine's cores", repr(threads))
         if budget is not None and budget < 0:
             raise ConfigError("autotune_budget", "a number of seconds of at least 0", repr(budget))
         interval = self.log_stats_interval
