@@ -260,7 +260,7 @@ class AsyncLLM:
         return await self.ask(lambda engine: engine.snapshot())
 
     async def ask(self, look: Callable[[EngineLoop], T]) -> T:
-        """What a function finds that the engine's thread calls between two steps, with the engine; EngineDeadError without one."""
+        """What a function finds that the engine's thread calls with it between two steps; EngineDeadError without one."""
         return await asyncio.wrap_future(self._thread.call(look))
 
     async def in_thread(self, function: Callable[[], T]) -> T:
