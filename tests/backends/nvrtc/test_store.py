@@ -35,6 +35,7 @@ class Slow(Compiler):
 
 
 def _build_often(folder: str, answers: multiprocessing.Queue) -> None:
+    os.environ.pop("HEADWAY_CACHE", None)
     os.environ["XDG_CACHE_HOME"] = folder
     for number in range(20):
         built = build(Variant(CSRC, "blocks.cu", (("NUMBER", number),)), "sm_90", Slow())
@@ -43,6 +44,7 @@ def _build_often(folder: str, answers: multiprocessing.Queue) -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("HEADWAY_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "headway" / "kernels"
 

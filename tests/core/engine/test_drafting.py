@@ -165,7 +165,7 @@ def test_an_abort_under_drafts_frees_everything(registry: Registry) -> None:
 
 @pytest.mark.parametrize("number", [0, 8, True, "3"])
 def test_a_number_of_guesses_out_of_range_is_refused(number: object) -> None:
-    with pytest.raises(ConfigError, match="num_speculative_tokens: needs a whole number from 1 to 7"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens: needs a whole number"):
         EngineConfig(num_speculative_tokens=number)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="speculate: needs steps whose shape changes no bit"):
         EngineConfig(speculate="ngram", deterministic=True)

@@ -20,6 +20,7 @@ def test_it_compiles_ahead_of_time_and_then_has_nothing_to_do(
 ) -> None:
     if not find_compiler()[1]:
         pytest.skip("needs cuda-core with NVRTC")
+    monkeypatch.delenv("HEADWAY_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = ("build", "vllm_paged", "--arch", "sm_90", "--dtype", "bfloat16", "--head-dim", "64", "--block-size", "32")
     first = headway(*arguments)

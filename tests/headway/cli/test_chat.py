@@ -164,7 +164,7 @@ def test_bad_sampling_is_refused_before_a_model_is_loaded(headway: Headway, tmp_
     for arguments, words in bad.items():
         for command in (["generate", "hello"], ["chat"]):
             assert_refused(headway(*command, "--model", "/nowhere", *arguments), *words)
-    assert_refused(headway("generate", "hello", "--model", "/nowhere", "--n", "0"), "n:", "at least 1")
+    assert_refused(headway("generate", "hello", "--model", "/nowhere", "--n", "0"), "n:", "from 1 to")
 
 
 def test_generate_takes_the_same_flags(headway: Headway, chatty: Path, tmp_path: Path) -> None:
