@@ -107,4 +107,6 @@ def test_a_decode_only_plugin_is_a_guest_in_every_command(toy: Path, tiny_model_
     done = run_headway("bench", "crossover", "--level", "engine", *model, *plugin, *names, *sizes, cwd=here)
     assert done.code == 0, done
     found = {cell["backend"]: cell["status"] for cell in json.loads(output.read_text())["cells"]}
-    assert found == {"toy.decode": "unsupported", pair: "ok", "sdpa": "ok"}
+    assert found.pop("toy.decode") == "unsupported"
+    assert set(found) == {pair, "sdpa"}
+    assert set(found.values()) <= {"ok", "tie"}
