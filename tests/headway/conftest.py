@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from headway import LLM, AsyncLLM
 from headway.__main__ import main
 from sandbox import REFUSING, TOY, Result, install, save_tiny_model
 
@@ -16,6 +17,22 @@ from sandbox import REFUSING, TOY, Result, install, save_tiny_model
 @pytest.fixture(scope="session")
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = save_tiny_model(tmp_path_factory.mktemp("chatty"), chat=True)
+    return LLM(str(folder), kv_cache_memory="8MiB", num_threads=1, block_size=16)
+
+
+@pytest.fixture
+def served(llm: LLM) -> Iterator[AsyncLLM]:
+    """An AsyncLLM over the module's engine, which must be left as it was found."""
+    made = AsyncLLM.from_llm(llm)
+    yield made
+    made.shutdown()
+    assert (made.num_unfinished_requests, llm.engine.has_unfinished) == (0, False)
+    llm.engine.blocks.check_integrity([])
 
 
 @pytest.fixture

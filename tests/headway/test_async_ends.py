@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
 from types import SimpleNamespace
 from weakref import ref
 
 import pytest
 
 from headway import LLM, AsyncLLM, EngineDeadError, SamplingParams
-from sandbox import save_tiny_model
 from streaming import read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = save_tiny_model(tmp_path_factory.mktemp("chatty"), chat=True)
-    return LLM(str(folder), kv_cache_memory="8MiB", num_threads=1, block_size=16)
-
-
-@pytest.fixture
-def served(llm: LLM) -> Iterator[AsyncLLM]:
-    """An AsyncLLM over the module's engine, which must be left as it was found."""
-    made = AsyncLLM.from_llm(llm)
-    yield made
-    made.shutdown()
-    assert (made.num_unfinished_requests, llm.engine.has_unfinished) == (0, False)
-    llm.engine.blocks.check_integrity([])
 
 
 def test_a_fault_in_the_engine_reaches_everybody_who_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
