@@ -105,9 +105,9 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
                 results[number] = _to_cell(work, entries[number], measurement, report)
                 progress.update(task, advance=1, description=f"{work.geometry} {work.case} {entries[number].name}")
             report.cells += [results[number] for number in sorted(results)]
+            report.busy = report.busy or crowding()
             if options.output is not None:
                 write_json(report, options.output)
-        report.busy = report.busy or crowding()
     return report
 
 

@@ -69,6 +69,7 @@ class TokenSampler:
             except Exception as error:  # whatever its own parameters cause
                 self._scales[each.row] = self._least_len[each.row] = self._num_logprobs[each.row] = 0
                 self._needs[each.row] = Need.PROCESSOR
+                self._shaper.start_plain(each.row)  # what it holds of a row that never began is read like any other's
                 self._hosts.refuse(each, f"sampling_params: {type(error).__name__}: {error}")
 
     def _start(self, each: StartedRow) -> None:

@@ -86,6 +86,10 @@ class LogitsShaper:
             self._beginnings.set(row, [word[-2::-1] for word in longer])
             self._endings.set(row, [word[-1] for word in longer])
 
+    def start_plain(self, row: int) -> None:
+        """A sequence begins in a row whose parameters change nothing."""
+        self._numbers.set(row, [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+
     def note(self, rows: NDArray[numpy.int64], places: NDArray[numpy.int64], tokens: Tensor | NDArray[numpy.int64]) -> None:
         """Tokens stand at these places of these rows' sequences. tokens: int64 [len(rows)], on the device or the host."""
         self._tokens.reserve(int(rows.max()) + 1, int(places.max()) + 1)

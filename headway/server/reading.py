@@ -70,8 +70,9 @@ class PromptReader:
                 times[index] = now
                 if before is None:
                     parts.append(shape.begin(self._first + index, self.output))
-                elif tokens:
-                    observe((now - before) / tokens, tokens)
+                    tokens -= 1  # the first has none before it; those that came with it came at once
+                if tokens > 0:
+                    observe((now - (before or now)) / tokens, tokens)
                 used = (self.output, self.num_written) if shape.tells_usage else None
                 parts.append(shape.piece(self._first + index, new, used))
             yield parts[0] if len(parts) == 1 else b"".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -40,10 +41,13 @@ VALUES = [*NUMBERS, *OTHERS, *ARRAYS, *LISTS, *MAPPINGS, *FUNCTIONS]
 FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
+def new_llm(folder: Path) -> LLM:
+    return LLM(str(save_tiny_model(folder)), attn_backend="sdpa", num_threads=1, kv_cache_memory=2**21, max_num_seqs=8)
+
+
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = save_tiny_model(tmp_path_factory.mktemp("model"))
-    return LLM(str(folder), attn_backend="sdpa", num_threads=1, kv_cache_memory=2**21, max_num_seqs=8)
+    return new_llm(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,7 @@ def expected(llm: LLM) -> list[int]:
 def beside_a_good_one(llm: LLM, params: SamplingParams, expected: list[int]) -> str | None:
     """Run a request beside a good one, which must not notice. Returns why it ended with an error, if it did."""
     good, other = llm.generate(["the quick", "a dog"], [GOOD, params], use_tqdm=False)
+    assert good.outputs[0].error is None, f"the good one ended with: {good.outputs[0].error}"
     assert list(good.outputs[0].token_ids) == expected
     return next((each.error or "" for each in other.outputs if each.finish_reason == "error"), None)
 
@@ -103,7 +108,8 @@ def test_halves_of_characters_are_refused(llm: LLM) -> None:
         llm.generate("caf\udce9", GOOD, use_tqdm=False)
 
 
-def test_what_goes_wrong_with_one_row_ends_it_alone(llm: LLM, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_with_one_row_ends_it_alone(tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = new_llm(tmp_path)  # which has never begun a row that changes logits
     start = LogitsShaper.start
 
     def failing(self: LogitsShaper, row: int, params: SamplingParams, *others: Any) -> None:
