@@ -48,8 +48,10 @@ class EngineDriver:
         if self.assembly.stats_log is not None:
             self.assembly.stats_log.stepped(self.engine)
         started = time.perf_counter()
+        self.engine.mark("outputs")
         stopped = [each for listen in self._listeners for each in listen(deltas)]
         self.engine.stats.output_seconds += time.perf_counter() - started
+        self.engine.mark("")
         for request_id, index in stopped:
             self.engine.abort(request_id, index)
 

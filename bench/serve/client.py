@@ -146,7 +146,7 @@ def understood(reader: Any) -> Answer:
     whole = b"".join(part for _, part in reader.parts)
     if reader.status != 200 or not whole.startswith(b"data:"):
         answer.text = whole.decode("utf-8", "replace")
-        answer.error = "" if reader.status == 200 else f"status {reader.status}: {answer.text[:200]}"
+        answer.error = "" if reader.status == 200 else f"status {reader.status}: {_message(answer.text)[:200]}"
         return answer
     texts: list[str] = []
     rest = b""
@@ -160,6 +160,14 @@ def understood(reader: Any) -> Answer:
     if not answer.token_times and not answer.error:
         answer.error = "a stream without a token"
     return answer
+
+
+def _message(text: str) -> str:
+    """What an error in OpenAI's shape says; else all of it."""
+    try:
+        return str(orjson.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text
 
 
 def _take(answer: Answer, event: dict[str, Any], at: float, texts: list[str]) -> None:

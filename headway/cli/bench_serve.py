@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from headway.bench.serve.load import Load
     from headway.bench.serve.report import ServeReport
     from headway.bench.serve.run import Plan, Sending
+    from headway.profiling import ProfileRequest
 
 _MODES = ("online", "offline", "naive")
 _LIMITS = ("ttft", "tpot", "e2e")
@@ -54,6 +55,14 @@ def serve(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Have a server with --profile-dir tell where its steps' time goes, and trace some.")
+    ] = False,
+    profile_skip: Annotated[int, typer.Option(min=0, help="Steps before the trace begins.")] = 50,
+    profile_steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the trace.")] = 20,
+    nvtx: Annotated[
+        bool, typer.Option("--nvtx", help="With --profile: mark those steps for Nsight Systems in place of a trace.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Draw pictures into this folder.")] = None,
 ) -> None:
@@ -68,6 +77,7 @@ def serve(
     from headway.bench.serve.load import Load, parse_mix
     from headway.bench.serve.run import Plan, Sending
     from headway.bench.serve.table import draw, print_report
+    from headway.profiling import ProfileRequest
     from headway.testing.json_files import write_json
 
     if endpoint not in ("completions", "chat"):
@@ -82,7 +92,8 @@ def serve(
     client = Client(url, api_key, timeout)
     name = model or client.run(client.model())
     sending = Sending(name, endpoint, temperature)  # type: ignore[arg-type]
-    report = _run(client, url, load, num_naive, plans, sending, limits)
+    asked = ProfileRequest(skip_steps=profile_skip, num_steps=profile_steps, nvtx=nvtx) if profile else None
+    report = _run(client, url, load, num_naive, plans, sending, limits, asked)
     print_report(report, Console())
     err = Console(stderr=True, highlight=False, soft_wrap=True)
     if output is not None:
@@ -95,10 +106,18 @@ def serve(
 
 
 def _run(
-    client: Client, url: str, load: Load, num_naive: int, plans: list[Plan], sending: Sending, limits: dict[str, float]
+    client: Client,
+    url: str,
+    load: Load,
+    num_naive: int,
+    plans: list[Plan],
+    sending: Sending,
+    limits: dict[str, float],
+    profile: ProfileRequest | None,
 ) -> ServeReport:
     from dataclasses import replace
 
+    from headway.bench.serve.profiling import begin, end
     from headway.bench.serve.report import ServeReport
     from headway.bench.serve.run import run_cell
     from headway.testing.origin import Origin
@@ -111,9 +130,13 @@ def _run(
             own = replace(load, num_requests=min(load.num_requests, num_naive)) if plan.mode == "naive" else load
             what = plan.mode if plan.mode != "online" else f"online, {plan.rate:g}/s"
             task = progress.add_task(what, total=own.num_requests * own.turns)
+            if profile is not None:
+                client.run(begin(client, profile))
             cells.append(
                 client.run(run_cell(client, own, plan, sending, limits, lambda task=task: progress.update(task, advance=1)))  # type: ignore[misc]
             )
+            if profile is not None:
+                cells[-1].profile = client.run(end(client))
     sent = {
         "conversations": str(load.num_requests),
         "tokens in/out": ",".join(map(str, load.mix)),
