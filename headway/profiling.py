@@ -67,7 +67,7 @@ class StepProfiler:
         self._device = driver.assembly.device
         self._begun = EngineStats()
         self._started_at = self._traced_from = 0.0
-        self._traced_seconds = 0.0
+        self._traced_seconds = self._ending_seconds = 0.0
         self._before_trace: EngineStats | None = None
         self._traced = EngineStats()
         self._num_steps = 0
@@ -89,6 +89,7 @@ class StepProfiler:
         seconds = time.perf_counter() - self._started_at - self._traced_seconds
         done = self._driver.engine.stats.snapshot() - self._begun
         plain = done - self._traced
+        plain.output_seconds -= self._ending_seconds  # that of a step's listeners, of which this is one
         steps = plain.num_steps
         parts = plain.host_parts
         outputs = parts.pop("outputs")
@@ -127,7 +128,9 @@ class StepProfiler:
         if self._before_trace is None and self._num_steps == self._asked.skip_steps:
             self._begin_trace()
         elif self._before_trace is not None and self._num_steps == self._asked.skip_steps + self._asked.num_steps:
+            began = time.perf_counter()
             self._end_trace()
+            self._ending_seconds = time.perf_counter() - began
         return ()
 
     def _begin_trace(self) -> None:

@@ -26,6 +26,9 @@ log = logging.getLogger("headway")
 SWITCH_INTERVAL: Final = 0.0005
 """Seconds after which Python's threads take turns: the engine's waits at most this long for the server's, and the other way
 round. Python's own 5 ms are longer than a step."""
+_LISTENERS: Final = 8
+"""Descriptors of the socket that listens. libuv accepts one connection from each in a round of the event loop, so that of a crowd
+the last, and the probe behind it, would wait for as many rounds as there are connections."""
 _SPARE_FILES: Final = 128
 """Descriptors for what is opened while the server runs, such as kernels that are loaded and a trace that is written."""
 
@@ -109,7 +112,8 @@ def serve(
         log.warning(
             "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
         )
-    Server(llm, options, host, 0, log_requests, started_at).run([sock])
+    sockets = [sock, *(sock.dup() for _ in range(_LISTENERS - 1))]
+    Server(llm, options, host, 0, log_requests, started_at).run(sockets)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headway.server.errors import ApiError
+from headway.server.rounds import Rounds
 from headway.server.service import ServerOptions
 
 _MOST_HEAD: Final = 64 * 1024
 """Bytes of a request line and its headers."""
+_LOOK: Final = 0.02
+"""Seconds in which the event loop reads what has come."""
+_PROBES: Final = frozenset(("/health", "/ping"))
+"""Paths that wait for nobody: who asks takes a server that is slow to answer for a dead one."""
 _LINGER: Final = 1.0
 """Seconds that a refused client has to ask, to read the answer and to close. A connection that is closed while something it has
 sent is unread is reset, and the client may lose what it was told."""
@@ -21,6 +27,8 @@ sent is unread is reset, and the client may lose what it was told."""
 
 def limited_protocol(options: ServerOptions, most_open: int) -> type[HttpToolsProtocol]:
     """uvicorn's protocol with the limits of these options. most_open: connections that there are descriptors for."""
+
+    rounds = Rounds()
 
     class LimitedProtocol(HttpToolsProtocol):
         """Times the heads of requests, what comes after an answer, and the reading of answers; counts connections."""
@@ -82,6 +90,13 @@ def limited_protocol(options: ServerOptions, most_open: int) -> type[HttpToolsPr
             if not self._refused:
                 super().on_message_complete()
 
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            begin = partial(super()._start_asgi_task, cycle, app)
+            if cycle.scope["path"] in _PROBES:
+                begin()
+            else:
+                rounds.begin(begin, self.loop)
+
         def pause_writing(self) -> None:
             super().pause_writing()
             self._rest_writing()
@@ -96,7 +111,11 @@ def limited_protocol(options: ServerOptions, most_open: int) -> type[HttpToolsPr
 
         def _expect(self, seconds: float, otherwise: Callable[[], None]) -> None:
             self._rest_reading()
-            self._read_timer = self.loop.call_later(seconds, otherwise)
+            self._read_timer = self.loop.call_later(seconds, self._look_again, otherwise)
+
+        def _look_again(self, otherwise: Callable[[], None]) -> None:
+            """After a time that is over: what was sent in it may be unread because the server was busy, not the client slow."""
+            self._read_timer = self.loop.call_later(_LOOK, otherwise)
 
         def _rest_reading(self) -> None:
             if self._read_timer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -12,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -21,6 +24,7 @@ import pytest
 import crowd
 from headway import LLM
 from headway.server.launch import most_connections
+from headway.server.rounds import Rounds
 from headway.server.service import ServerOptions
 from serving import Running, raw, running
 
@@ -93,6 +97,22 @@ def test_descriptors_are_left_for_the_engine(llm: LLM, monkeypatch: pytest.Monke
 def impatient(llm: LLM) -> Iterator[Running]:
     with running(llm, ServerOptions(read_timeout=0.15)) as found:
         yield found
+
+
+def test_a_round_begins_a_few_requests_and_the_next_goes_on() -> None:
+    rounds, begun, loop = Rounds(), list[int](), asyncio.new_event_loop()
+    sizes = []
+    for number in range(150):
+        rounds.begin(partial(begun.append, number), loop)
+    sizes.append(len(begun))
+    for _ in range(20):
+        loop.run_until_complete(asyncio.sleep(0))
+        sizes.append(len(begun))
+    rounds.begin(partial(begun.append, 150), loop)
+    loop.close()
+    assert begun == list(range(151))
+    assert sizes[0] == 8
+    assert all(later - earlier <= 4 * 8 for earlier, later in pairwise(sizes))
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
