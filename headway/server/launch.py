@@ -69,6 +69,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and tell where."""
+        sockets = [bound_socket(self.config.host, self.config.port)] if sockets is None else sockets
+        sockets += [sockets[0].dup() for _ in range(_LISTENERS - 1)]
         await super().startup(sockets)
         if self._started_at is not None:
             host = str(self.config.host)
@@ -112,8 +114,7 @@ def serve(
         log.warning(
             "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
         )
-    sockets = [sock, *(sock.dup() for _ in range(_LISTENERS - 1))]
-    Server(llm, options, host, 0, log_requests, started_at).run(sockets)
+    Server(llm, options, host, 0, log_requests, started_at).run([sock])
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
