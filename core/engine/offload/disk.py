@@ -14,6 +14,7 @@ from pathlib import Path
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.offload.mover import KeptPage
 from headway.core.engine.offload.tier import PageName
+from headway.core.system.files import write_whole
 
 log = logging.getLogger("headway")
 
@@ -95,7 +96,7 @@ class DiskStore:
     def _write(self, page: KeptPage) -> None:
         parts = self._parts(page.slot)
         header = _HEADER.pack(_MAGIC, len(page.tokens), sum(map(len, parts)), _checksum(page, parts))
-        _write_whole(self._path(page.name), (header, page.tokens, *parts))
+        write_whole(self._path(page.name), header, page.tokens, *parts)
 
     def _read(self, page: KeptPage) -> None:
         path, parts = self._path(page.name), self._parts(page.slot)
@@ -114,18 +115,6 @@ class DiskStore:
             path.unlink(missing_ok=True)
             raise
         os.utime(path)  # used last
-
-
-def _write_whole(path: Path, content: Sequence[bytes | memoryview]) -> None:
-    """Write a file beside its place and move it there."""
-    beside = path.with_suffix(f".{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            file.writelines(content)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def _exactly(content: bytes | memoryview, size: int) -> bytes | memoryview:
