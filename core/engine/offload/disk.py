@@ -71,7 +71,10 @@ class DiskStore:
 
         def unlink() -> None:
             for name in names:
-                self._path(name).unlink(missing_ok=True)
+                try:
+                    self._path(name).unlink(missing_ok=True)
+                except OSError as error:
+                    self._warn(f"not deleted: {error.strerror}", name)
 
         self._thread.submit(unlink)
 
@@ -86,12 +89,13 @@ class DiskStore:
                 work(page)
             except Exception as error:  # whatever it is, the engine goes on without this page
                 failed.add(page.name)
-                fault = f"not {what}: {error.strerror if isinstance(error, OSError) else error}"
-                if fault not in self._warned:
-                    self._warned.add(fault)
-                    path = self._path(page.name)
-                    log.warning("kv_offload_dir: a block was %s (%s); further ones are only counted", fault, path)
+                self._warn(f"not {what}: {error.strerror if isinstance(error, OSError) else error}", page.name)
         return frozenset(failed)
+
+    def _warn(self, fault: str, name: PageName) -> None:
+        if fault not in self._warned:
+            self._warned.add(fault)
+            log.warning("kv_offload_dir: a block was %s (%s); further ones are only counted", fault, self._path(name))
 
     def _write(self, page: KeptPage) -> None:
         parts = self._parts(page.slot)
