@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.backend import Backends
+from headway.core.contract.backend import AttentionBackend, Backends
 from headway.core.contract.errors import BackendError, HeadwayError
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.model import Model
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
+from headway.core.engine.sent_tables import SentTables
 from headway.core.sampling.sampler import Draws, SamplingOps
 
 _LONGS = 2
@@ -55,7 +56,7 @@ class GraphStep:
 
 
 class _HostBuffer:
-    """Host memory from which a step's inputs are sent, as arrays for one batch size at a time, and what they hold already."""
+    """Host memory from which a step's inputs are sent, as arrays for one batch size at a time."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
@@ -66,19 +67,11 @@ class _HostBuffer:
         """Become arrays for a batch size: views of `flat`, see StaticInputs.views."""
         self.batch, self.sent = batch, self.flat[:end]
         self.seq_lens, self.tables = ints[1], tables
-        self.longs, self.ints, self.rows_of = longs.numpy(), ints.numpy(), tables.numpy()
-        self.rows_of.fill(0)  # another size has left its numbers there
-        self.at: NDArray[numpy.int64] = numpy.full(batch, -1, dtype=numpy.int64)
-        """[batch]: whose block table each row holds; -1: nobody's yet."""
-        self.filled = 0
-        """What `Rows.num_updates` was then."""
+        self.longs, self.ints, self.sent_tables = longs.numpy(), ints.numpy(), SentTables(tables.numpy())
 
 
 class StaticInputs:
-    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled.
-
-    A step differs from the one before in few block tables, so only those that have changed are written again.
-    """
+    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
 
     def __init__(self, max_batch: int, step: GraphStep) -> None:
         device, groups = step.newest.device, len(step.num_blocks)
@@ -126,12 +119,9 @@ class StaticInputs:
         else:
             scales[:count], keys[:count] = draws.scales.view(numpy.int32), draws.keys
             scales[count:] = 0
-        stale = numpy.flatnonzero((host.at != places) | (rows.updated[places] > host.filled))
-        for group, (slots, table, known) in enumerate(zip(slots_of, host.rows_of, rows.tables, strict=True)):
+        for group, slots in enumerate(slots_of):
             slots[:count], slots[count:] = rows.slots(at, positions, self._step.block_size, group), -1
-            if len(stale):
-                table[stale, : known.shape[1]] = known[places[stale]]
-        host.at[:], host.filled = places, rows.num_updates
+        host.sent_tables.fill(places, rows)
         self.device[: len(host.sent)].copy_(host.sent, non_blocking=True)
         return host.seq_lens, host.tables
 
@@ -152,7 +142,7 @@ class DecodeGraph:
         """The step, as the layers of each cache group see it."""
         self._plans = step.attention.begin_graph(self.metadata, backends)
         groups = zip(self._plans.items(), step.attention.groups, strict=True)
-        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups]
+        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups if replans(backends[spec])]
         """What every replay brings up to date. No dictionary of specs, whose hash takes longer than the rest."""
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.tokens = self.run()
@@ -217,12 +207,9 @@ class DecodeGraph:
         assert self._replay is not None, "capture() it first"
         assert self._step.logits is not None
         seq_lens, tables = self._inputs.fill(self.size, at, positions, rows, draws)
-        metadata = [
-            replace(each, seq_lens_cpu=seq_lens, block_table_cpu=table, upper_bound_lens=False)
-            for each, table in zip(self.metadata, tables, strict=True)
-        ]
         for backend, plan, group in self._replanned:
-            backend.plan_for_replay(plan, metadata[group])
+            known = replace(self.metadata[group], seq_lens_cpu=seq_lens, block_table_cpu=tables[group], upper_bound_lens=False)
+            backend.plan_for_replay(plan, known)
         self._replay()
         return self._step.logits[: len(at)], self.tokens[: len(at)]
 
@@ -238,6 +225,11 @@ def recorded(recorder: Recorder, run: Callable[[], object], what: str) -> Callab
         raise
     except RuntimeError as error:
         raise BackendError(f"CUDA graphs: {what} cannot be captured: {error}; --enforce-eager does without") from error
+
+
+def replans(backend: AttentionBackend) -> bool:
+    """Whether a backend has anything to bring up to date before a replay."""
+    return type(backend).plan_for_replay is not AttentionBackend.plan_for_replay
 
 
 def name_of(backends: Backends) -> str:

@@ -20,9 +20,10 @@ from torch import Tensor
 from headway.core.contract.backend import Backends
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.transfer import upload
-from headway.core.engine.graph import GraphStep, name_of, recorded
+from headway.core.engine.graph import GraphStep, name_of, recorded, replans
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
+from headway.core.engine.sent_tables import SentTables
 from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.sampler import Draws
 from headway.core.sampling.verification import Verified
@@ -80,6 +81,21 @@ class _Fields:
         return cls(*views), end
 
 
+class _HostBuffer:
+    """Host memory from which a step's inputs are sent, as arrays for one graph at a time."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self._shape: tuple[int, int, int, int] | None = None
+
+    def lay_out(self, shape: tuple[int, int, int, int]) -> None:
+        """Become arrays for (size, width, groups, blocks), if it is not that already."""
+        if self._shape != shape:
+            self._shape = shape
+            self.fields, length = _Fields.of(self.flat, *shape)
+            self.sent, self.sent_tables = self.flat[:length], SentTables(self.fields.tables.numpy())
+
+
 class VerifyInputs:
     """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
 
@@ -96,7 +112,7 @@ class VerifyInputs:
         assert step.logits is not None, "decode is captured first"
         self.logits = step.logits if len(step.logits) >= tokens else step.logits.new_empty(tokens, step.logits.shape[1])
         """[tokens of the largest, vocab_size]: every graph computes its own into its first rows."""
-        self.host = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self.host = [_HostBuffer(torch.zeros(length, dtype=torch.int32, pin_memory=pinned)) for _ in range(2)]
 
 
 class VerifyGraph:
@@ -105,14 +121,13 @@ class VerifyGraph:
     def __init__(self, step: GraphStep, inputs: VerifyInputs, size: int, width: int, backends: Backends) -> None:
         self._step, self._inputs, self.size, self.width, self._by_spec = step, inputs, size, width, backends
         self.backends = (name_of(backends),)
-        shape = size, width, inputs.groups, inputs.blocks
-        self._given, self._length = _Fields.of(inputs.device, *shape)
-        self._hosts = {host.data_ptr(): _Fields.of(host, *shape)[0] for host in inputs.host}
+        self._shape = size, width, inputs.groups, inputs.blocks
+        self._given, _ = _Fields.of(inputs.device, *self._shape)
         self._places = torch.arange(width, device=inputs.device.device)
         self._metadata = self._worst_case()
         self._plans = step.attention.begin_graph(self._metadata, backends)
         groups = zip(self._plans.items(), step.attention.groups, strict=True)
-        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups]
+        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups if replans(backends[spec])]
         self._fill_up()
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.verified = self.run()
@@ -211,12 +226,13 @@ class VerifyGraph:
     def _fill(self, step: StepInput, rows: Rows, draws: Draws | None) -> tuple[Tensor, Tensor]:
         """Send a step's inputs to the device. Returns seq_lens and block tables of all sequences, in host memory."""
         self._inputs.host.reverse()  # to the buffer not in use: a step's copy is done before the step after next is launched
-        flat = self._inputs.host[0]
-        host, at, count, new = self._hosts[flat.data_ptr()], step.rows, step.num_seqs, self._new(step)
+        buffer = self._inputs.host[0]
+        buffer.lay_out(self._shape)
+        host, at, count, new = buffer.fields, step.rows, step.num_seqs, self._new(step)
         lens = step.context_lens + step.query_lens
         places = numpy.arange(self.width, dtype=numpy.int32)
         positions: NDArray[numpy.int32] = lens[:, None] - numpy.int32(self.width) + places
-        for array in (host.ids, host.keys, host.scales, host.fill, host.tables):
+        for array in (host.ids, host.keys, host.scales, host.fill):
             array.numpy().fill(0)  # a scale of 0 is greedy
         host.slots.numpy().fill(-1)
         host.ids.numpy()[:count][new] = step.token_ids
@@ -228,8 +244,8 @@ class VerifyGraph:
         if draws is not None:
             host.keys.numpy()[:count][new], host.scales.numpy()[:count][new] = draws.keys, draws.scales
         of_tokens = numpy.repeat(at, step.query_lens)
-        for group, (slots, table, known) in enumerate(zip(host.slots.numpy(), host.tables.numpy(), rows.tables, strict=True)):
+        for group, slots in enumerate(host.slots.numpy()):
             slots[:count][new] = rows.slots(of_tokens, positions[new], self._step.block_size, group)
-            numpy.take(known, at, axis=0, out=table[:count, : known.shape[1]])
-        self._inputs.device[: self._length].copy_(flat[: self._length], non_blocking=True)
+        buffer.sent_tables.fill(host.rows.numpy(), rows)
+        self._inputs.device[: len(buffer.sent)].copy_(buffer.sent, non_blocking=True)
         return host.seq_lens, host.tables

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import numpy
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from driving import generate
@@ -15,6 +17,8 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.proposers import Proposer
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.engine import Engine
+from headway.core.engine.rows import Rows
+from headway.core.engine.sent_tables import SentTables
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
 from registering import registering
@@ -160,3 +164,26 @@ def test_a_backend_that_cannot_be_captured_wide_is_named(caplog: pytest.LogCaptu
     assert "verification with wide is launched in pieces: graph_level: needs UNIFORM or higher, got DECODE" in record.message
     generate(engine, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))
     assert engine.stats.steps_in_pieces["drafts to verify: wide cannot be captured"] > 0
+
+
+def test_replays_write_the_block_tables_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, int]] = []
+    real = SentTables.fill
+
+    def counting(self: SentTables, places: NDArray[numpy.int64], rows: Rows) -> int:
+        written.append((len(places), real(self, places, rows)))
+        return written[-1][1]
+
+    prompts, wishes = [[number, *range(15)] for number in range(4)], SamplingParams(temperature=0, max_tokens=41)
+    texts = [[*prompt, *each.token_ids] for prompt, each in zip(prompts, generate(made(None), prompts, wishes), strict=True)]
+
+    def propose(token_ids: list[int]) -> list[int]:
+        return next(text for text in texts if text[: len(token_ids)] == token_ids)[len(token_ids) :][:3]
+
+    engine = made(Told(propose))
+    engine.executor.capture(Again())
+    monkeypatch.setattr(SentTables, "fill", counting)
+    assert [each.token_ids for each in generate(engine, prompts, wishes)] == [text[16:] for text in texts]
+    assert engine.stats.num_graph_steps == len(written) >= 10
+    new_pages = 4 * (57 // 8 - 16 // 8)
+    assert sum(count for _, count in written) <= 2 * (4 + new_pages)  # in each of two buffers
