@@ -34,11 +34,12 @@ def fastest_sampling(device: torch.device) -> SamplingOps:
     if device.type == "cuda":
         try:
             from headway.models.fused.draw import FusedSampling
+            from headway.models.fused.filter import FusedFilter
         except ImportError as error:
             log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
         else:
             fused = FusedSampling(device)
-            return SamplingOps(fused.greedy, fused.draw, choose=fused.draw)
+            return SamplingOps(fused.greedy, fused.draw, choose=fused.draw, filter=FusedFilter(device))
     return TORCH_SAMPLING
 
 

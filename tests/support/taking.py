@@ -10,8 +10,9 @@ import torch
 from headway.core.engine.host_rows import HostRows
 from headway.core.engine.step import StartedRow
 from headway.core.engine.token_sampler import Chosen, TokenSampler
+from headway.core.sampling.filtering import keep_above, keep_top
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from headway.core.sampling.sampler import NOT_A_TOKEN, TORCH_SAMPLING, SamplingOps, draw, greedy
 
 
 def choose(
@@ -41,3 +42,22 @@ def choose(
 def take(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """The tokens."""
     return choose(logits, params, seeds, positions).tokens
+
+
+def choose_each(logits: torch.Tensor, scales: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`SamplingOps.choose` by torch's operations."""
+    return torch.where(scales == 0, greedy(logits), draw(logits, scales, keys))
+
+
+def filter_kept(logits: torch.Tensor, others: torch.Tensor, keys: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
+    """`SamplingOps.filter` by torch's operations."""
+    scales, top_k, top_p, log_min_p = filters
+    likely = logits.float() * torch.where(scales > 0, scales, 1)[:, None]
+    kept = keep_above(keep_top(likely, top_k, top_p), log_min_p)
+    drawn = torch.where(logits.isnan().any(1), NOT_A_TOKEN, draw(kept, torch.ones_like(scales), keys))
+    return torch.where(scales > 0, drawn, others)
+
+
+DRAWS_INSIDE = SamplingOps(choose=choose_each)
+"""Draws in graphs, as a GPU does without kernels that filter."""
+FILTERS_INSIDE = SamplingOps(choose=choose_each, filter=filter_kept)
