@@ -70,8 +70,7 @@ def cut_rows(
         min_p = tl.load(filters + 3 * apart + row)
         tl.store(floors + row, tl.where(min_p == float("-inf"), min_p, most + min_p))  # a largest of +inf makes no NaN
         if _num_levels(top_k, top_p) > 0:
-            logits += row * stride
-            found += row * ROOM
+            of_row, keys = logits + row * stride, found + row * ROOM
             low, high = tl.load(brackets + row * 4), tl.load(brackets + row * 4 + 1)
             count, above = tl.load(brackets + row * 4 + 2).to(tl.int32), tl.load(brackets + row * 4 + 3).to(tl.int32)
             chunk = tl.arange(0, CHUNKS)
@@ -87,7 +86,7 @@ def cut_rows(
             of_low = above + count  # tokens at or above low
             mass_low = total
             if top_p < 1:
-                _, mass = _measure(found, logits, step * 0 + low, count, whole, most, scale, BLOCK, COLUMN_BITS, True)
+                _, mass = _measure(keys, of_row, step * 0 + low, count, whole, most, scale, BLOCK, COLUMN_BITS, True)
                 mass_low = mass_above + tl.max(mass, axis=0)
             cut = low
             if top_k > 0:
@@ -95,9 +94,9 @@ def cut_rows(
                 while (of_low > wanted) & (end - cut > 1):
                     pivots = cut + (end - cut) * step // (PIVOTS + 1)
                     if top_p < 1:
-                        tokens, mass = _measure(found, logits, pivots, count, whole, most, scale, BLOCK, COLUMN_BITS, True)
+                        tokens, mass = _measure(keys, of_row, pivots, count, whole, most, scale, BLOCK, COLUMN_BITS, True)
                     else:
-                        tokens, mass = _measure(found, logits, pivots, count, whole, most, scale, BLOCK, COLUMN_BITS, False)
+                        tokens, mass = _measure(keys, of_row, pivots, count, whole, most, scale, BLOCK, COLUMN_BITS, False)
                     tokens += above
                     enough = tokens >= wanted
                     cut = tl.max(tl.where(enough, pivots, cut), axis=0)
@@ -115,7 +114,7 @@ def cut_rows(
                         cut, of_low = lowest, vocab_size
                 while (of_low - of_end > 1) & (end - cut > 1):
                     pivots = cut + (end - cut) * step // (PIVOTS + 1)
-                    tokens, mass = _measure(found, logits, pivots, count, whole, most, scale, BLOCK, COLUMN_BITS, True)
+                    tokens, mass = _measure(keys, of_row, pivots, count, whole, most, scale, BLOCK, COLUMN_BITS, True)
                     tokens += above
                     enough = mass + mass_above >= target
                     cut = tl.max(tl.where(enough, pivots, cut), axis=0)

@@ -13,9 +13,8 @@ from headway.models.fused.filter_kernels import best_of_kept, gather_between, ra
 from headway.models.fused.launch import Launcher
 from headway.models.fused.level_kernels import LEVELS, bracket_rows, measure_levels, sample_levels
 
-_FEW_ROWS = 4
-"""Up to so many rows programs take fewer logits, or there would not be one for each multiprocessor."""
-_MOST_CHUNKS = 256
+_BLOCK = 1024
+"""Logits of a program, which is one warp: a row of 151,936 has more programs than a GPU has multiprocessors."""
 _ROOM = 20480
 """Keys of a row that are put side by side: four deviations more than lie between two levels of 151,936 equally likely tokens."""
 _SLICE = 256
@@ -46,9 +45,7 @@ class FusedFilter:
 
     def _choose(self, logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor, chosen: Tensor) -> None:
         rows, vocab = logits.shape
-        small = rows <= _FEW_ROWS and vocab <= 1024 * _MOST_CHUNKS
-        block, warps = (1024, 4) if small else (4096, 4)
-        chunks = triton.cdiv(vocab, block)
+        chunks = triton.cdiv(vocab, _BLOCK)
         width, bits, room = triton.next_power_of_2(chunks), max((vocab - 1).bit_length(), 1), min(_ROOM, vocab)
         stride, apart = logits.stride(0), filters.stride(0)
         unit = _VECTOR if stride % _VECTOR == vocab % _VECTOR == 0 else 1
@@ -65,19 +62,17 @@ class FusedFilter:
         one, all_chunks = (rows, 1, 1), (rows, chunks, 1)
 
         self._get(sample_levels, 8)(one, logits, filters, levels, stride, apart, vocab)
-        self._get(measure_levels, warps, BLOCK=block, UNIT=unit)(
-            all_chunks, logits, filters, levels, counts, masses, mosts, *read
-        )
-        self._get(bracket_rows, 4, BLOCK=block, CHUNKS=width, COLUMN_BITS=bits)(
+        self._get(measure_levels, 1, BLOCK=_BLOCK, UNIT=unit)(all_chunks, logits, filters, levels, counts, masses, mosts, *read)
+        self._get(bracket_rows, 8, BLOCK=_BLOCK, CHUNKS=width, COLUMN_BITS=bits)(
             one, filters, levels, counts, masses, mosts, brackets, most, offsets, apart, chunks, vocab
         )
-        self._get(gather_between, warps, BLOCK=block, UNIT=unit, ROOM=room, COLUMN_BITS=bits)(
+        self._get(gather_between, 1, BLOCK=_BLOCK, UNIT=unit, ROOM=room, COLUMN_BITS=bits)(
             all_chunks, logits, filters, brackets, most, offsets, found, sums, *read
         )
         self._get(cut_rows, 8, BLOCK=1024, PIVOTS=8, CHUNKS=width, ROOM=room, COLUMN_BITS=bits)(
             one, logits, filters, brackets, most, found, sums, cuts, floors, stride, apart, chunks, vocab
         )
-        self._get(race_kept, warps, BLOCK=block, LANES=LANES, COLUMN_BITS=bits)(
+        self._get(race_kept, 1, BLOCK=_BLOCK, LANES=LANES, COLUMN_BITS=bits)(
             all_chunks, logits, filters, keys, counts, mosts, cuts, floors, scores, tokens, stride, apart, vocab
         )
         self._get(best_of_kept, 1, BLOCK=width)(one, scores, tokens, filters, others, chosen, chunks)

@@ -85,14 +85,14 @@ def sample_levels(
     scale = tl.load(filters + row)
     if scale > 0:
         top_k = tl.load(filters + apart + row)
-        logits += row * stride
+        of_row = logits + row * stride
         place, slot = tl.arange(0, _SAMPLE), tl.arange(0, 64)
-        y, _ = _values(logits, place.to(tl.int64) * vocab_size // _SAMPLE, place >= 0, scale)
+        y, _ = _values(of_row, place.to(tl.int64) * vocab_size // _SAMPLE, place >= 0, scale)
         # A sort of so few takes longer than to compare each with each.
         rank = tl.zeros([_SAMPLE], tl.int32)
         for start in range(0, _SAMPLE, 64):
             other = start + slot
-            z, _ = _values(logits, other.to(tl.int64) * vocab_size // _SAMPLE, other >= 0, scale)
+            z, _ = _values(of_row, other.to(tl.int64) * vocab_size // _SAMPLE, other >= 0, scale)
             equal = (z[None, :] == y[:, None]) & (other[None, :] < place[:, None])
             rank += tl.sum(((z[None, :] > y[:, None]) | equal).to(tl.int32), axis=1)
         expected = top_k * _SAMPLE / vocab_size
