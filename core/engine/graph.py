@@ -18,12 +18,13 @@ from headway.core.engine.attention import PagedAttention
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
 from headway.core.engine.sent_tables import SentTables
+from headway.core.sampling.filtering import NO_FILTER
 from headway.core.sampling.sampler import Draws, SamplingOps
 
 _LONGS = 2
 """int64 numbers a row, beside its slot in each cache group: its place in `newest`, and the key of its draw."""
-_INTS = 3
-"""int32 numbers a row: its position, its length, and the bits of its draw's scale."""
+_INTS = 3 + len(NO_FILTER)
+"""int32 numbers a row: its position, its length, and the bits of its draw's scale and of its `TokenFilter`."""
 _ALIGN = 4
 """Fields begin at multiples of 16 bytes, which kernels may rely on."""
 
@@ -48,6 +49,19 @@ class GraphStep:
         """A token for each row of logits; greedy ones where nothing draws in the same pass."""
         ops = self.sampling
         return ops.greedy(logits) if ops.choose is None else ops.choose(logits, scales, keys)
+
+    def filter(self, logits: Tensor, chosen: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
+        """The tokens `chosen`, but for rows that filter what they keep is drawn from."""
+        assert self.sampling.filter is not None, "nothing asks for it"
+        return self.sampling.filter(logits, chosen, keys, filters)
+
+    @property
+    def filters(self) -> bool:
+        """Whether graphs have a second part, which `Draws.filters` asks for.
+
+        It is a graph of its own behind the first, so that steps in which no row filters pay for none of its launches.
+        """
+        return self.sampling.choose is not None and self.sampling.filter is not None
 
     @property
     def padding_row(self) -> int:
@@ -110,7 +124,7 @@ class StaticInputs:
             host.lay_out(batch, *self.views(host.flat, batch))
         places, keys, *slots_of = host.longs
         places[:count], places[count:] = at, self._step.padding_row
-        written, seq_lens, scales = host.ints
+        written, seq_lens, scales, *filters = host.ints
         written[:count], written[count:] = positions, 0
         numpy.add(positions, 1, out=seq_lens[:count])
         seq_lens[count:] = 0
@@ -119,6 +133,9 @@ class StaticInputs:
         else:
             scales[:count], keys[:count] = draws.scales.view(numpy.int32), draws.keys
             scales[count:] = 0
+            if draws.filters is not None:  # else they are not looked at
+                for to, numbers in zip(filters, draws.filters.view(numpy.int32), strict=True):
+                    to[:count], to[count:] = numbers, 0
         for group, slots in enumerate(slots_of):
             slots[:count], slots[count:] = rows.slots(at, positions, self._step.block_size, group), -1
         host.sent_tables.fill(places, rows)
@@ -136,8 +153,8 @@ class DecodeGraph:
         longs, ints, tables, _ = inputs.views(inputs.device, size)
         self.rows, self._keys, *slots = longs
         """Places in `newest` of the last replay's rows, padding included; and the keys of their draws."""
-        self._positions, self._seq_lens, bits = ints
-        self._scales = bits.view(torch.float32)
+        self._positions, self._seq_lens = ints[:2]
+        self._scales, self._filters = ints[2].view(torch.float32), ints[3:].view(torch.float32)
         self.metadata = self._worst_case(slots, list(tables))
         """The step, as the layers of each cache group see it."""
         self._plans = step.attention.begin_graph(self.metadata, backends)
@@ -147,13 +164,18 @@ class DecodeGraph:
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.tokens = self.run()
         self._replay: Callable[[], None] | None = None
+        self.filtered = self.filter() if step.filters else self.tokens
+        self._replay_filter: Callable[[], None] | None = None
 
     def capture(self, recorder: Recorder) -> None:
         """Record the step.
 
         :raises BackendError: something in it cannot be captured.
         """
-        self._replay = recorded(recorder, self.run, f"decode of {self.size} sequences with {self.backends[0]}")
+        what = f"decode of {self.size} sequences with {self.backends[0]}"
+        self._replay = recorded(recorder, self.run, what)
+        if self._step.filters:
+            self._replay_filter = recorded(recorder, self.filter, what)
 
     def _worst_case(self, slots: Sequence[Tensor], tables: Sequence[Tensor]) -> list[AttentionMetadata]:
         step, size, device = self._step, self.size, self._seq_lens.device
@@ -197,6 +219,15 @@ class DecodeGraph:
         newest.index_copy_(0, self.rows, self.tokens)
         return self.tokens
 
+    @torch.inference_mode()
+    def filter(self) -> Tensor:
+        """After `run`, choose the tokens of rows that filter; returns those of all [size]."""
+        step = self._step
+        assert step.logits is not None
+        self.filtered = step.filter(step.logits[: self.size], self.tokens, self._keys, self._filters)
+        step.newest.index_copy_(0, self.rows, self.filtered)
+        return self.filtered
+
     def replay(
         self, at: NDArray[numpy.int32], positions: NDArray[numpy.int32], rows: Rows, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -211,7 +242,12 @@ class DecodeGraph:
             known = replace(self.metadata[group], seq_lens_cpu=seq_lens, block_table_cpu=tables[group], upper_bound_lens=False)
             backend.plan_for_replay(plan, known)
         self._replay()
-        return self._step.logits[: len(at)], self.tokens[: len(at)]
+        tokens = self.tokens
+        if draws is not None and draws.filters is not None:
+            assert self._replay_filter is not None, "see GraphStep.filters"
+            self._replay_filter()
+            tokens = self.filtered
+        return self._step.logits[: len(at)], tokens[: len(at)]
 
 
 def recorded(recorder: Recorder, run: Callable[[], object], what: str) -> Callable[[], None]:

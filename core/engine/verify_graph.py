@@ -25,6 +25,7 @@ from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
 from headway.core.engine.sent_tables import SentTables
 from headway.core.engine.step import NEWEST, StepInput
+from headway.core.sampling.filtering import NO_FILTER
 from headway.core.sampling.sampler import Draws
 from headway.core.sampling.verification import Verified
 
@@ -54,6 +55,8 @@ class _Fields:
     """int32 [n, w]"""
     scales: Tensor
     """float32 [n, w]: of the draws."""
+    filters: Tensor
+    """float32 [4, n, w]: a `TokenFilter` each."""
     seq_lens: Tensor
     """int32 [n]"""
     context_lens: Tensor
@@ -70,6 +73,7 @@ class _Fields:
             *[(torch.int64, (size,))] * 2,
             (torch.int32, (size, width)),
             (torch.float32, (size, width)),
+            (torch.float32, (len(NO_FILTER), size, width)),
             *[(torch.int32, (size,))] * 2,
             (torch.int32, (groups, size, blocks)),
         ]
@@ -103,9 +107,13 @@ class VerifyInputs:
         """largest: (size, width) of graphs, none of which may need more than the buffer has."""
         blocks = -(-step.max_model_len // step.block_size)
         self.groups, self.blocks = len(step.num_blocks), -(-blocks // _ALIGN) * _ALIGN
-        tokens, fields = max(size * width for size, width in largest), 10
+        tokens, fields = max(size * width for size, width in largest), 11
         most = max(size for size, _ in largest)
-        length = (2 * (2 + self.groups) + 2) * tokens + (2 * 2 + 2 + self.groups * self.blocks) * most + fields * _ALIGN
+        length = (
+            (2 * (2 + self.groups) + 2 + len(NO_FILTER)) * tokens
+            + (2 * 2 + 2 + self.groups * self.blocks) * most
+            + fields * _ALIGN
+        )
         device = step.newest.device
         self.device = torch.zeros(length, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
@@ -132,6 +140,8 @@ class VerifyGraph:
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.verified = self.run()
         self._replay: Callable[[], None] | None = None
+        self.filtered = self.filter() if step.filters else self.verified
+        self._replay_filter: Callable[[], None] | None = None
 
     def capture(self, recorder: Recorder) -> None:
         """Record the step.
@@ -140,6 +150,8 @@ class VerifyGraph:
         """
         what = f"verification of {self.width - 1} drafts for each of {self.size} sequences with {self.backends[0]}"
         self._replay = recorded(recorder, self.run, what)
+        if self._step.filters:
+            self._replay_filter = recorded(recorder, self.filter, what)
 
     def _worst_case(self) -> list[AttentionMetadata]:
         step, given, size, width = self._step, self._given, self.size, self.width
@@ -184,19 +196,33 @@ class VerifyGraph:
         count = self.size * self.width
         step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
         newest = step.newest.index_select(0, given.rows)[:, None]
-        ids = torch.where(given.ids == NEWEST, newest, given.ids).clamp_min(0)
-        hidden = step.model(ids.view(count), given.positions.view(count), step.attention)
+        self._ids = torch.where(given.ids == NEWEST, newest, given.ids).clamp_min(0)
+        hidden = step.model(self._ids.view(count), given.positions.view(count), step.attention)
         logits = step.model.compute_logits(hidden, self._inputs.logits[:count])
-        sampled = step.choose(logits, given.scales.view(count), given.keys.view(count)).view(self.size, self.width)
+        self._sampled = step.choose(logits, given.scales.view(count), given.keys.view(count))
+        self.verified = self._hold(self._sampled.view(self.size, self.width))
+        return self.verified
+
+    @torch.inference_mode()
+    def filter(self) -> Verified:
+        """After `run`, choose the tokens of sequences that filter, and hold all against the drafts once more."""
+        given, count = self._given, self.size * self.width
+        numbers = given.filters.view(-1, count)
+        sampled = self._step.filter(self._inputs.logits[:count], self._sampled, given.keys.view(count), numbers)
+        self.filtered = self._hold(sampled.view(self.size, self.width))
+        return self.filtered
+
+    def _hold(self, sampled: Tensor) -> Verified:
+        """Which drafts equal the tokens [size, width] that were sampled in their places; the last of these becomes the newest."""
+        given, ids = self._given, self._ids
         # As `verify` does, but that rows begin with tokens which nobody guessed.
         fill = given.fill[:, None]
         holds = (sampled[:, :-1] == ids[:, 1:]) | (self._places[:-1] < fill)
         counts = holds.long().cumprod(1).sum(1) + 1 - given.fill
         last = sampled.gather(1, (given.fill + counts - 1)[:, None])[:, 0]
         tokens = sampled.gather(1, (fill + self._places).clamp_max(self.width - 1))
-        step.newest.index_copy_(0, given.rows, last)
-        self.verified = Verified(tokens, counts, last)
-        return self.verified
+        self._step.newest.index_copy_(0, given.rows, last)
+        return Verified(tokens, counts, last)
 
     def replay(self, step: StepInput, rows: Rows, draws: Draws | None) -> Verified:
         """Run a step. Returns what the verification found, which the next replay overwrites.
@@ -209,8 +235,12 @@ class VerifyGraph:
             known = replace(self._metadata[group], seq_lens_cpu=seq_lens, block_table_cpu=tables[group], upper_bound_lens=False)
             backend.plan_for_replay(plan, known)
         self._replay()
-        count = step.num_seqs
-        return Verified(*(found[:count] for found in (self.verified.tokens, self.verified.counts, self.verified.newest)))
+        count, verified = step.num_seqs, self.verified
+        if draws is not None and draws.filters is not None:
+            assert self._replay_filter is not None, "see GraphStep.filters"
+            self._replay_filter()
+            verified = self.filtered
+        return Verified(*(found[:count] for found in (verified.tokens, verified.counts, verified.newest)))
 
     def logits_of(self, step: StepInput) -> Tensor:
         """A copy of the logits [num_tokens, vocab_size] after each new token of the step that was replayed last."""
@@ -243,6 +273,9 @@ class VerifyGraph:
         numpy.subtract(host.seq_lens.numpy(), self.width, out=host.context_lens.numpy())
         if draws is not None:
             host.keys.numpy()[:count][new], host.scales.numpy()[:count][new] = draws.keys, draws.scales
+            if draws.filters is not None:  # else they are not looked at
+                host.filters.numpy()[:] = 0
+                host.filters.numpy()[:, :count][:, new] = draws.filters
         of_tokens = numpy.repeat(at, step.query_lens)
         for group, slots in enumerate(host.slots.numpy()):
             slots[:count][new] = rows.slots(of_tokens, positions[new], self._step.block_size, group)
