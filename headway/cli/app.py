@@ -13,6 +13,7 @@ from headway.cli.backends import backends
 from headway.cli.bench_crossover import crossover
 from headway.cli.bench_experts import experts
 from headway.cli.bench_kernel import kernel
+from headway.cli.bench_requests import requests
 from headway.cli.bench_serve import serve as bench_serve
 from headway.cli.bench_throughput import throughput
 from headway.cli.build import build
@@ -76,6 +77,7 @@ bench.command(cls=Command)(throughput)
 bench.command(cls=Command)(kernel)
 bench.command(cls=Command)(crossover)
 bench.command(cls=Command)(experts)
+bench.command(cls=Command)(requests)
 bench.command("serve", cls=Command)(bench_serve)
 
 

@@ -204,6 +204,18 @@ def test_a_failed_plugin_leaves_nothing_behind(registry: Registry, name: str) ->
     assert fresh.backends["good"].owner == "mine 1.1"
 
 
+def test_a_plugin_that_cannot_be_hashed_is_named() -> None:
+    class Equal:
+        __hash__ = None  # type: ignore[assignment]  # as a dataclass has it that compares by its fields
+
+        @hookimpl
+        def headway_register_backends(self) -> list[BackendInfo]:
+            return []
+
+    with pytest.raises(PluginError, match=r"must be hashable: TypeError: .*; a dataclass needs eq=False or frozen=True"):
+        create_registry([Equal()], load_entry_points=False)
+
+
 def test_registering_a_plugin_a_second_time_does_not_take_its_hooks_away() -> None:
     plugin = Plugin([info("aaa")], rank=sorted)
     registry = make(mine=plugin)
