@@ -18,7 +18,7 @@ from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.engine_thread import EngineDeadError, EngineThread
 from headway.intake import CheckedRequest, check_streamed, quickly_checked, template_options
 from headway.outputs import RequestOutput
-from headway.prompts import Message, Prompt
+from headway.prompts import Message, Prompt, alone
 from headway.streams import Mailbox, Mailboxes, RequestStream
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class AsyncLLM:
         :raises ConfigError: a parameter that cannot work, likewise.
         :raises EngineDeadError: a fault in the engine has ended it.
         """
-        (request,) = await self.check([prompt], sampling_params)
+        (request,) = await self.check(alone(prompt), sampling_params)
         stream = self.submit(request, request_id, priority=priority)
         try:
             async for output in stream:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.testing.cells import Cell
 from headway.testing.origin import Origin
 from headway.testing.report import CellResult, CheckReport, machine_of, now
 from headway.testing.runner import TIMEOUT, Child, Run
@@ -76,7 +77,7 @@ def check(
 
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.cell:
-        return [wanted.cell]
+        return [str(Cell.parse(wanted.cell))]
     if not wanted.only:
         return list(cells)
     picked = [cell for cell in cells if cell.partition(":")[0] == wanted.only]

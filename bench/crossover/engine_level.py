@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +22,15 @@ from headway.core.system.child import Child, python
 from headway.registry import Registry
 from headway.testing.cases import parse_case
 from headway.testing.json_files import write_json
-from headway.testing.origin import Origin
+from headway.testing.origin import Origin, command_line
 from headway.tuning.compare import differences
 from headway.tuning.device import identify_device
 from headway.tuning.files import read_table
+from headway.tuning.outcome import new_cell
 from headway.tuning.points import Point
 from headway.tuning.progress import progress_bar
 from headway.tuning.schema import BackendRecord, Cell, CrossoverTable, SpecRecord, points
-from headway.tuning.ties import mark_ties, new_cell, noise_of
+from headway.tuning.ties import mark_ties, noise_of
 
 AUTO = "auto"
 """Takes part like a backend: each step's choice by the kernel-level table."""
@@ -213,7 +213,7 @@ def _table(runs: Mapping[str, _Run], options: EngineOptions, registry: Registry,
     return CrossoverTable(
         level="engine",
         date=date,
-        command=options.command or " ".join(sys.argv),
+        command=options.command or command_line(),
         origin=Origin.here(),
         complete=all(not run.todo for run in runs.values()),
         model=str(options.llm.get("model", "")),

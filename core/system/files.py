@@ -16,6 +16,26 @@ from pathlib import Path
 
 _PART = ".headway-part"
 """How the names of files and folders end that are not complete yet."""
+_LARGEST_TEXT = 1 << 28
+"""Bytes. A table of 20,000 cells takes 10 MiB."""
+
+
+def read_text(path: Path) -> str:
+    """A text file of the user's, UTF-8. A pipe is read while somebody writes into it, and is empty where nobody does.
+
+    :raises OSError: it cannot be read, is a device, or is too large for a text that somebody wrote.
+    :raises UnicodeDecodeError: it is no UTF-8.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # to open a pipe that nobody writes into would wait for ever
+    with os.fdopen(handle, "rb") as file:
+        mode = os.fstat(handle).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise OSError(errno.EINVAL, "It is no file", str(path))
+        os.set_blocking(handle, True)
+        content = file.read(_LARGEST_TEXT + 1)
+    if len(content) > _LARGEST_TEXT:
+        raise OSError(errno.EINVAL, f"It is larger than {_LARGEST_TEXT >> 20} MiB", str(path))
+    return content.decode("utf-8")
 
 
 def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -120,7 +118,7 @@ def _run(
     from headway.bench.serve.profiling import begin, end
     from headway.bench.serve.report import ServeReport
     from headway.bench.serve.run import run_cell
-    from headway.testing.origin import Origin
+    from headway.testing.origin import Origin, command_line
     from headway.tuning.device import crowding
 
     cells, busy = [], crowding()
@@ -146,7 +144,7 @@ def _run(
         "seed": str(load.seed),
     }
     return ServeReport(
-        command=shlex.join(["headway", *sys.argv[1:]]),
+        command=command_line(),
         origin=Origin.here(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         busy=busy or crowding(),
@@ -164,7 +162,7 @@ def _rates(text: str) -> list[float]:
         rates = [float(part) for part in names_of(text) or ()]
     except ValueError:
         rates = []
-    if not rates or not all(each > 0 and not math.isnan(each) for each in rates):
+    if not rates or not all(0 < each < math.inf for each in rates):
         raise ConfigError("--rate", "requests per second, such as 4 or 1,2,4", repr(text))
     return rates
 
@@ -177,6 +175,6 @@ def _limits(text: str | None) -> dict[str, float]:
             limits[name] = float(value)
         except ValueError:
             name = ""
-        if name not in _LIMITS:
+        if name not in _LIMITS or not 0 < limits[name] < math.inf:
             raise ConfigError("--goodput", "limits in ms such as ttft:200,tpot:20,e2e:5000", repr(text))
     return limits

@@ -19,7 +19,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
 from headway.core.system.faults import warn_once
 from headway.registry import Registry, create_registry, hookimpl
-from headway.registry.registry import BUILTIN_OWNER
+from headway.registry.records import BUILTIN_OWNER
 from sandbox import run_python
 
 KERNEL_LIBRARIES = ("triton", "flash_attn", "xformers", "flashinfer", "transformers", "vllm")
