@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: demo test test-slow test-all test-vllm test-ray test-dynamo check docs format clean
+.PHONY: demo test test-slow test-all soak test-vllm test-ray test-dynamo check docs format clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)  ## a real model writes, through a paged cache and a backend found as a plugin
@@ -21,6 +21,11 @@ test-slow: $(READY)  ## what the everyday subset leaves out
 	$(PYTEST) -m slow
 
 test-all: test test-slow  ## everything that runs without a GPU
+
+SOAK_SECONDS ?= 1800
+soak: $(READY)  ## an engine, then a server, at work for SOAK_SECONDS each: memory and blocks that are not given back are errors
+	OMP_NUM_THREADS=1 HEADWAY_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s -m slow \
+		tests/faults/test_soak.py tests/headway/server/test_streams.py -k "memory"
 
 test-vllm: .venv-vllm/.ready  ## headway-vllm inside vLLM's CPU build, which serves SmolLM2; 4 GB on the disk, minutes
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -c /dev/null --rootdir=integrations/headway-vllm integrations/headway-vllm/tests

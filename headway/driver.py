@@ -10,6 +10,7 @@ from threading import Lock
 from headway.assembly import Assembly
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.deltas import OutputDelta
+from headway.heap import GIVE_BACK_INTERVAL, give_back
 from headway.intake import Intake
 from headway.turns import Turns
 
@@ -31,6 +32,9 @@ class EngineDriver:
         self._ids: set[str] = set()
         self._numbers = map(str, count())
         self._guard = Lock()
+        self.on_cpu = assembly.device.type == "cpu"
+        """Whether activations and compiled products are this process's own memory, which is given back now and then."""
+        self._next_give_back = time.perf_counter() + GIVE_BACK_INTERVAL
 
     def listen(self, listener: Listener) -> None:
         """Have a client hear of every step from now on."""
@@ -54,6 +58,9 @@ class EngineDriver:
         self.engine.mark("")
         for request_id, index in stopped:
             self.engine.abort(request_id, index)
+        if self.on_cpu and started >= self._next_give_back:
+            give_back()
+            self._next_give_back = started + GIVE_BACK_INTERVAL
 
     def claim(self, request_id: str | None = None) -> str:
         """Take an id for a request until it is released. None: any.

@@ -24,6 +24,7 @@ from headway.server.body import read_body
 from headway.server.chat import ChatShape
 from headway.server.completions import CompletionShape
 from headway.server.direct import Direct, Endpoint
+from headway.server.endpoints import endpoint
 from headway.server.errors import ApiError, api_error
 from headway.server.gate import Gate
 from headway.server.metrics import CONTENT_TYPE
@@ -44,9 +45,9 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     app = FastAPI(title="Headway", version=__version__)
     app.state.service = service
     routes = Routes(service)
-    routes.add_to(app)
-    PageRoutes(service).add_to(app)
-    ProfileRoutes(service).add_to(app)
+    app.state.routes = routes, PageRoutes(service), ProfileRoutes(service)
+    for each in app.state.routes:
+        each.add_to(app)
     app.add_middleware(Direct, endpoints=routes.direct, refuse=routes.refuse)
     app.add_middleware(Gate, api_key=service.options.api_key)
     return app
@@ -73,7 +74,7 @@ class Routes:
             ("/detokenize", self.detokenize, DetokenizeRequest),
         ):
             schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
-            app.add_api_route(path, answer, methods=["POST"], openapi_extra={"requestBody": schema})
+            app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
         for path, told in (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
@@ -82,7 +83,7 @@ class Routes:
             ("/version", self.version),
             ("/metrics", self.metrics),
         ):
-            app.add_api_route(path, told, methods=["GET"])
+            app.add_api_route(path, endpoint(told), methods=["GET"])
         app.add_exception_handler(HTTPException, self.refuse)
         app.add_exception_handler(RequestValidationError, self.refuse)
         app.add_exception_handler(Exception, self.refuse)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from headway.profiling import ProfileRequest, StepProfiler
 from headway.server.body import read_text
+from headway.server.endpoints import endpoint
 from headway.server.errors import ApiError
 from headway.server.service import Service
 
@@ -25,8 +26,8 @@ class ProfileRoutes:
     def add_to(self, app: FastAPI) -> None:
         """Add both."""
         schema = {"content": {"application/json": {"schema": ProfileRequest.model_json_schema()}}}
-        app.add_api_route("/start_profile", self.start, methods=["POST"], openapi_extra={"requestBody": schema})
-        app.add_api_route("/stop_profile", self.stop, methods=["POST"])
+        app.add_api_route("/start_profile", endpoint(self.start), methods=["POST"], openapi_extra={"requestBody": schema})
+        app.add_api_route("/stop_profile", endpoint(self.stop), methods=["POST"])
 
     async def start(self, request: Request) -> Response:
         """Begin to look at steps. The body may be empty."""
