@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -113,9 +113,11 @@ class Ingress:
                 start = await anext(messages)
                 headers = dict(start["headers"])
                 if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-                    whole = b"".join([message.get("body", b"") async for message in messages])
-                    return _with_headers(Response(whole, start["status"]), start)
-            except (RayActorError, RayTaskError) as error:
+                    parts = [message async for message in messages]
+                    if not _ended(parts[-1] if parts else start):
+                        raise RayError("the replica has stopped in the middle of its answer")
+                    return _with_headers(Response(b"".join(part.get("body", b"") for part in parts), start["status"]), start)
+            except (RayError, StopAsyncIteration) as error:
                 log.warning("a replica was lost, and its request goes to another: %s", type(error).__name__)
                 continue
             return _with_headers(StreamingResponse(_rest(messages), start["status"]), start)
@@ -128,13 +130,23 @@ def _with_headers(response: Response, start: Message) -> Response:
 
 
 async def _rest(messages: DeploymentResponseGenerator) -> AsyncIterator[bytes]:
+    """The parts of a stream; one that stops before its end says so, whatever the reason."""
+    ended = False
     try:
         async for message in messages:
+            ended = _ended(message)
             yield message.get("body", b"")
-    except (RayActorError, RayTaskError):
-        yield b"data: " + _error("the replica that answered has ended") + b"\n\n"
+    except RayError as error:
+        log.warning("a replica was lost in the middle of a stream: %s", type(error).__name__)
     finally:
         messages.cancel()
+    if not ended:
+        yield b"data: " + _error("the replica that answered has ended") + b"\n\n"
+
+
+def _ended(message: Message) -> bool:
+    """Whether a message is the last of its answer."""
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 def _error(text: str) -> bytes:
