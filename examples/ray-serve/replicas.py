@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
@@ -180,7 +181,7 @@ def app(args: dict[str, Any]) -> Application:
     """The application; `serve run` hands `name=value` over as args.
 
     model: as for `headway serve`. min_replicas, max_replicas. requests: how many a replica should have at once. cpus and gpus: of
-    each replica. All others are options of AsyncLLM.
+    each replica. All others are options of AsyncLLM; their texts are read as YAML, `deterministic=true` or `max_num_seqs=64`.
     """
     args = {"model": "smollm2", "min_replicas": 1, "max_replicas": 2, "requests": 32, "cpus": 1, "gpus": 0, **args}
     model, least, most, requests, cpus, gpus = (
@@ -194,4 +195,5 @@ def app(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": float(cpus), "num_gpus": float(gpus)},
         health_check_period_s=2,
     )
-    return Ingress.bind(replicas.bind(model, args))
+    options = {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in args.items()}
+    return Ingress.bind(replicas.bind(model, options))

@@ -36,8 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     paths = str(Path(__file__).parent)
     ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}})
     serve.start(http_options={"host": "127.0.0.1", "port": 8123})
-    asked = {"model": folder, "min_replicas": 2, "max_replicas": 3, "kv_cache_memory": "8MiB", "num_threads": 1}
-    serve.run(app({**asked, "deterministic": True}), name="headway")
+    asked = {"model": folder, "min_replicas": 2, "max_replicas": 3, "kv_cache_memory": "8MiB", "num_threads": "1"}
+    serve.run(app({**asked, "deterministic": "true"}), name="headway")  # texts, as from the command line
     yield folder
     serve.shutdown()
     ray.shutdown()
