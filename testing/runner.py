@@ -11,10 +11,13 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.child import Child as JsonChild
 from headway.core.system.child import Died, python
 from headway.testing.cells import Cell
+from headway.testing.installed import interpreted
 from headway.testing.report import CellResult
 
 TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
 """Seconds that one cell may take; on a GPU a kernel may have to be compiled first."""
+INTERPRETED = 10
+"""Times as long under Triton's interpreter."""
 START_TIMEOUT = 180.0
 MOST_DEATHS = 6
 """After so many crashes and hangs in one run the rest is not run: each costs a new process."""
@@ -88,6 +91,11 @@ class Child:
             raise
 
 
+def cell_timeout(device: str) -> float:
+    """Seconds that one cell may take on a device, where nobody says otherwise."""
+    return TIMEOUT[device] * (INTERPRETED if interpreted() else 1)
+
+
 class Refused(ConfigError):
     """The subject's own error, which says it all."""
 
@@ -149,8 +157,10 @@ class Run:
                     result = child.run(cell)
                 except Died as died:
                     self.deaths += 1
-                    hang = died.silent
-                    result = _failed(cell, str(died), "hangs" if hang else "takes the process with it: a crash or an exit")
+                    if died.silent:
+                        result = _failed(cell, died.how, "hangs, or takes longer: --timeout SECONDS gives it more time")
+                    else:
+                        result = _failed(cell, str(died), "takes the process with it: a crash or an exit")
             with self._lock:
                 self.results[cell] = result
                 self.tell(result)

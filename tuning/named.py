@@ -53,7 +53,9 @@ def _check(registry: Registry, name: str, owner: str, spec: AttentionSpec) -> No
         return  # the selector refuses it, with every reason
     wrong = self_test(registry, name, spec, pairs)
     if wrong:
-        hint = f"headway check {name} says more; {SKIP}=1 runs it all the same"
+        file = owner.partition("@")[0] if "@" in owner else "FILE.py"
+        target = name if version else f"{file}:{registry.backend(name).__name__}"
+        hint = f"headway check {target} says more; {SKIP}=1 runs it all the same"
         raise ConfigError(f"attention backend {name} of {owner}", "right answers in its self-test", wrong, hint)
     log.info("attention backend %s of %s passed its self-test", name, owner)
     if version:

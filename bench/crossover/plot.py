@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from headway.bench.charts import new_figure, png
+from headway.bench.charts import heading, new_figure, png
 from headway.bench.crossover.palette import TIE, cell_colour, colours, faded
 from headway.bench.crossover.report import speedup, winner
 from headway.bench.crossover.view import Block, Row, View
@@ -46,8 +46,7 @@ def to_png(view: View) -> bytes:
     for (phase, blocks), axis in zip(panels, axes, strict=True):
         _panel(axis, phase, blocks, chosen)
     measured = f"{view.table.title}, {view.where}, measured {view.table.date[:10]}"
-    title = f"Fastest attention backend, and how many times faster than the runner-up\n{picture(measured)}"
-    figure.suptitle(title, fontsize=10)
+    heading(figure, "Fastest attention backend, and how many times faster than the runner-up", picture(measured))
     won = [name for name in view.backends if any(row.winners == [name] for row in view.rows)]
     handles = [_patch(chosen[name], picture(name)) for name in won]
     handles += [_patch(TIE, "tie: cannot be told apart"), _not_measured("not measured")]

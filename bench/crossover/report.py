@@ -126,7 +126,7 @@ def software(device: DeviceIdentity) -> str:
     parts = [f"compute capability {device.compute_capability}"] if device.compute_capability else []
     parts += [f"driver {device.driver}"] if device.driver else []
     parts += [f"{device.clock_mhz} MHz"] if device.clock_mhz else []
-    parts += [f"{device.threads} threads"] if device.threads else []
+    parts += [f"{device.threads} thread{'s' if device.threads > 1 else ''}"] if device.threads else []
     parts += [f"torch {device.torch}", *(f"{name} {version}" for name, version in device.libraries.items())]
     return ", ".join(parts)
 

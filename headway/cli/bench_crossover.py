@@ -49,7 +49,7 @@ def crossover(
         typer.Option(help="Names, comma-separated; level engine: also prefill=NAME,decode=NAME. Default: all available ones."),
     ] = None,
     geometry: Annotated[
-        str | None, typer.Option(help="num_heads/num_kv_heads/head_dim\\[/v_head_dim]\\[/dense] of the layer.")
+        str | None, typer.Option(help="The layer's query heads, kv heads and head_dim, 32/8/128; then v_head_dim, /dense.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
@@ -124,6 +124,9 @@ def crossover(
         return
     if place.type == "cpu":
         set_threads()  # as an engine does; one of level engine does it in its own process
+    if pairs := [name for name in requests_of(backends) or [] if "=" in name]:
+        need = "names at level kernel, which times each phase by itself"
+        raise ConfigError("--backends", need, pairs[0], "--level engine takes such a pair")
     spec = layer(geometry, dtype, kv_dtype, place)
     chosen = names_of(phases) or list(PHASES)
     if unknown := [name for name in chosen if name not in PHASES]:

@@ -31,7 +31,8 @@ def kernel(
     peers: Annotated[bool, typer.Option(help="Time installed attention libraries, called bare, in the same run.")] = True,
     only_peers: Annotated[str | None, typer.Option(help="Only these peers, comma-separated.")] = None,
     geometry: Annotated[
-        list[str] | None, typer.Option(help="num_heads/num_kv_heads/head_dim\\[/v_head_dim]; repeatable.")
+        list[str] | None,
+        typer.Option(help="Query heads, kv heads, head_dim, and v_head_dim where it differs: 32/8/128. Repeatable."),
     ] = None,
     cases: Annotated[str | None, typer.Option(help="Cases such as 8q1s2k,1q1s512. Default: the device's usual cells.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",

@@ -19,11 +19,18 @@ def check(
     plugin: PluginFiles = None,
     only: Annotated[str, typer.Option(help="Run one check, by its name in the scorecard.")] = "",
     cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="Run the cell in this process: print and breakpoint() work. A crash ends the command."),
+    ] = False,
     jobs: Annotated[
         int, typer.Option(min=0, max=1024, help="Processes that run cells side by side; 0: one for each core, up to 4.")
     ] = 0,
     timeout: Annotated[
-        float, typer.Option(min=0.0, max=86_400.0, help="Seconds that one cell may take; 0: 60 on a CPU, 240 on a GPU.")
+        float,
+        typer.Option(
+            min=0.0, max=86_400.0, help="Seconds that one cell may take; 0: 60 on a CPU, 240 on a GPU, 600 interpreted."
+        ),
     ] = 0.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result as JSON.")] = None,
     badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the outcome as an SVG badge.")] = None,
@@ -46,8 +53,11 @@ def check(
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", "cpu or cuda", repr(device))
     console, failed = Terminal(), 0
-    wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, os.cpu_count() or 1), timeout, tuple(plugin or ()))
+    children = jobs or min(4, os.cpu_count() or 1)
+    wanted = Wanted(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()))
     with console.status(f"{target or layout}: loading") as status:
+        if in_process:
+            status.stop()  # a debugger shares the terminal
         done, whole = 0, 0
 
         def start(count: int) -> None:
