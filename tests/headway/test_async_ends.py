@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -136,3 +137,21 @@ def test_resetting_the_prefix_cache_forgets_what_is_on_disk(served: AsyncLLM, mo
     monkeypatch.setattr(served.engine.blocks, "keeper", keeper)
     assert asyncio.run(served.reset_prefix_cache())
     assert forgotten == [True]
+
+
+def test_freed_memory_is_given_back_once_when_there_is_no_work(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr("headway.engine_thread.give_back", lambda: given.append(time.monotonic()))
+    monkeypatch.setattr("headway.engine_thread._IDLE", 0.01)
+
+    async def run() -> None:
+        async with AsyncLLM.from_llm(llm) as served:
+            await read(served.generate([1, 2, 3], GREEDY))
+            given.clear()
+            while not given:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+            assert len(given) == 1
+
+    asyncio.run(run())
+    assert len(given) == 2  # and when the thread has ended

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
     "num_threads": 1,
     "block_size": 16,
     "max_model_len": MAX_MODEL_LEN,
-    "kv_cache_memory": "512KiB",  # 64 blocks: a dozen sequences push each other out
+    "kv_cache_memory": "192KiB",  # 48 blocks: a dozen sequences push each other out
     "preemption_mode": "swap",
     "kv_offload_size": "2MiB",
     "speculate": "ngram",

@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -27,6 +28,8 @@ from serving import running
 
 FAULTS = 0.002
 """Share of steps in which the device fails."""
+LEAST_ROUNDS = 4
+"""Of each engine, however busy the machine is."""
 
 
 class Sampler:
@@ -76,7 +79,9 @@ def one_engine(folder: str, work: MixedWork, ends: float, seed: int) -> weakref.
     llm = LLM(folder, **OPTIONS)
     work.compare(llm)
     with failing(llm, random.Random(seed), work.counts), running(llm) as served:
-        while time.monotonic() < ends:
+        for number in count():
+            if number >= LEAST_ROUNDS and time.monotonic() >= ends:
+                break
             asyncio.run(work.round(llm, served))
             served.wait_idle(60)  # all blocks are free, or it raises
             work.counts["rounds"] += 1
@@ -92,7 +97,7 @@ def main(folder: str, out: str, seconds: float, reload: float) -> None:
     sampler, work = Sampler(min(2.0, seconds / 100)), MixedWork()
     ends = sampler.began + seconds
     reloads = []
-    while time.monotonic() < ends:
+    while time.monotonic() < ends or len(reloads) < 2:
         engine = one_engine(folder, work, min(ends, time.monotonic() + reload), work.counts["engines"])
         gc.collect()
         assert engine() is None, "an engine that was closed is held by something"

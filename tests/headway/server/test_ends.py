@@ -1,0 +1,22 @@
+"""What a server leaves behind when it has ended."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from weakref import ref
+
+import httpx
+
+from headway import LLM
+from serving import running
+
+
+def test_a_server_that_has_ended_holds_no_engine(tiny_model_folder: Path) -> None:
+    llm = LLM(str(tiny_model_folder), kv_cache_memory="1MiB", num_threads=1)
+    with running(llm) as served:
+        assert httpx.get(f"{served.url}/v1/models", timeout=30).status_code == 200
+    engine = ref(llm.engine)
+    del llm, served
+    gc.collect()
+    assert engine() is None
