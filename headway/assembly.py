@@ -16,6 +16,7 @@ from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.request import parse_backend_request
 from headway.core.select.selector import check_names
 from headway.heap import freeze_heap
+from headway.kernel_caches import bound_kernel_caches
 from headway.models.device_operations import compile_ahead, fastest_sampling
 from headway.models.identity import identity_of
 from headway.models.loader import LoadedModel, load_model
@@ -61,7 +62,10 @@ def assemble(args: EngineArgs) -> Assembly:
     speculate = None if config.speculate is None else registry.proposer(config.speculate)
     device = resolve_device(args.device)
     ahead = compile_ahead(device)
-    num_threads = set_threads(args.num_threads) if device.type == "cpu" else None
+    num_threads = None
+    if device.type == "cpu":
+        bound_kernel_caches()
+        num_threads = set_threads(args.num_threads)
     model = load_model(
         args.model,
         args.dtype,
@@ -81,7 +85,7 @@ def assemble(args: EngineArgs) -> Assembly:
         costs = costs_for(specs, registry, config.attn_backend, table, ahead, expanded)
         choose_experts(decoder.expert_kinds, table.seconds(device), ahead)
     # torch's operations are those with which deterministic mode was shown to keep a request's bits.
-    sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device)
+    sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device, decoder.vocab_size, ahead)
     eos = model.eos_token_ids
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
     hosts = HostRows(grammars, registry.logits_processors)

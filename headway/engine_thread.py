@@ -7,14 +7,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, current_thread
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
 from headway.core.engine.loop import EngineLoop
 from headway.driver import EngineDriver
+from headway.heap import give_back
 
 log = logging.getLogger("headway")
+
+_IDLE: Final = 1.0
+"""Seconds without work after which freed memory is given back, once; on a CPU, whose activations and compiled products are this
+process's memory."""
 
 T = TypeVar("T")
 Call = tuple[Callable[[EngineLoop], Any], "Future[Any]"]
@@ -62,6 +67,8 @@ class EngineThread:
                 self._calls.put(None)
         if current_thread() is not self._thread:
             self._thread.join(timeout)
+            if self._driver.on_cpu:
+                give_back()  # the thread's own compiled products went with it
 
     def _run(self) -> None:
         driver, engine, busy = self._driver, self._driver.engine, False
@@ -85,11 +92,16 @@ class EngineThread:
     def _next_calls(self, wait: bool) -> tuple[list[Call], bool]:
         """What was asked since the last step, and whether the thread is to end. wait: until there is something."""
         calls: list[Call] = []
+        idle = _IDLE if self._driver.on_cpu else None
         while True:
             try:
-                call = self._calls.get(block=wait)
+                call = self._calls.get(block=wait, timeout=idle)
             except Empty:
-                return calls, False
+                if not wait:
+                    return calls, False
+                give_back()
+                idle = None
+                continue
             if call is None:
                 return calls, True
             calls.append(call)

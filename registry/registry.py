@@ -30,7 +30,6 @@ from headway.registry.validate import (
     check_proposer_info,
 )
 
-BUILTIN_OWNER = "built-in"
 BUILTIN_PLUGIN = "headway.backends.plugin"
 
 
@@ -68,6 +67,11 @@ class Registry:
         """
         if name in self._owners:
             raise PluginError(f"plugin name {name!r} of {owner} is already taken by {self._owners[name]}: rename one of them")
+        try:
+            hash(plugin)
+        except Exception as error:  # pluggy keeps plugins in sets
+            why = f"{type(error).__name__}: {error}; a dataclass needs eq=False or frozen=True"
+            raise PluginError(f"plugin {name!r} of {owner} must be hashable: {why}") from error
         if self._manager.is_registered(plugin):
             raise PluginError(f"plugin {name!r} of {owner} is already registered as {self._manager.get_name(plugin)!r}")
         try:

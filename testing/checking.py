@@ -93,7 +93,7 @@ def _in_children(
 
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.cell:
-        return [wanted.cell]
+        return [str(Cell.parse(wanted.cell))]
     if not wanted.only:
         return list(cells)
     picked = [cell for cell in cells if cell.partition(":")[0] == wanted.only]

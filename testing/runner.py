@@ -116,11 +116,12 @@ class Run:
     results: dict[str, CellResult] = field(default_factory=dict)
     deaths: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _fault: BaseException | None = None
 
     def all(self, cells: Sequence[str]) -> list[CellResult]:
-        """The results in the order of the cells."""
+        """The results in the order of the cells. What a thread raises is raised here: a cell without a result has not passed."""
         left = list(reversed(cells))
-        threads = [threading.Thread(target=self._work, args=(child, left)) for child in self.children]
+        threads = [threading.Thread(target=self._guarded, args=(child, left)) for child in self.children]
         for thread in threads:
             thread.start()
         try:
@@ -132,7 +133,16 @@ class Run:
         finally:
             for child in self.children:
                 child.stop()
+        if self._fault is not None:
+            raise self._fault
         return [self.results[cell] for cell in cells if cell in self.results]
+
+    def _guarded(self, child: Child, left: list[str]) -> None:
+        try:
+            self._work(child, left)
+        except BaseException as error:
+            self._fault = error
+            left.clear()
 
     def _work(self, child: Child, left: list[str]) -> None:
         while True:

@@ -15,10 +15,9 @@ from rich.text import Text
 
 from headway.bench.crossover.view import Block, Row, View, show, unit
 from headway.core.system.text import csv_cell, harmless, markdown
-from headway.tuning.device import DeviceIdentity
+from headway.tuning.identity import DeviceIdentity
 from headway.tuning.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
-from headway.tuning.ties import TIE_RULE
-from headway.tuning.timing import MOST_DRIFT
+from headway.tuning.ties import MOST_DRIFT, TIE_RULE
 
 _LENGTHS: dict[PhaseName, str] = {
     "prefill": "query_len",

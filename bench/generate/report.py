@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.testing.json_files import read_json
 from headway.testing.origin import Origin
-from headway.tuning.device import DeviceInfo
+from headway.tuning.identity import DeviceInfo
 
 SCHEMA: Final = "headway.offline/1"
 PEERS_SCHEMA: Final = "headway.offline-peers/1"
@@ -41,11 +41,11 @@ class OfflineCell(BaseModel):
     """Mean over the requests."""
     time_per_output_token_ms: float | None
     """Mean over the requests, of the time after the first token; None where none writes a second."""
-    roofline_share: float
-    """floor_seconds over seconds."""
-    floor_seconds: float
+    roofline_share: float | None
+    """floor_seconds over seconds. None, like the next two, for a model of transformers' code, whose products are not counted."""
+    floor_seconds: float | None
     """Least time by headway.bench.generate.roofline, prefill_floor_seconds included."""
-    prefill_floor_seconds: float
+    prefill_floor_seconds: float | None
     """Operations of the prompts over the device's matrix rate."""
     num_steps: int
     num_graph_steps: int
@@ -67,11 +67,6 @@ class OfflineCell(BaseModel):
     gpu_idle_share: float | None
     """1 - (time in which a kernel or copy ran, a step) / (time of a step), by headway.bench.generate.profile; None on a CPU."""
     steps_by_backend: dict[str, int]
-
-    @property
-    def first_token_over_floor(self) -> float:
-        """Time to first token over the least time for all prompts: the prefill's distance from the matrix rate, at batch 1."""
-        return 1e-3 * self.time_to_first_token_ms / self.prefill_floor_seconds
 
 
 class OfflineReport(BaseModel):

@@ -13,7 +13,7 @@ from headway.bench.generate.profile import Window
 from headway.bench.generate.report import OfflineCell, OfflineReport
 from headway.bench.generate.roofline import Rates, Roofline, measure_read_gbps
 from headway.bench.generate.workloads import Requests, RequestSet
-from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.errors import HeadwayError
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.engine.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
@@ -64,10 +64,6 @@ def run_offline(
 
     :raises HeadwayError: a request that cannot be sent, or that did not write what it was to write.
     """
-    if not isinstance(llm.model.decoder, Decoder):
-        raise ConfigError(
-            "model_impl", "a model that Headway's decoder computes: the roofline counts its products", llm.model.implementation
-        )
     spec = llm.model.decoder.attention_specs[0]
     device = describe_device(llm.device, spec.dtype, Timer())
     rates = Rates(measure_read_gbps(llm.device, Timer()), device.matrix_tflops)
@@ -160,10 +156,7 @@ def _summary(
     ordered = sorted(passes, key=lambda each: each.seconds)
     chosen = ordered[len(ordered) // 2]
     stats, count = chosen.stats, requests.num_output_tokens
-    assert isinstance(llm.model.decoder, Decoder)  # looked at in `run`
-    roofline = Roofline(llm.model.decoder.config, llm.model.decoder.attention_specs)
-    lens = [len(prompt) for prompt in requests.prompts]
-    floor = roofline.floor(stats, lens, llm.engine.config.step_tokens, rates)
+    seconds = _floor(llm, requests, stats, rates)
     input_len, output_len = workload.lengths or (None, None)
     return OfflineCell(
         label=workload.label,
@@ -179,9 +172,9 @@ def _summary(
         slowest=count / ordered[-1].seconds,
         time_to_first_token_ms=1e3 * chosen.first_seconds,
         time_per_output_token_ms=None if chosen.later_seconds is None else 1e3 * chosen.later_seconds,
-        roofline_share=floor.total / chosen.seconds,
-        floor_seconds=floor.total,
-        prefill_floor_seconds=roofline.prefill_flops(lens) / (1e12 * rates.matrix_tflops),
+        roofline_share=None if seconds is None else seconds[0] / chosen.seconds,
+        floor_seconds=None if seconds is None else seconds[0],
+        prefill_floor_seconds=None if seconds is None else seconds[1],
         num_steps=stats.num_steps,
         num_graph_steps=stats.num_graph_steps,
         steps_in_pieces=dict(stats.steps_in_pieces),
@@ -194,3 +187,13 @@ def _summary(
         gpu_idle_share=idle,
         steps_by_backend=dict(stats.steps_by_backend),
     )
+
+
+def _floor(llm: LLM, requests: Requests, stats: EngineStats, rates: Rates) -> tuple[float, float] | None:
+    """Least seconds of all the work, and of its prompts alone; None for a model of transformers' own code."""
+    if not isinstance(llm.model.decoder, Decoder):
+        return None
+    roofline = Roofline(llm.model.decoder.config, llm.model.decoder.attention_specs)
+    lens = [len(prompt) for prompt in requests.prompts]
+    whole = roofline.floor(stats, lens, llm.engine.config.step_tokens, rates).total
+    return whole, roofline.prefill_flops(lens) / (1e12 * rates.matrix_tflops)

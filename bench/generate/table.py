@@ -8,7 +8,7 @@ from rich.table import Table
 
 from headway.bench.generate.report import OfflineCell, OfflineReport, PeersFile
 from headway.bench.kernel.table import describe
-from headway.tuning.timing import MOST_DRIFT
+from headway.tuning.ties import MOST_DRIFT
 
 COLUMNS = (
     "batch x in/out",
@@ -56,7 +56,7 @@ def row(cell: OfflineCell) -> tuple[str, ...]:
         cell.label,
         f"{cell.tokens_per_second:,.0f}",
         f"{spread:.1%}" if spread else "",
-        f"{cell.roofline_share:.0%}",
+        "" if cell.roofline_share is None else f"{cell.roofline_share:.0%}",
         f"{cell.time_to_first_token_ms:.0f}",
         "" if per_token is None else f"{per_token:.2f}",
         f"{cell.host_ms_per_step:.2f}",

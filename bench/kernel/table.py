@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.bench.kernel.results import KernelCell, KernelReport
-from headway.tuning.device import DeviceInfo
-from headway.tuning.timing import MOST_DRIFT
+from headway.tuning.identity import DeviceInfo
+from headway.tuning.ties import MOST_DRIFT
 
 RATE_OF = {
     "decode": "GB/s of K and V read once",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -54,6 +52,7 @@ def kernel(
     from headway.core.contract.spec import DTYPES, KV_DTYPES
     from headway.registry import create_registry
     from headway.testing.json_files import write_json
+    from headway.testing.origin import command_line
     from headway.threads import set_threads
     from headway.tuning.device import resolve_device
     from headway.tuning.timing import Timer
@@ -76,7 +75,7 @@ def kernel(
         timer=Timer(warmup_ms, rep_ms),
         seed=seed,
         output=output,
-        command=shlex.join(["headway", *sys.argv[1:]]),
+        command=command_line(),
     )
     report = run_kernel_bench(options, create_registry(plugin or ()), console=Terminal(stderr=True))
     console = Terminal()

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from headway.core.contract.metadata import Phase
 from headway.core.engine.occupancy import Occupancy, occupancy
 from headway.core.select.costs import Shape
+from headway.server.endpoints import endpoint
 from headway.server.errors import ApiError
 from headway.server.live import MOST_SEQUENCES, Choices, state_of, table_of
 from headway.server.service import Service
@@ -61,7 +62,7 @@ class PageRoutes:
                 data = data.replace(b'data-key=""', b'data-key="' + key + b'"')
             app.add_api_route(path, _Asset(data, kind).answer, methods=["GET"], include_in_schema=False)
         for path, answer in (("/headway/state", self.state), ("/headway/table", self.table), ("/headway/explain", self.explain)):
-            app.add_api_route(path, answer, methods=["GET"])
+            app.add_api_route(path, endpoint(answer), methods=["GET"])
 
     async def state(self) -> Response:
         """What the engine does at this moment: figures, sequences and their blocks, and why decode is served as it is."""

@@ -19,7 +19,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
 from headway.core.system.faults import warn_once
 from headway.registry import Registry, create_registry, hookimpl
-from headway.registry.registry import BUILTIN_OWNER
+from headway.registry.records import BUILTIN_OWNER
 from sandbox import run_python
 
 KERNEL_LIBRARIES = ("triton", "flash_attn", "xformers", "flashinfer", "transformers", "vllm")
@@ -202,6 +202,18 @@ def test_a_failed_plugin_leaves_nothing_behind(registry: Registry, name: str) ->
     assert not plugin.asked
     fresh.add_plugin("mine", "mine 1.1", Plugin([info("good")], [layout("mine")]))
     assert fresh.backends["good"].owner == "mine 1.1"
+
+
+def test_a_plugin_that_cannot_be_hashed_is_named() -> None:
+    class Equal:
+        __hash__ = None  # type: ignore[assignment]  # as a dataclass has it that compares by its fields
+
+        @hookimpl
+        def headway_register_backends(self) -> list[BackendInfo]:
+            return []
+
+    with pytest.raises(PluginError, match=r"must be hashable: TypeError: .*; a dataclass needs eq=False or frozen=True"):
+        create_registry([Equal()], load_entry_points=False)
 
 
 def test_registering_a_plugin_a_second_time_does_not_take_its_hooks_away() -> None:

@@ -74,6 +74,14 @@ def test_a_cells_figures_fit_together(report: OfflineReport) -> None:
     assert (single.temperature, single.time_per_output_token_ms) == (0.7, None), "there is no second token to time"
 
 
+def test_a_model_of_transformers_code_has_no_floor(llm: LLM) -> None:
+    name, others = llm.model.name, {"kv_cache_memory": "1MiB", "skip_tokenizer_init": True, "num_threads": 1}
+    report = run(LLM(name, load_format="dummy", model_impl="transformers", **others), RandomTokens(2, 8, 4), repeat=1)
+    (cell,) = report.cells
+    assert (cell.roofline_share, cell.floor_seconds, cell.prefill_floor_seconds) == (None, None, None)
+    print_offline(report, Console(file=io.StringIO(), width=80))
+
+
 def test_preemptions_are_counted(llm: LLM) -> None:
     small = LLM(
         llm.model.name, load_format="dummy", skip_tokenizer_init=True, kv_cache_memory="48KiB", num_threads=1, max_model_len=64

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -18,59 +16,10 @@ import httpx
 import psutil
 import pytest
 
+from clients import PLANS, ask_all, work
 from headway import LLM, SamplingParams
 from sandbox import save_tiny_model
 from serving import Running
-
-PLANS = ("read", "read", "whole", "close", "cancel")
-
-
-async def ask(http: httpx.AsyncClient, plan: str, prompt: list[int], tokens: int, draw: random.Random) -> tuple[str, int]:
-    """What a client gets who reads to the end ("read", "whole"), or goes away while tokens come or before; and its [DONE]s."""
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": plan != "whole"}
-    if plan == "whole":
-        answer = await http.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"], 1
-    if plan == "cancel":
-        try:
-            async with asyncio.timeout(draw.random() * 0.05):
-                await http.post("/v1/completions", json=body)
-        except TimeoutError:
-            pass
-        return "", 0
-    text, done, most, id = "", 0, draw.randint(1, 8), None
-    async with http.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200
-        async for line in answer.aiter_lines():
-            if line == "data: [DONE]":
-                done += 1
-            elif line:
-                chunk = json.loads(line.removeprefix("data: "))
-                assert "error" not in chunk, chunk
-                id = id or chunk["id"]
-                assert chunk["id"] == id
-                text += chunk["choices"][0]["text"]
-                most -= 1
-                if plan == "close" and not most:
-                    break
-    return text, done
-
-
-async def ask_all(url: str, prompts: list[list[int]], tokens: list[int], seed: int = 0) -> list[tuple[str, str, int]]:
-    """What became of each: its plan, its text, its [DONE]s."""
-    draw = random.Random(seed)
-    plans = [draw.choice(PLANS) for _ in prompts]
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
-        asked = [ask(http, *each, random.Random(n)) for n, each in enumerate(zip(plans, prompts, tokens, strict=True))]
-        return [(plan, *found) for plan, found in zip(plans, await asyncio.gather(*asked), strict=True)]
-
-
-def work(count: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:
-    draw = random.Random(seed)
-    prompts = [[draw.randrange(1, 300) for _ in range(draw.randint(1, 24))] for _ in range(count)]
-    return prompts, [draw.randint(1, 24) for _ in prompts]
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(300, marks=pytest.mark.slow)])

@@ -1,0 +1,1 @@
+"""What requests cost: sampling parameters, guessed tokens, a second turn, more sequences than the cache holds."""

@@ -1,0 +1,63 @@
+"""The result file of `headway bench requests`, schema `headway.bench_requests/1`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headway.testing.json_files import read_json
+from headway.testing.origin import Origin
+from headway.tuning.identity import DeviceInfo
+
+SCHEMA: Final = "headway.bench_requests/1"
+Study = Literal["sampling", "speculation", "second-turn", "overload"]
+
+
+class RequestsCell(BaseModel):
+    """One way of serving one load. Ways that share `study` and `load` did the same work."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    study: Study
+    load: str
+    """What was asked, such as "64 sequences"."""
+    way: str
+    """How, such as "top_p" or "swap"."""
+    unit: Literal["tok/s", "ms", "s"]
+    median: float
+    all: list[float]
+    """Of each timed turn."""
+    gain: float
+    """How many times as fast as the load's first way."""
+    equal: float | None = None
+    """Share of sequences whose tokens are those of the first way; None: the ways are not to write the same tokens."""
+    counts: dict[str, float] = Field(default_factory=dict)
+    """What the engine counted in the last turn, by name."""
+
+
+class RequestsReport(BaseModel):
+    """One run."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: Literal["headway.bench_requests/1"] = Field(default=SCHEMA, alias="schema")
+    command: str
+    origin: Origin
+    busy: str = ""
+    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
+    date: str
+    """UTC, ISO 8601."""
+    model: str
+    dtype: str
+    device: DeviceInfo
+    cells: list[RequestsCell]
+
+
+def read_report(path: Path) -> RequestsReport:
+    """Read a result file.
+
+    :raises ConfigError: see read_json.
+    """
+    return read_json(path, RequestsReport, SCHEMA)

@@ -1,0 +1,55 @@
+"""What torch and oneDNN keep of the products that they have compiled is bounded."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.kernel_caches import CAPACITY, VARIABLES, bound_kernel_caches
+from sandbox import run_python
+
+GROWTH = """
+import psutil, random, sys, torch
+from headway.kernel_caches import bound_kernel_caches
+from headway.models.linear import Linear
+
+if sys.argv[1] == "bounded":
+    bound_kernel_caches()
+layers = [Linear(torch.randn(out, 64)) for out in (64, 192, 256, 320)]
+rows, held = list(range(1, 513)), []
+random.Random(0).shuffle(rows)
+for number, count in enumerate(rows):
+    if number % 128 == 0:
+        held.append(psutil.Process().memory_info().rss)
+    for layer in layers:
+        layer(torch.ones(count, 64))
+held.append(psutil.Process().memory_info().rss)
+print(*(each // 2**20 for each in held))
+"""
+
+
+def test_the_environment_says_how_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that what is set here does not stay
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(VARIABLES[1], "7")
+    bound_kernel_caches()
+    assert [os.environ[name] for name in VARIABLES] == [str(CAPACITY), "7"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is counted otherwise elsewhere")
+def test_products_of_any_number_of_rows_take_bounded_memory(tmp_path: Path) -> None:
+    """Of 2,048 products, 256 are kept: after the first 512 nothing grows."""
+    grown = {}
+    for kind in ("bounded", "unbounded"):
+        result = run_python("-c", GROWTH, kind, cwd=tmp_path)
+        assert result.code == 0, result
+        held = [int(each) for each in result.out.split()]
+        grown[kind] = held[-1] - held[1]
+        print(kind, held)
+    assert grown["bounded"] < 40
+    assert grown["unbounded"] > 3 * grown["bounded"]

@@ -1,0 +1,1 @@
+../../headway/kernel_caches.py
