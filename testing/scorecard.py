@@ -23,7 +23,8 @@ _UNEXPLAINED = 3
 def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) -> Iterator[Text]:
     """The lines of a report. about: what each check holds a subject to."""
     how = " under Triton's interpreter" if report.machine.interpreted else ""
-    yield Text(f"{report.subject} on {report.machine.device}{how}: {report.machine.name}, torch {report.machine.torch}", "bold")
+    title = f"{report.subject} on {report.machine.device}{how}: {report.machine.name}, torch {report.machine.torch}"
+    yield from _wrapped(title, width, "", "bold")
     if report.unavailable:
         yield from _wrapped(f"not available here: {report.unavailable}", width, "", "red")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,8 @@ def new_backend(
     files = write(name, folder, create_registry())
     module = next(path for path in files if path.suffix == ".py" and path.parent == Path())
     title = "".join(part.capitalize() for part in name.split("_"))
-    print(f"{folder}: {', '.join(map(str, files))}")
+    written = f"{folder}: {', '.join(map(str, files))}"
+    print(textwrap.fill(written, 79, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
     print(f"It runs as it is. Your kernel replaces attend() in {module}. Next:\n")
     for line in (
         f"cd {folder}",
