@@ -42,15 +42,10 @@ def test_streams_with_random_aborts_are_neither_lost_nor_doubled_nor_mixed_up(ll
 
 @pytest.mark.slow
 def test_the_command_serves_for_a_while_in_the_same_memory_and_stops_when_told(tmp_path: Path) -> None:
-    """HEADWAY_SOAK_SECONDS=300 is the long form.
-
-    Steps are small, because torch keeps about 1 MiB for each number of tokens that a CPU's products have met, with a server or
-    without: 300 requests at once would meet new ones for many minutes.
-    """
+    """HEADWAY_SOAK_SECONDS=300 is the long form."""
     seconds = float(os.environ.get("HEADWAY_SOAK_SECONDS", "40"))
     folder = save_tiny_model(tmp_path / "model", chat=True)
     options = ("--port", "0", "--num-threads", "1", "--kv-cache-memory", "8MiB", "--no-autotune")
-    options = (*options, "--max-num-seqs", "16", "--max-num-batched-tokens", "32")
     command = [sys.executable, "-m", "headway", "serve", str(folder), *options]
     log = (tmp_path / "log").open("w+")
     with subprocess.Popen(command, stderr=log, env={**os.environ, "COLUMNS": "300"}) as process:
@@ -69,7 +64,7 @@ def test_the_command_serves_for_a_while_in_the_same_memory_and_stops_when_told(t
                 sizes.append(server.memory_info().rss / 2**20)
             half = len(sizes) // 2
             print(f"{rounds} rounds of 300 requests; MiB after each: {[round(size) for size in sizes]}")
-            assert max(sizes[half:]) - max(sizes[:half]) < 12, sizes
+            assert max(sizes[half:]) < max(sizes[:half]) * (1.02 if seconds >= 300 else 1.06), sizes
             page = httpx.get(f"{url[1]}/metrics").text
             for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
                 assert re.search(rf"vllm:{gauge}\{{.*\}} 0.0", page), gauge
