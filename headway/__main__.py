@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
 import traceback
 from typing import Final
@@ -32,6 +34,8 @@ def main() -> None:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # a full device shows here, and not when Python ends and can only complain
+            # Once Python ends nothing is left to save, and Ctrl-C shall end it without a traceback of some library's.
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     except BrokenPipeError:
         end_quietly(sys.stdout)
         sys.exit(_BROKEN_PIPE)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.files import read_text
 
 _DEFAULTS: Final = {
     "temperature": "temperature",
@@ -23,10 +24,17 @@ _DEFAULTS: Final = {
 
 
 def default_params(folder: Path) -> SamplingParams:
-    """What the model's generation_config.json recommends, as vLLM reads it; SamplingParams() where it says nothing."""
+    """What the model's generation_config.json recommends, as vLLM reads it; SamplingParams() where it says nothing.
+
+    :raises ConfigError: a value that cannot be, with the file's name.
+    """
     path = folder / "generation_config.json"
-    read = json.loads(path.read_text()) if path.is_file() else {}
-    return SamplingParams(**{ours: read[name] for name, ours in _DEFAULTS.items() if read.get(name) is not None})
+    read = json.loads(read_text(path)) if path.is_file() else {}
+    try:
+        return SamplingParams(**{ours: read[name] for name, ours in _DEFAULTS.items() if read.get(name) is not None})
+    except ConfigError as error:
+        what, need, got, _ = error.reason
+        raise ConfigError(f"{path}: {what}", need, got, "correct it, or give the parameter yourself in each request") from None
 
 
 def resolve(params: SamplingParams, tokenizer: Any, model: str) -> SamplingParams:
@@ -79,7 +87,7 @@ def params_of(
     listed = list(given) if isinstance(given, Sequence) else [default if given is None else given] * count
     if len(listed) != count:
         raise ConfigError("sampling_params", f"one, or one for each of the {count} prompts", len(listed))
-    wrong = next((each for each in listed if not isinstance(each, SamplingParams)), None)
-    if wrong is not None:
-        raise ConfigError("sampling_params", "SamplingParams", f"a {type(wrong).__name__}")
+    wrong = [type(each).__name__ for each in listed if not isinstance(each, SamplingParams)]
+    if wrong:
+        raise ConfigError("sampling_params", "SamplingParams", f"a {wrong[0]}")
     return listed

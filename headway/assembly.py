@@ -85,7 +85,7 @@ def assemble(args: EngineArgs) -> Assembly:
         costs = costs_for(specs, registry, config.attn_backend, table, ahead, expanded)
         choose_experts(decoder.expert_kinds, table.seconds(device), ahead)
     # torch's operations are those with which deterministic mode was shown to keep a request's bits.
-    sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device)
+    sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device, decoder.vocab_size, ahead)
     eos = model.eos_token_ids
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
     hosts = HostRows(grammars, registry.logits_processors)

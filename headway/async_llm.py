@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from headway.assembly import assemble
 from headway.core.engine.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
-from headway.driver import EngineDriver
+from headway.driver import EngineDriver, RequestName
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.engine_thread import EngineDeadError, EngineThread
 from headway.intake import CheckedRequest, check_streamed, quickly_checked, template_options
 from headway.outputs import RequestOutput
-from headway.prompts import Message, Prompt
+from headway.prompts import Message, Prompt, alone
 from headway.streams import Mailbox, Mailboxes, RequestStream
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class AsyncLLM:
         :raises ConfigError: a parameter that cannot work, likewise.
         :raises EngineDeadError: a fault in the engine has ended it.
         """
-        (request,) = await self.check([prompt], sampling_params)
+        (request,) = await self.check(alone(prompt), sampling_params)
         stream = self.submit(request, request_id, priority=priority)
         try:
             async for output in stream:
@@ -158,16 +158,16 @@ class AsyncLLM:
         if self._draining:
             raise EngineDeadError("the engine takes no more requests, because it is being drained")
         box = self._mailboxes.of(asyncio.get_running_loop(), self.model.tokenizer, partial(_abort, self._thread))
-        request_id = self.driver.claim(request_id)
-        stream = box.open(request_id, request, partial(self._close, box, request_id))
+        name = self.driver.claim(request_id)
+        stream = box.open(name, request, partial(self._close, box, name))
         try:
             added = self._thread.call(
-                lambda engine: engine.add_request(request_id, request.prompt_token_ids, request.resolved, priority)
+                lambda engine: engine.add_request(name.key, request.prompt_token_ids, request.resolved, priority)
             )
         except EngineDeadError:
             stream.close()
             raise
-        added.add_done_callback(partial(_tell, box, request_id))
+        added.add_done_callback(partial(_tell, box, name.key))
         return stream
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -271,23 +271,23 @@ class AsyncLLM:
         await self.check_health()
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, function)
 
-    def _close(self, box: Mailbox, request_id: str) -> None:
+    def _close(self, box: Mailbox, name: RequestName) -> None:
         """After a stream was read to its end or given up."""
-        if not box.remove(request_id).finished:
-            _abort(self._thread, request_id, None)
-        self.driver.release(request_id)
+        if not box.remove(name.key).finished:
+            _abort(self._thread, name.key, None)
+        self.driver.release(name.request_id)
 
 
-def _abort(thread: EngineThread, request_id: str, index: int | None) -> None:
+def _abort(thread: EngineThread, key: str, index: int | None) -> None:
     with suppress(EngineDeadError):
-        thread.call(lambda engine: engine.abort(request_id, index))
+        thread.call(lambda engine: engine.abort(key, index))
 
 
-def _tell(box: Mailbox, request_id: str, added: Future[None]) -> None:
+def _tell(box: Mailbox, key: str, added: Future[None]) -> None:
     """Pass on that the engine has refused a request."""
     error = added.exception()
     if error is not None:
-        box.post_failure(error, request_id)
+        box.post_failure(error, key)
 
 
 def _stop(driver: EngineDriver, thread: EngineThread, mailboxes: Mailboxes, tokenisers: ThreadPoolExecutor) -> None:
@@ -295,5 +295,5 @@ def _stop(driver: EngineDriver, thread: EngineThread, mailboxes: Mailboxes, toke
     driver.leave(mailboxes.post)
     tokenisers.shutdown(wait=False, cancel_futures=True)
     with driver.turns:
-        for request_id in mailboxes.abort_all():
-            driver.engine.abort(request_id)
+        for key in mailboxes.abort_all():
+            driver.engine.abort(key)

@@ -28,14 +28,15 @@ class OutputProcessor:
         prompt_token_ids: Items[int],
         params: SamplingParams,
         progress: Progress,
+        key: str | None = None,
     ) -> RequestState:
-        """Begin a request. progress: of the call it belongs to."""
+        """Begin a request. progress: of the call it belongs to. key: what the engine calls it; None: the same."""
         state = RequestState(request_id, prompt, prompt_token_ids, params, self._tokenizer, progress)
-        self._requests[request_id] = state
+        self._requests[request_id if key is None else key] = state
         return state
 
     def remove(self, request_id: str) -> None:
-        """Forget a request; further deltas of it are dropped."""
+        """Forget a request, by what the engine calls it; further deltas of it are dropped."""
         self._requests.pop(request_id, None)
 
     @property

@@ -68,6 +68,16 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
     return parsed
 
 
+def alone(prompt: Prompt) -> list[Prompt]:
+    """A list of one prompt.
+
+    :raises PromptError: a number, which in a list would be a prompt of one token.
+    """
+    if isinstance(prompt, Integral):
+        raise PromptError("prompt", FORMS, f"a {type(prompt).__name__}")
+    return [prompt]
+
+
 def is_one(prompts: object) -> bool:
     """Whether what `parse_prompts` has made one prompt of is a prompt, and no list of one."""
     listed = isinstance(prompts, Sequence) and not isinstance(prompts, str)

@@ -8,6 +8,7 @@ from threading import Lock
 
 from headway.core.engine.deltas import OutputDelta
 from headway.core.sampling.detokenizer import Tokenizer
+from headway.driver import RequestName
 from headway.intake import CheckedRequest
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.processor import OutputProcessor
@@ -122,29 +123,31 @@ class Mailbox:
         self._abort = abort
         self._processor = OutputProcessor(tokenizer)
         self.streams: dict[str, RequestStream] = {}
+        """By what the engine calls their requests, as everything here does."""
 
     def post(self, deltas: list[OutputDelta]) -> bool:
         """Hand over what a step has added; False if the loop is closed."""
         return self._call(self._take, deltas)
 
-    def post_failure(self, error: BaseException, request_id: str | None = None) -> bool:
+    def post_failure(self, error: BaseException, key: str | None = None) -> bool:
         """End one stream, or (None) all of them, with an error; False if the loop is closed."""
-        return self._call(self._fail, error, request_id)
+        return self._call(self._fail, error, key)
 
-    def post_abort(self, request_id: str) -> bool:
+    def post_abort(self, key: str) -> bool:
         """End a request; False if the loop is closed."""
-        return self._call(self._end, request_id)
+        return self._call(self._end, key)
 
-    def open(self, request_id: str, request: CheckedRequest, close: Callable[[], None]) -> RequestStream:
+    def open(self, name: RequestName, request: CheckedRequest, close: Callable[[], None]) -> RequestStream:
         """A stream for a request that is about to be queued."""
-        state = self._processor.add(request_id, request.prompt, request.prompt_token_ids, request.params, Progress())
-        self.streams[request_id] = RequestStream(state, close)
-        return self.streams[request_id]
+        own = request.prompt, request.prompt_token_ids, request.params, Progress()
+        state = self._processor.add(name.request_id, *own, key=name.key)
+        self.streams[name.key] = RequestStream(state, close)
+        return self.streams[name.key]
 
-    def remove(self, request_id: str) -> RequestState:
+    def remove(self, key: str) -> RequestState:
         """Forget a request; returns what it was."""
-        self._processor.remove(request_id)
-        return self.streams.pop(request_id).state
+        self._processor.remove(key)
+        return self.streams.pop(key).state
 
     def _call(self, function: Callable[..., None], *arguments: object) -> bool:
         try:
@@ -154,22 +157,22 @@ class Mailbox:
         return True
 
     def _take(self, deltas: Sequence[OutputDelta]) -> None:
-        for request_id, index in self._processor.process(deltas):
-            self._abort(request_id, index)
+        for key, index in self._processor.process(deltas):
+            self._abort(key, index)
         for delta in deltas:
             stream = self.streams.get(delta.request_id)
             if stream is not None:
                 stream.wake()
 
-    def _fail(self, error: BaseException, request_id: str | None) -> None:
-        for stream in list(self.streams.values()):
-            if request_id in (None, stream.request_id):
+    def _fail(self, error: BaseException, key: str | None) -> None:
+        for own, stream in list(self.streams.items()):
+            if key in (None, own):
                 stream.fail(error)
 
-    def _end(self, request_id: str) -> None:
-        stream = self.streams.get(request_id)
+    def _end(self, key: str) -> None:
+        stream = self.streams.get(key)
         if stream is not None and not stream.state.finished:
-            self._abort(request_id, None)
+            self._abort(key, None)
             stream.abort()
 
 
@@ -203,7 +206,7 @@ class Mailboxes:
         if deltas:
             for box in self._boxes:
                 if box.streams and not box.post(deltas):
-                    left += [(request_id, None) for request_id in self._drop(box)]
+                    left += [(key, None) for key in self._drop(box)]
         return left
 
     def fail(self, error: BaseException) -> None:
@@ -212,17 +215,18 @@ class Mailboxes:
             box.post_failure(error)
 
     def abort(self, request_id: str) -> None:
-        """End a request."""
+        """End a request, called as its caller does."""
         for box in self._boxes:
-            if request_id in box.streams:
-                box.post_abort(request_id)
+            for key, stream in list(box.streams.items()):
+                if stream.request_id == request_id:
+                    box.post_abort(key)
 
     def abort_all(self) -> list[str]:
-        """End all requests; returns their ids."""
-        ids = [request_id for box in self._boxes for request_id in list(box.streams)]
-        for request_id in ids:
-            self.abort(request_id)
-        return ids
+        """End all requests; returns what the engine calls them."""
+        found = [(box, key) for box in self._boxes for key in list(box.streams)]
+        for box, key in found:
+            box.post_abort(key)
+        return [key for _, key in found]
 
     def _drop(self, box: Mailbox) -> list[str]:
         with self._guard:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headway.core.contract.errors import ModelError
+from headway.core.system.files import read_text
 from headway.core.system.text import shown
 from headway.models.families import FAMILIES, known_architectures
 
@@ -27,6 +29,8 @@ _SIZES = (
 )
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536, "head_dim": 65536}
 """Where it is less than what a 32-bit number holds: far beyond any model, and still nothing that takes minutes to refuse."""
+_ABOVE_ZERO = {"rms_norm_eps": 1.0, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
+"""Numbers that may be absent, and the most that each may be."""
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
@@ -46,7 +50,7 @@ def check_folder(folder: Path) -> Mapping[str, Any]:
     config = _read(folder / "config.json")
     _check_architecture(folder, config)
     _check_weights(folder, config)
-    _check_sizes(folder, config)
+    check_sizes(folder, config)
     return config
 
 
@@ -161,8 +165,11 @@ def _method(found: object) -> str:
     return f"{shown}, {bits} bits" if bits else shown
 
 
-def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
-    """Each size by itself, and those that divide one another."""
+def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.json") -> None:
+    """Each size by itself, and those that divide one another. file: where they stand, for the error.
+
+    :raises ModelError: naming the first that cannot be.
+    """
     for name in _SIZES:
         if name not in config or (config[name] is None and name in _MAY_BE_NULL):
             continue
@@ -172,30 +179,70 @@ def _check_sizes(folder: Path, config: Mapping[str, Any]) -> None:
         most = _MOST.get(name, 2**31 - 1)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             need = "of at least 1" if not isinstance(value, int) or value < 1 else f"of at most {most}"
-            raise ModelError(
-                f"model {folder}: config.json cannot be used: {name} needs a whole number {need}, got {shown(value)}"
-            )
+            raise ModelError(f"model {folder}: {file} cannot be used: {name} needs a whole number {need}, got {shown(value)}")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     hidden, head_dim = config.get("hidden_size"), config.get("head_dim")
     if heads and kv_heads and heads % kv_heads:
         raise ModelError(
-            f"model {folder}: config.json cannot be used: num_attention_heads needs a multiple of "
+            f"model {folder}: {file} cannot be used: num_attention_heads needs a multiple of "
             f"num_key_value_heads={kv_heads}, got {heads}"
         )
     if heads and hidden and not head_dim and hidden % heads:
         raise ModelError(
-            f"model {folder}: config.json cannot be used: hidden_size needs a multiple of num_attention_heads={heads} where no "
+            f"model {folder}: {file} cannot be used: hidden_size needs a multiple of num_attention_heads={heads} where no "
             f"head_dim is named, got {hidden}"
         )
+    _check_numbers(folder, config, file)
     size = head_dim or (hidden // heads if hidden and heads else None)
     if size and size % 2:
-        raise ModelError(f"model {folder}: config.json cannot be used: head_dim needs an even number for RoPE, got {size}")
+        raise ModelError(f"model {folder}: {file} cannot be used: head_dim needs an even number for RoPE, got {size}")
+    _check_rope(folder, config, size, file)
+
+
+def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:
+    """What multiplies or divides activations: with one of these the model would compute nonsense."""
+    for name, most in _ABOVE_ZERO.items():
+        value = config.get(name)
+        if value is None or (isinstance(value, float | int) and not isinstance(value, bool) and 0 < value <= most):
+            continue
+        raise ModelError(
+            f"model {folder}: {file} cannot be used: {name} needs a number above 0, at most {most:g}, got {shown(value)}"
+        )
+
+
+def _check_rope(folder: Path, config: Mapping[str, Any], head_dim: int | None, file: str) -> None:
+    """What is handed to transformers unread: kinds of scaling that Headway's decoder does not compute."""
+    for name in ("rope_parameters", "rope_scaling"):
+        given = config.get(name)
+        if not isinstance(given, Mapping):
+            continue
+        nested = bool(given) and all(isinstance(value, Mapping) for value in given.values())  # one for each kind of layer
+        for parameters in given.values() if nested else [given]:
+            where = f"model {folder}: {file} cannot be used: {name}"
+            kind = parameters.get("rope_type", parameters.get("type"))
+            if not isinstance(kind, str | None):
+                raise ModelError(f"{where}.rope_type needs a text, got {shown(kind)}")
+            odd = next((key for key, value in parameters.items() if isinstance(value, float) and not math.isfinite(value)), None)
+            if odd is not None:
+                raise ModelError(f"{where}.{odd} needs a finite number, got {parameters[odd]}")
+            share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+            rotated = head_dim and int(head_dim * (share if isinstance(share, float | int) else 1)) // 2
+            for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+                value = parameters.get(key)
+                if not isinstance(value, list) or (rotated and len(value) != rotated) or not all(map(_is_factor, value)):
+                    raise ModelError(
+                        f"{where}.{key} needs a list of {rotated or 'head_dim / 2'} numbers above 0, got {shown(value)}"
+                    )
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        read = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model {path.parent}: {path.name} cannot be used: it is not a valid JSON file ({error})") from error
     if not isinstance(read, dict):
         raise ModelError(f"model {path.parent}: {path.name} cannot be used: it needs a JSON object, got {type(read).__name__}")

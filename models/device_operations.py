@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.compiled import compile_ahead as compile_all_ahead
+from headway.core.sampling.proof import proved
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.models.operations import Operations, Plain
 
@@ -29,16 +30,19 @@ def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
     return Fused(inv_freq, factors)
 
 
-def fastest_sampling(device: torch.device) -> SamplingOps:
-    """What chooses tokens fastest."""
+def fastest_sampling(device: torch.device, vocab_size: int, ahead: CompileAhead | None = None) -> SamplingOps:
+    """What chooses tokens fastest. ahead: in which kernels are compiled at the same time."""
     if device.type == "cuda":
         try:
             from headway.models.fused.draw import FusedSampling
+            from headway.models.fused.filter import FusedFilter
         except ImportError as error:
             log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
         else:
             fused = FusedSampling(device)
-            return SamplingOps(fused.greedy, fused.draw, choose=fused.draw)
+            return SamplingOps(
+                fused.greedy, fused.draw, choose=fused.draw, filter=proved(FusedFilter(device), vocab_size, device, ahead)
+            )
     return TORCH_SAMPLING
 
 

@@ -14,8 +14,10 @@ import torch
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.folders import cache_folder
+from headway.core.system.faults import is_panic
 from headway.core.system.files import new_folder
 from headway.core.system.terminal import Terminal
+from headway.models.checkpoint import check_sizes
 from headway.models.families import read_decoder_config
 from headway.models.weights import check_files
 
@@ -83,12 +85,16 @@ def _convert(path: Path, target: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            read_decoder_config(AutoConfig.from_pretrained(path.parent, gguf_file=path.name))  # before what takes long
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            check_sizes(path, config.to_dict(), "its header")
+            read_decoder_config(config)  # before what takes long
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
             model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     except ModelError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         text = " ".join(str(error).split())
         raise ModelError(f"model {path}: transformers cannot read it ({type(error).__name__}: {text})") from error
     # The weights are plain float32 by now, but transformers still calls the model quantised and would refuse to save it.

@@ -12,6 +12,8 @@ import torch
 
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.spec import DTYPES
+from headway.core.system.faults import is_panic
+from headway.core.system.files import read_text
 from headway.core.system.text import shown
 from headway.models.checkpoint import check_folder, unknown
 from headway.models.config import DecoderConfig
@@ -139,14 +141,23 @@ def _read_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"model {folder}: the tokenizer needs code of the model's own (auto_map in tokenizer_config.json), which Headway "
                 "never runs; skip_tokenizer_init=True takes token ids instead of texts"
             ) from error
         raise ModelError(f"model {folder}: the tokenizer cannot be read ({_first_line(error)})") from error
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float) or not longest > 0:
+        raise ModelError(
+            f"model {folder}: the tokenizer cannot be read: model_max_length in tokenizer_config.json needs a number above 0, "
+            f"got {shown(longest)}"
+        )
+    return tokenizer
 
 
 def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
@@ -161,8 +172,8 @@ def _eos(folder: Path, config: Any) -> frozenset[int]:
     path = folder / "generation_config.json"
     if path.is_file():
         try:
-            read = json.loads(path.read_text())
-        except ValueError as error:
+            read = json.loads(read_text(path))
+        except (ValueError, RecursionError) as error:
             raise ModelError(f"model {folder}: generation_config.json is not JSON ({error})") from error
         if not isinstance(read, dict):
             raise ModelError(f"model {folder}: generation_config.json needs an object, got {type(read).__name__}")
@@ -178,7 +189,7 @@ def _eos(folder: Path, config: Any) -> frozenset[int]:
     return frozenset(listed).difference(beyond)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     """The error's class and what it says, in one line: its first, and the next where that only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.core.system.files import read_text
+from headway.core.system.text import shown
 
 IGNORED = ("rotary_emb.inv_freq", ".q_scale", ".prob_scale")
 """Suffixes of tensors that some checkpoints carry and nobody needs: what is computed instead, scales of what is not quantised."""
@@ -171,13 +173,15 @@ def _files(folder: Path) -> list[Path]:
         if not index.is_file():
             raise ModelError(f"weights: {index} cannot be read: it is no file")
         try:
-            listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            listed = sorted(set(json.loads(read_text(index))["weight_map"].values()))
             outside = [name for name in listed if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ModelError(f"weights: {index} is not a safetensors index ({type(error).__name__}: {error})") from error
         if outside:
             raise ModelError(f"weights: {index} needs names of files in its folder, got {outside[0]!r}")
         names = [folder / name for name in listed]
+        if others := [name for name, path in zip(listed, names, strict=True) if path.exists() and not path.is_file()]:
+            raise ModelError(f"weights: {index} needs names of files, got {shown(others[0])}, which is none")
         missing = [path.name for path in names if not path.exists()]
         if missing:
             raise ModelError(f"weights: {folder} lacks {', '.join(missing)}, which {index.name} names; fetch the model again")

@@ -1,8 +1,28 @@
 """Hooks, discovery and the Registry of layouts and backends."""
 
-from headway.registry.create import create_registry
-from headway.registry.discovery import PluginFailure
-from headway.registry.hookspecs import hookimpl
-from headway.registry.registry import BackendEntry, Registry
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["BackendEntry", "PluginFailure", "Registry", "create_registry", "hookimpl"]
+
+if TYPE_CHECKING:
+    from headway.registry.create import create_registry
+    from headway.registry.discovery import PluginFailure
+    from headway.registry.hookspecs import hookimpl
+    from headway.registry.registry import BackendEntry, Registry
+
+_HOME = {
+    "BackendEntry": "registry",
+    "PluginFailure": "discovery",
+    "Registry": "registry",
+    "create_registry": "create",
+    "hookimpl": "hookspecs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name when it is first used: records of plugins are read where no torch is needed."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'headway.registry' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"headway.registry.{_HOME[name]}"), name)

@@ -16,8 +16,8 @@ from headway.registry.discovery import FoundPlugin, PluginFailure, entry_points
 from headway.registry.given import GivenFile, given_plugins, with_hooks
 from headway.registry.guests import TIMEOUT, TRUST, Verdict, verdicts
 from headway.registry.policy import PluginPolicy
-from headway.registry.records import Brought, PluginRecord
-from headway.registry.registry import BUILTIN_OWNER, BUILTIN_PLUGIN, Registry
+from headway.registry.records import BUILTIN_OWNER, Brought, PluginRecord
+from headway.registry.registry import BUILTIN_PLUGIN, Registry
 
 AGAIN = "headway plugins --retry tries it again"
 

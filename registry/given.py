@@ -73,7 +73,9 @@ class GivenFile:
         if self.class_name:
             return class_in(module, self.class_name, self.path)
         if not has_hooks(module):
-            hint = f"mark its functions with headway.hookimpl, or name a class of it: {self.path}:CLASS"
+            classes = list(_own_classes(module))
+            name = classes[0] if len(classes) == 1 else "CLASS"
+            hint = f"mark its functions with headway.hookimpl, or name a class of it: {self.path}:{name}"
             raise PluginError(f"plugin {self.path}: it implements no hook of ours: {hint}")
         return module
 
@@ -160,16 +162,20 @@ def class_in(module: ModuleType, name: str, path: Path) -> type[AttentionBackend
 
     :raises ConfigError: there is no such class, or several and no name, or the class is not whole.
     """
-    own = {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, AttentionBackend) and value.__module__ == module.__name__
-    }
+    own = _own_classes(module)
     if name and name not in own:
         raise ConfigError(f"class in {path}", f"one of {', '.join(own) or 'no subclass of AttentionBackend there'}", repr(name))
     if not name and len(own) != 1:
         raise ConfigError("backend", f"{path}:CLASS, with a class out of {', '.join(own) or 'none there'}", path)
     return check_class(own[name or next(iter(own))])
+
+
+def _own_classes(module: ModuleType) -> dict[str, type[AttentionBackend]]:
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, AttentionBackend) and value.__module__ == module.__name__
+    }
 
 
 def check_class(found: type[AttentionBackend]) -> type[AttentionBackend]:

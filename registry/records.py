@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
+
+BUILTIN_OWNER: Final = "built-in"
+"""Who brings the backends that come with Headway."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ from headway.registry.validate import (
     check_proposer_info,
 )
 
-BUILTIN_OWNER = "built-in"
 BUILTIN_PLUGIN = "headway.backends.plugin"
 
 

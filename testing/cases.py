@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from headway.core.contract.errors import ConfigError
@@ -18,6 +19,11 @@ from headway.core.contract.layout import CacheGeometry, CacheLayout, CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 
+_MOST_SEQUENCES = 1 << 20
+"""Far beyond any step: a list of more would be made for minutes, or take the machine's memory."""
+_MOST_TOKENS = 1 << 40
+_BLOCK_BYTES = 200
+"""What a block number costs the host while a case is made, in Python's lists and in tensors."""
 _GROUP = re.compile(r"(\d+)?q(\d+)(k)?(?:s(\d+)(k)?)?")
 
 
@@ -36,6 +42,10 @@ def parse_case(text: str, decode_query_len: int = 1) -> list[tuple[int, int]]:
         kv_len = int(kv) * (1024 if kv_k else 1) if kv else query_len
         if query_len < 1 or kv_len < query_len:
             raise ConfigError("case", "query_len of at least 1 and kv_len no shorter", repr(group))
+        if count is not None and not 1 <= int(count) <= _MOST_SEQUENCES - len(lens):
+            raise ConfigError("case", f"1 to {_MOST_SEQUENCES:,} sequences", repr(group))
+        if kv_len > _MOST_TOKENS:
+            raise ConfigError("case", f"sequences of at most {_MOST_TOKENS:,} tokens", repr(group))
         lens += [(query_len, kv_len)] * int(count or 1)
     return sorted(lens, key=lambda qs: Phase.of(qs[0], qs[1] - qs[0], decode_query_len) is Phase.DECODE)
 
@@ -73,6 +83,7 @@ def make_case(
     poison: fills every slot that holds no token, in partly used blocks and in `spare_blocks` unused ones (NaN finds stray reads).
     padding_rows: rows of length 0 with slot -1 at the end, as a CUDA graph's unused rows are.
     """
+    _check_room(lens, spec, block_size)
     generator = torch.Generator().manual_seed(seed)
     query_lens = [q for q, _ in lens] + [1] * padding_rows
     context_lens = [kv - q for q, kv in lens] + [-1] * padding_rows
@@ -105,3 +116,20 @@ def make_case(
     k, v = new_rows(tokens)
     writer(k, v, cache, metadata.slot_mapping)
     return Case(spec, metadata, cache, q, k, v)
+
+
+def _check_room(lens: Sequence[tuple[int, int]], spec: AttentionSpec, block_size: int) -> None:
+    """Refuse a case for which the host has no memory, before the system ends the process in the middle of it.
+
+    :raises MemoryError: saying how much would be needed.
+    """
+    blocks, new = sum(-(-kv_len // block_size) for _, kv_len in lens), sum(query_len for query_len, _ in lens)
+    needed = blocks * _BLOCK_BYTES
+    if spec.device.type == "cpu":
+        row = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
+        needed += blocks * block_size * row * spec.cache_dtype.itemsize
+        needed += max(kv_len - query_len for query_len, kv_len in lens) * row * 4  # one sequence's context at the least
+        needed += new * (spec.num_heads * (spec.head_dim + spec.v_head_dim) + row) * 4
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise MemoryError(f"{needed / 2**30:,.1f} GiB of memory are needed, {free / 2**30:.1f} GiB are free")

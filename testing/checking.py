@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.testing.cells import Cell
+from headway.testing.kit import Kit
 from headway.testing.origin import Origin
 from headway.testing.report import CellResult, CheckReport, machine_of, now
-from headway.testing.runner import TIMEOUT, Child, Run
-from headway.testing.subject import BASELINE
+from headway.testing.runner import Child, Listed, Run, cell_timeout
+from headway.testing.subject import BASELINE, load_subject
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,11 @@ class Wanted:
     """One check."""
     cell: str = ""
     """One cell, by its name."""
+    in_process: bool = False
+    """Run that cell in this process, where its output is seen and a debugger works; a crash takes the process with it."""
     jobs: int = 1
     timeout: float = 0.0
-    """Seconds a cell may take; 0: TIMEOUT's."""
+    """Seconds a cell may take; 0: `cell_timeout`'s."""
     plugins: tuple[str, ...] = ()
     """Files with plugins, beside the installed ones."""
 
@@ -47,18 +51,10 @@ def check(
     """
     if wanted.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device", "a CUDA GPU", "none that torch can use", "--device cpu")
-    target = wanted.target or BASELINE
-    timeout = wanted.timeout or TIMEOUT[wanted.device]
-    children = [Child(target, wanted.device, 1, timeout, wanted.plugins) for _ in range(max(1, wanted.jobs))]
+    if wanted.in_process and not wanted.cell:
+        raise ConfigError("--in-process", "one cell: --cell CELL", "none")
     started = time.monotonic()
-    try:
-        listed = children[0].list(quick=wanted.quick, layout=wanted.layout)
-        cells = _picked(listed.cells, wanted) if not listed.unavailable else []
-        start(len(cells))
-        results = Run(children[: max(1, len(cells))], tell).all(cells)
-    finally:
-        for child in children:
-            child.stop()
+    listed, results = _here(wanted) if wanted.in_process else _in_children(wanted, start, tell)
     return CheckReport(
         target=wanted.target or f"layout {wanted.layout}",
         subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
@@ -74,9 +70,30 @@ def check(
     )
 
 
+def _here(wanted: Wanted) -> tuple[Listed, list[CellResult]]:
+    kit = Kit(load_subject(wanted.target or BASELINE, torch.device(wanted.device), plugins=wanted.plugins))
+    listed = Listed(**kit.listed(layout=wanted.layout))
+    return listed, [] if listed.unavailable else [kit.run(Cell.parse(wanted.cell))]
+
+
+def _in_children(
+    wanted: Wanted, start: Callable[[int], None], tell: Callable[[CellResult], None]
+) -> tuple[Listed, list[CellResult]]:
+    target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device)
+    children = [Child(target, wanted.device, 1, timeout, wanted.plugins) for _ in range(max(1, wanted.jobs))]
+    try:
+        listed = children[0].list(quick=wanted.quick, layout=wanted.layout)
+        cells = _picked(listed.cells, wanted) if not listed.unavailable else []
+        start(len(cells))
+        return listed, Run(children[: max(1, len(cells))], tell).all(cells)
+    finally:
+        for child in children:
+            child.stop()
+
+
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.cell:
-        return [wanted.cell]
+        return [str(Cell.parse(wanted.cell))]
     if not wanted.only:
         return list(cells)
     picked = [cell for cell in cells if cell.partition(":")[0] == wanted.only]

@@ -43,18 +43,7 @@ def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
         return {"loaded": kit.stage.subject.name}
     if "cell" in request:
         return {"result": kit.run(Cell.parse(request["cell"])).model_dump()}
-    subject = kit.stage.subject
-    here = subject.registry.availability(subject.name)
-    unavailable = str(here).removeprefix("no: ") if not here else ""
-    devices = subject.claims.devices
-    if not unavailable and subject.device.type not in devices:
-        unavailable = f"device: needs {' or '.join(devices)}, got {subject.device.type}"
-    cells: list[Cell] = []
-    if not unavailable:
-        layout = request.get("layout")
-        cells = kit.layout_cells(layout) if layout else kit.cells(request.get("quick", False))
-    owner = subject.registry.backends[subject.name].owner
-    return {"subject": subject.name, "owner": owner, "unavailable": unavailable, "cells": [str(cell) for cell in cells]}
+    return kit.listed(request.get("quick", False), request.get("layout", ""))
 
 
 if __name__ == "__main__":

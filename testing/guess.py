@@ -14,6 +14,8 @@ from headway.testing.oracle import Row, attend, distance, expected
 
 Mistake = Callable[[Row], Tensor | None]
 """The answer with one mistake; None where the mistake makes no sense for a row."""
+_ROUNDED_TO_11, _ROUNDED_TO_8 = 7e-4, 1e-2
+"""Relative errors below these come of factors with 11 and with 8 significant bits (half a unit is 2.4e-4 and 2.0e-3)."""
 _CLEARLY = 0.25
 """A mistake explains an answer if it lies nearer than this share of its distance from the right one."""
 
@@ -36,9 +38,15 @@ class Wrong:
 
 def mistakes(wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
     """(what it looks like, the answer that mistake gives), the likeliest first; those that change nothing are left out."""
+    for name, answer in _changing(wrong):
+        if bool(answer.any()):
+            yield name, answer
+
+
+def _changing(wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
     row, right = wrong.row, expected(wrong.row)[0]
     for name, answer in _answers(wrong):
-        if answer is not None and answer.shape == right.shape and bool(answer.any()) and not distance(answer, right) < 1e-9:
+        if answer is not None and answer.shape == right.shape and not distance(answer, right) < 1e-9:
             yield name.format(row=row), answer
 
 
@@ -55,15 +63,26 @@ def guess(wrong: list[Wrong], tolerance: float) -> str:
     for _, name in sorted(found, key=lambda each: each[0] > 2 * min(found)[0] + 1e-12):
         if all(_explains(name, other, tolerance) for other in wrong[:2] + wrong[-1:] if other is not first):
             return name
-    return ""
+    return _precision(wrong)
+
+
+def _precision(wrong: list[Wrong]) -> str:
+    """Of float32 answers that are all nearly right: how many bits of the products' factors were kept."""
+    errors = [distance(each.out, expected(each.row)[0]) for each in wrong]
+    if wrong[0].row.spec.dtype != torch.float32 or not max(errors) < _ROUNDED_TO_8:
+        return ""
+    if sorted(errors)[len(errors) // 2] < _ROUNDED_TO_11:
+        return "float32 rounded to 11 bits on the way: TF32 (tl.dot without input_precision='ieee') or float16"
+    return "float32 rounded to 8 bits on the way: bfloat16"
 
 
 def _explains(name: str, wrong: Wrong, tolerance: float) -> bool:
-    """Whether a mistake gives this sequence's answer too."""
+    """Whether a mistake gives this sequence's answer too; zeros, where a mistake finds no key, count here."""
     missed = distance(wrong.out, expected(wrong.row)[0])
     return any(
-        name == other and distance(wrong.out, answer) <= max(4 * tolerance, _CLEARLY * missed)
-        for other, answer in mistakes(wrong)
+        name == other
+        and (distance(wrong.out, answer) if answer.any() else float(wrong.out.norm())) <= max(4 * tolerance, _CLEARLY * missed)
+        for other, answer in _changing(wrong)
     )
 
 
@@ -71,6 +90,9 @@ def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
     row, spec = wrong.row, wrong.row.spec
     keys, values = row.kv()
     n, last, size = row.query_len, row.kv_len, row.cache.block_size
+    if spec.sliding_window is not None:  # in place of blocks behind the window the table names one that holds zeros
+        behind = max(row.context - spec.sliding_window + 1, 0) // size * size
+        keys[:behind] = values[:behind] = 0.0
 
     def with_spec(**changes: object) -> Tensor:
         return attend(replace(spec, **changes), row.q, keys, values, row.context)[0]  # type: ignore[arg-type]
@@ -128,6 +150,11 @@ def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
         yield (
             "matches GQA map h % kv_heads (query head h reads kv head h // group_size)",
             attend(spec, row.q, keys, values, row.context, modulo=True)[0],
+        )
+        grouped = row.q.reshape(n, spec.group_size, spec.num_kv_heads, -1).transpose(1, 2).flatten(1, 2)
+        yield (
+            "matches query heads in the order [group, kv head]; theirs is [kv head, group]",
+            attend(spec, grouped, keys, values, row.context)[0],
         )
     if spec.num_kv_heads > 1:
         yield (

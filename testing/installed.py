@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable
 from importlib import metadata
@@ -25,3 +26,8 @@ def cpu_name() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run under its interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from headway.core.contract.errors import ConfigError
-from headway.core.system.files import write_whole
+from headway.core.system.files import read_text, write_whole
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -43,7 +43,9 @@ def read_json(path: Path, kind: type[Model], schema: str) -> Model:
     """
     need = f"a JSON file of schema {schema}"
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(read_text(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError("result file", need, str(path), "it is no text") from error
     except OSError as error:
         raise ConfigError("result file", need, str(path), error.strerror or str(error)) from error
     except ValidationError as error:

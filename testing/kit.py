@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from headway.core.contract.errors import HeadwayError
+from headway.core.contract.errors import HeadwayError, known_cause
 from headway.testing.cells import PHASES, Cell
 from headway.testing.checks import answers, claims, engine, graphs, invariant, layouts, steps
 from headway.testing.cover import DTYPES
@@ -77,6 +78,20 @@ class Kit:
         cells += [Cell("layout", layout=name, dtype="float16")]
         cells += [Cell("layout", layout=name, head_dim=dim, dtype="bfloat16", feature="fp8") for dim in dims]
         return list(dict.fromkeys(cells))
+
+    def listed(self, quick: bool = False, layout: str = "") -> dict[str, Any]:
+        """The subject's name and owner, why it is not available on this device, and else the names of its cells."""
+        subject = self.stage.subject
+        here = subject.registry.availability(subject.name)
+        unavailable = str(here).removeprefix("no: ") if not here else ""
+        devices = subject.claims.devices
+        if not unavailable and subject.device.type not in devices:
+            unavailable = f"device: needs {' or '.join(devices)}, got {subject.device.type}"
+        cells: list[Cell] = []
+        if not unavailable:
+            cells = self.layout_cells(layout) if layout else self.cells(quick)
+        owner = subject.registry.backends[subject.name].owner
+        return {"subject": subject.name, "owner": owner, "unavailable": unavailable, "cells": [str(cell) for cell in cells]}
 
     def run(self, cell: Cell) -> CellResult:
         """One cell's result; whatever the backend raises is in it."""
@@ -153,4 +168,4 @@ def _guess_of(error: BaseException) -> str:
         return "reads or writes outside the cache"
     if "view size is not compatible" in text or "contiguous" in text:
         return "needs tensors in one piece: .view() of a slice"
-    return f"raises {type(error).__name__}"
+    return known_cause(text)

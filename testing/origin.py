@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
+
+from headway.core.system.text import harmless
 
 COMMIT_VARIABLE = "HEADWAY_COMMIT"
 """Environment variable that names the commit of a copy of the sources without git's folder, such as one in a container."""
@@ -15,6 +19,11 @@ _SHORT = 12
 _UNKNOWN = "unknown"
 """The version of sources that are not installed."""
 _SECONDS = 10
+
+
+def command_line() -> str:
+    """The command that is running, as typed; bytes that are no text appear as escapes, so that any file can hold it."""
+    return harmless(shlex.join(["headway", *sys.argv[1:]]), keep="\n\t")
 
 
 class Origin(BaseModel):

@@ -10,7 +10,7 @@ from typing import Final, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.testing.installed import cpu_name, installed_versions
+from headway.testing.installed import cpu_name, installed_versions, interpreted
 from headway.testing.json_files import read_json, write_json
 from headway.testing.origin import Origin
 
@@ -56,6 +56,8 @@ class Machine(BaseModel):
     name: str
     python: str
     torch: str
+    interpreted: bool = False
+    """Whether Triton's kernels ran under its interpreter."""
     libraries: dict[str, str] = {}
 
 
@@ -112,6 +114,7 @@ def machine_of(device: torch.device) -> Machine:
         name=name,
         python=platform.python_version(),
         torch=torch.__version__,
+        interpreted=interpreted(),
         libraries=installed_versions(_LIBRARIES),
     )
 

@@ -11,10 +11,13 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.child import Child as JsonChild
 from headway.core.system.child import Died, python
 from headway.testing.cells import Cell
+from headway.testing.installed import interpreted
 from headway.testing.report import CellResult
 
 TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
 """Seconds that one cell may take; on a GPU a kernel may have to be compiled first."""
+INTERPRETED = 10
+"""Times as long under Triton's interpreter."""
 START_TIMEOUT = 180.0
 MOST_DEATHS = 6
 """After so many crashes and hangs in one run the rest is not run: each costs a new process."""
@@ -88,6 +91,11 @@ class Child:
             raise
 
 
+def cell_timeout(device: str) -> float:
+    """Seconds that one cell may take on a device, where nobody says otherwise."""
+    return TIMEOUT[device] * (INTERPRETED if interpreted() else 1)
+
+
 class Refused(ConfigError):
     """The subject's own error, which says it all."""
 
@@ -108,11 +116,12 @@ class Run:
     results: dict[str, CellResult] = field(default_factory=dict)
     deaths: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _fault: BaseException | None = None
 
     def all(self, cells: Sequence[str]) -> list[CellResult]:
-        """The results in the order of the cells."""
+        """The results in the order of the cells. What a thread raises is raised here: a cell without a result has not passed."""
         left = list(reversed(cells))
-        threads = [threading.Thread(target=self._work, args=(child, left)) for child in self.children]
+        threads = [threading.Thread(target=self._guarded, args=(child, left)) for child in self.children]
         for thread in threads:
             thread.start()
         try:
@@ -124,7 +133,16 @@ class Run:
         finally:
             for child in self.children:
                 child.stop()
+        if self._fault is not None:
+            raise self._fault
         return [self.results[cell] for cell in cells if cell in self.results]
+
+    def _guarded(self, child: Child, left: list[str]) -> None:
+        try:
+            self._work(child, left)
+        except BaseException as error:
+            self._fault = error
+            left.clear()
 
     def _work(self, child: Child, left: list[str]) -> None:
         while True:
@@ -139,8 +157,10 @@ class Run:
                     result = child.run(cell)
                 except Died as died:
                     self.deaths += 1
-                    hang = died.silent
-                    result = _failed(cell, str(died), "hangs" if hang else "takes the process with it: a crash or an exit")
+                    if died.silent:
+                        result = _failed(cell, died.how, "hangs, or takes longer: --timeout SECONDS gives it more time")
+                    else:
+                        result = _failed(cell, str(died), "takes the process with it: a crash or an exit")
             with self._lock:
                 self.results[cell] = result
                 self.tell(result)

@@ -15,12 +15,15 @@ from headway.testing.report import CellResult, CheckReport, Status
 _MARKS: dict[Status, tuple[str, str]] = {"passed": ("✓", "green"), "failed": ("✗", "bold red"), "skipped": ("–", "dim")}
 _NAME = 10
 _SHOWN = 8
-"""Failures shown in words; the rest are counted, and all are in the JSON file."""
+"""Failures shown in words, one of each kind; the rest are counted, and all are in the JSON file."""
+_UNEXPLAINED = 3
+"""Of failures of a kind that the kit has no word for, so many are shown."""
 
 
 def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) -> Iterator[Text]:
     """The lines of a report. about: what each check holds a subject to."""
-    yield Text(f"{report.subject} on {report.machine.device}: {report.machine.name}, torch {report.machine.torch}", "bold")
+    how = " under Triton's interpreter" if report.machine.interpreted else ""
+    yield Text(f"{report.subject} on {report.machine.device}{how}: {report.machine.name}, torch {report.machine.torch}", "bold")
     if report.unavailable:
         yield from _wrapped(f"not available here: {report.unavailable}", width, "", "red")
         return
@@ -31,11 +34,16 @@ def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) ->
     failed = report.failed
     if failed:
         yield Text()
-        for cell in _different(failed)[:_SHOWN]:
-            yield from _failure(report, cell, width)
-        more = len(failed) - min(_SHOWN, len(_different(failed)))
-        if more:
-            yield Text(f"{more} more failed; --json FILE holds them all")
+        left = _SHOWN
+        for kind in _kinds(failed):
+            shown = kind[: min(left, 1 if kind[0].guess else _UNEXPLAINED)]
+            left -= len(shown)
+            for cell in shown:
+                yield from _failure(report, cell, width)
+            if shown and len(kind) > len(shown):
+                yield Text(f"  and {len(kind) - len(shown)} more like it", "dim")
+        if len(failed) > _SHOWN - left:
+            yield Text(f"{len(failed)} failed in all; --json FILE keeps them")
         for line in patterns(report.cells):
             yield from _wrapped(line, width, "", "yellow")
     yield Text()
@@ -87,17 +95,18 @@ def command(report: CheckReport, cell: CellResult) -> str:
 
 
 def patterns(cells: Sequence[CellResult]) -> list[str]:
-    """Values that all failures of the answers share and no success has."""
+    """Axes on which the failures of the answers and the successes have no value in common: those that say it in fewest values."""
     tried = [cell for cell in cells if cell.check in ("answer", "long", "graph")]
     bad = [cell for cell in tried if cell.status == "failed"]
     good = [cell for cell in tried if cell.status == "passed"]
     found = []
     for axis in ("check", "phase", *AXES):
-        values = {getattr(cell, axis) for cell in bad}
-        if bad and good and not values & {getattr(cell, axis) for cell in good}:
+        wrong, right = ({getattr(cell, axis) for cell in cells} for cells in (bad, good))
+        if wrong and right and not wrong & right:
+            how, values = ("wrong", wrong) if len(wrong) <= len(right) else ("right", right)
             listed = " or ".join(map(str, sorted(values, key=str)))
-            found.append(f"answers are wrong exactly where {axis} is {listed} ({len(bad)} cells)")
-    return found
+            found.append((len(values), f"answers are {how} exactly where {axis} is {listed} ({len(bad)} cells are wrong)"))
+    return [line for count, line in found if count == min(found)[0]]
 
 
 def badge(report: CheckReport) -> str:
@@ -122,16 +131,12 @@ def badge(report: CheckReport) -> str:
     )
 
 
-def _different(failed: Sequence[CellResult]) -> list[CellResult]:
-    """Failures with one of each check and guess first."""
-    seen: set[tuple[str, str]] = set()
-    first: list[CellResult] = []
-    rest: list[CellResult] = []
+def _kinds(failed: Sequence[CellResult]) -> list[list[CellResult]]:
+    """Failures by check and guess, or what was raised, in the order of the first of each."""
+    kinds: dict[tuple[str, str], list[CellResult]] = {}
     for cell in failed:
-        key = (cell.check, cell.guess)
-        (rest if key in seen else first).append(cell)
-        seen.add(key)
-    return [*first, *rest]
+        kinds.setdefault((cell.check, cell.guess), []).append(cell)
+    return list(kinds.values())
 
 
 def _wrapped(text: str, width: int, indent: str, style: str) -> Iterator[Text]:

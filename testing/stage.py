@@ -136,8 +136,10 @@ def without_stray_reads(run: Callable[[float], None], poison: float) -> None:
         except Finding as clean:
             if clean.guess.startswith("NaN"):
                 finding.guess += ", whatever the unused slots hold"
-            elif clean.guess:
-                finding.guess = clean.guess
+            else:
+                finding.guess = (
+                    clean.guess or "reads slots that hold no token of the sequence (and is wrong with zeros there, too)"
+                )
         else:
             finding.guess = (
                 "reads slots that hold no token, past a sequence's end or of another block (right once they hold zeros)"

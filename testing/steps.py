@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
@@ -16,6 +15,8 @@ from headway.testing.findings import Finding
 from headway.testing.oracle import Row
 from headway.testing.pool import bits
 
+UNWRITTEN = {torch.float32: 0x7FDA5A5A, torch.bfloat16: 0x7FDA, torch.float16: 0x7E5A}
+"""Bits of the NaN that `out` holds before a step: no arithmetic leaves this one."""
 GUARD = 3
 """Rows before and after `out` that belong to somebody else."""
 
@@ -76,8 +77,12 @@ class Inputs:
     def first(self, tokens: int) -> Inputs:
         """The same memory for a step of `tokens`; the output holds NaN, so that a missed row shows."""
         part = Inputs(self.q[:tokens], self.k[:tokens], self.v[:tokens], self.guarded[: tokens + 2 * GUARD])
-        part.guarded.fill_(math.nan)
+        bits(part.guarded).fill_(UNWRITTEN[part.guarded.dtype])
         return part
+
+    def unwritten(self, tokens: slice) -> bool:
+        """Whether any element of these tokens' output still holds what it held before the step."""
+        return bool((bits(self.out[tokens]) == UNWRITTEN[self.out.dtype]).any())
 
 
 @dataclass

@@ -112,7 +112,7 @@ def _answers(session: Watched, step: Step, layer: int, tolerance: float) -> None
     shared = trait(rows, bad) if bad else ""
     raise Finding(
         f"{_count(bad, rows)}layer {layer}: {_numbers(worst, rows, outs, right)}",
-        guess=_looks(wrong, errors, tolerance, shared, bool(bad)),
+        guess=_unwritten(step, layer, numbers, shared) or _looks(wrong, errors, tolerance, shared, bool(bad)),
         error=error,
         tolerance=tolerance,
     )
@@ -130,6 +130,16 @@ def _wrong(session: Watched, step: Step, layer: int, number: int) -> Wrong:
     return Wrong(number, row, given.out[tokens].clone(), dense, others, earlier, session.layouts)
 
 
+def _unwritten(step: Step, layer: int, numbers: Sequence[int], shared: str) -> str:
+    missed = [number for number in numbers if step.inputs[layer].unwritten(step.tokens[number])]
+    if not missed:
+        return ""
+    whose = shared if shared and len(missed) == len(numbers) else "some sequences"
+    return (
+        f"leaves rows of `out` unwritten, or parts of them: of {'every sequence' if len(missed) == len(step.tokens) else whose}"
+    )
+
+
 def _looks(wrong: list[Wrong], errors: Sequence[float], tolerance: float, shared: str, bad: bool) -> str:
     if all(bool(each.out.isnan().any()) for each in wrong):
         looks = "NaN for one sequence" if len(wrong) == 1 and len(errors) > 1 else "NaN"
@@ -143,7 +153,7 @@ def _looks(wrong: list[Wrong], errors: Sequence[float], tolerance: float, shared
 
 
 def _count(bad: Sequence[int], rows: Sequence[object]) -> str:
-    return f"{len(bad)} of {len(rows)} sequences are wrong; " if bad else ""
+    return f"{len(bad)} of {len(rows)} sequences {'is' if len(bad) == 1 else 'are'} wrong; " if bad else ""
 
 
 def _numbers(worst: int, rows: Sequence[object], outs: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> str:

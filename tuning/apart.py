@@ -18,7 +18,7 @@ import torch
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.system.child import Child, Died, python
 from headway.registry import Registry
-from headway.registry.registry import BUILTIN_OWNER
+from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.files import read_table
 from headway.tuning.run import CrossoverOptions
 from headway.tuning.schema import CrossoverTable

@@ -25,8 +25,9 @@ from headway.tuning.apart import TOOK_ALONG, all_found_apart, guests, measure_ap
 from headway.tuning.budget import MOST_COMPILING
 from headway.tuning.compare import differences, remarks
 from headway.tuning.convert import to_costs
-from headway.tuning.device import DeviceIdentity, identify_device
+from headway.tuning.device import identify_device
 from headway.tuning.files import TableError, read_table
+from headway.tuning.identity import DeviceIdentity
 from headway.tuning.points import CORE_PHASE, Point, grid
 from headway.tuning.run import CrossoverOptions, run_kernel_level
 from headway.tuning.schema import CrossoverTable, SpecRecord, points
@@ -136,7 +137,7 @@ def _fitting(
     path: Path, device: DeviceIdentity, spec: SpecRecord, registry: Registry, available: Sequence[str], explicit: bool
 ) -> CrossoverTable | None:
     """The table at a path if it can be used here; why not is logged."""
-    if not explicit and not path.exists():
+    if not explicit and not os.path.exists(path):  # a folder that may not be read counts as empty
         return None
     try:
         table = read_table(path)

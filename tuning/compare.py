@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.support import Reason
-from headway.registry.registry import BUILTIN_OWNER
-from headway.tuning.device import DeviceIdentity
+from headway.registry.records import BUILTIN_OWNER
+from headway.tuning.identity import DeviceIdentity
 from headway.tuning.schema import Cell, CrossoverTable, SpecRecord, points, without_refusals
 from headway.tuning.ties import mark_ties, noise_of
 

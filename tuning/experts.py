@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 import re
 import time
 from collections.abc import Iterable
@@ -27,7 +28,8 @@ from headway.models.experts.routing import Routing
 from headway.models.operations import Norm
 from headway.testing.json_files import read_json, write_json
 from headway.testing.origin import Origin
-from headway.tuning.device import DeviceIdentity, identify_device
+from headway.tuning.device import identify_device
+from headway.tuning.identity import DeviceIdentity
 from headway.tuning.timing import Timing, Turns
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def _layer(kind: FusedExperts) -> str:
 
 def _kept(path: Path, device: DeviceIdentity, kind: FusedExperts) -> ExpertsFile | None:
     """The times at a path where they are of this device, software and layer; why not is logged."""
-    if not path.exists():
+    if not os.path.exists(path):  # a folder that may not be read counts as empty
         return None
     try:
         found = read_json(path, ExpertsFile, SCHEMA)

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from headway.core.contract.errors import ConfigError
+from headway.core.system.files import read_text
 from headway.tuning.schema import SCHEMA, CrossoverTable
 
 _NEED = f"a file of schema {SCHEMA}"
@@ -27,7 +28,7 @@ def read_table(path: Path) -> CrossoverTable:
     """
     what = f"table {path}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise TableError(what, _NEED, error.strerror or str(error)) from error
     except UnicodeDecodeError as error:

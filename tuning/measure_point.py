@@ -23,10 +23,11 @@ from headway.testing.reference import reference, relative_error
 from headway.tuning.attempt import Attempt, backend_attempt, checked
 from headway.tuning.budget import Budget
 from headway.tuning.inputs import Inputs, InputsChangedError
+from headway.tuning.outcome import failure, new_cell, wrong_answer
 from headway.tuning.points import CORE_PHASE, Point
 from headway.tuning.replay import captures, graph_attempt
 from headway.tuning.schema import Cell
-from headway.tuning.ties import failure, mark_ties, new_cell, wrong_answer
+from headway.tuning.ties import mark_ties
 from headway.tuning.timing import Timing, Turns, host_us
 from headway.tuning.work import build_case
 
@@ -104,7 +105,7 @@ def measure_point(
                 refused.setdefault(name, support.brief)
         if not here:
             continue
-        case: Case | None
+        case: Case | None = None
         make = partial(build_case, point.work(bench.spec), *pair, bench.seed)
         try:
             case = make()

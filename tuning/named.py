@@ -15,7 +15,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import write_whole
 from headway.registry import Registry
-from headway.registry.registry import BUILTIN_OWNER
+from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.selftest import self_test
 
 SKIP = "HEADWAY_SKIP_SELF_TEST"
@@ -44,7 +44,7 @@ def _check(registry: Registry, name: str, owner: str, spec: AttentionSpec) -> No
     version = owner.partition(" ")[2]  # the owner of an entry point is its distribution's name and version
     key = hashlib.sha256(repr((name, owner, version, spec, torch.__version__)).encode()).hexdigest()[:24]
     passed = cache_folder() / "self-tests" / f"{key}.passed"
-    if version and passed.exists():
+    if version and os.path.exists(passed):  # False in a folder that may not be read
         return
     pairs = [(info.layout, size) for size in DEFAULT_BLOCK_SIZES for info in registry.layouts.values()]
     if not any(
@@ -53,7 +53,9 @@ def _check(registry: Registry, name: str, owner: str, spec: AttentionSpec) -> No
         return  # the selector refuses it, with every reason
     wrong = self_test(registry, name, spec, pairs)
     if wrong:
-        hint = f"headway check {name} says more; {SKIP}=1 runs it all the same"
+        file = owner.partition("@")[0] if "@" in owner else "FILE.py"
+        target = name if version else f"{file}:{registry.backend(name).__name__}"
+        hint = f"headway check {target} says more; {SKIP}=1 runs it all the same"
         raise ConfigError(f"attention backend {name} of {owner}", "right answers in its self-test", wrong, hint)
     log.info("attention backend %s of %s passed its self-test", name, owner)
     if version:

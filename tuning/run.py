@@ -106,6 +106,8 @@ def run_kernel_level(
             for turn in range(1 + options.refine):
                 between = turn > 0
                 wanted = midpoints(table.cells, table.noise) if between else todo
+                if between and not wanted:
+                    break
                 if between:
                     progress.update(task, total=len(wanted), completed=0)
                 for point, cells in search.measure(wanted, table.cells):

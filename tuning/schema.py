@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from headway.core.contract.spec import DTYPE_NAMES, DTYPES, KV_DTYPE_NAMES, KV_DTYPES, AttentionSpec
+from headway.core.contract.layer import describe, fault_of
 from headway.testing.origin import Origin
-from headway.tuning.device import DeviceIdentity
+from headway.tuning.identity import DeviceIdentity
+
+if TYPE_CHECKING:  # to show a table takes no torch, which takes seconds to import
+    import torch
+
+    from headway.core.contract.spec import AttentionSpec
 
 SCHEMA: Final = "headway.crossover/1"
 PhaseName = Literal["prefill", "extend", "decode", "verify", "generate"]
@@ -36,7 +40,7 @@ class SpecRecord(BaseModel):
     head_dim: Count
     scale: FiniteFloat
     dtype: Literal["float32", "bfloat16", "float16"]
-    kv_dtype: str
+    kv_dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
     """Of the cache."""
     k_scale: FiniteFloat = 1.0
     v_scale: FiniteFloat = 1.0
@@ -51,22 +55,22 @@ class SpecRecord(BaseModel):
 
     @model_validator(mode="after")
     def _is_a_layer(self) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads: {self.num_heads}, {self.num_kv_heads}")
-        if self.kv_dtype not in (*DTYPES, *KV_DTYPES):
-            raise ValueError(f"kv_dtype must be one of {', '.join((*DTYPES, *KV_DTYPES))}: {self.kv_dtype!r}")
+        if fault := fault_of(self, self.v_head_dim or self.head_dim, self.kv_dtype != self.dtype):
+            raise ValueError(fault)
         return self
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> SpecRecord:
         """A layer as a record; its device stands elsewhere."""
+        from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
+
         return cls(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             scale=float(spec.scale),
             dtype=DTYPE_NAMES[spec.dtype],  # type: ignore[arg-type]
-            kv_dtype=KV_DTYPE_NAMES[spec.cache_dtype],
+            kv_dtype=KV_DTYPE_NAMES[spec.cache_dtype],  # type: ignore[arg-type]
             k_scale=float(spec.k_scale),
             v_scale=float(spec.v_scale),
             sliding_window=spec.sliding_window,
@@ -80,6 +84,8 @@ class SpecRecord(BaseModel):
 
     def to_spec(self, device: torch.device) -> AttentionSpec:
         """The layer again, on a device."""
+        from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
+
         kv_dtype = {**DTYPES, **KV_DTYPES}[self.kv_dtype]
         return AttentionSpec(
             self.num_heads,
@@ -112,7 +118,7 @@ class SpecRecord(BaseModel):
         return (*heads, self.dtype, self.kv_dtype, self.sliding_window, *features)
 
     def __str__(self) -> str:
-        return str(self.to_spec(torch.device("cpu"))).replace(" on cpu", "")
+        return describe(self, self.v_head_dim or self.head_dim, self.dtype, self.kv_dtype)
 
 
 class BackendRecord(BaseModel):

@@ -7,10 +7,11 @@ from importlib import metadata
 
 import torch
 
+from headway.core.contract.errors import known_cause
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry
-from headway.registry.registry import BUILTIN_OWNER
+from headway.registry.records import BUILTIN_OWNER
 from headway.testing.cases import make_case, parse_case
 from headway.testing.reference import reference, relative_error, run_backend
 from headway.tuning.measure_point import Pair
@@ -83,7 +84,8 @@ def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, text:
     except (Exception, SystemExit) as error:
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        cause = known_cause(str(error))
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{f' ({cause})' if cause else ''}"
     return "" if found <= tolerance else f"relative error {found:.2g}, tolerance {tolerance:.2g}"
 
 

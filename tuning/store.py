@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from headway.core.contract.folders import cache_folder
-from headway.tuning.device import DeviceIdentity
+from headway.tuning.identity import DeviceIdentity
 from headway.tuning.schema import SpecRecord
 
 

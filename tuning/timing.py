@@ -18,8 +18,6 @@ import torch
 from headway.core.contract.errors import ConfigError
 
 QUANTILES = (0.5, 0.2, 0.8)
-MOST_DRIFT = 0.25
-"""A share of the time: rounds, or runs, of one call that disagree by more are told, since the machine was not steady."""
 _MIN_RUNS = 5
 _MAX_RUNS = 1000
 _MOST_FLUSHES = 8

@@ -99,10 +99,6 @@ class Kernel:
             self._allow(self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
             self._shared_limit = shared_bytes
 
-    def allow_large_clusters(self) -> None:
-        """Let a cluster have 16 blocks of threads in place of 8; to be called before a launch that needs it."""
-        self._allow(self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
         """Launch on torch's current stream of the device, without synchronising. arguments: may be changed when this returns."""
         if AHEAD.get() is not None:

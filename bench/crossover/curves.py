@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-from headway.bench.charts import bare, new_figure, png
+from headway.bench.charts import bare, heading, new_figure, png
 from headway.bench.crossover.palette import TIE, colours
 from headway.bench.crossover.plot import LENGTHS, TITLES
 from headway.bench.crossover.view import Block, Row, View
@@ -56,11 +56,8 @@ def to_curves(view: View, phases: Sequence[str] = ()) -> bytes:
         )
     figure = new_figure(9.0, 0.9 + 2.7 * len(drawn))
     chosen = colours(view.backends)
-    figure.suptitle(
-        f"Time of attention by length: lower is faster, both axes are logarithmic\n{view.table.title}, {view.where}, measured "
-        f"{view.table.date[:10]}",
-        fontsize=10,
-    )
+    measured = f"{view.table.title}, {view.where}, measured {view.table.date[:10]}"
+    heading(figure, "Time of attention by length: lower is faster, both axes are logarithmic", measured)
     parts = figure.subfigures(len(drawn), 1, squeeze=False)[:, 0]
     for part, (phase, some) in zip(parts, drawn.items(), strict=True):
         part.suptitle(TITLES[phase], fontsize=10, weight="bold")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,22 +13,24 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headway.bench.crossover.process import Worker
+from headway.bench.crossover.process import events
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.support import Reason
 from headway.core.select.request import parse_backend_request, request_for
 from headway.core.select.selector import check_names
+from headway.core.system.child import Child, python
 from headway.registry import Registry
 from headway.testing.cases import parse_case
 from headway.testing.json_files import write_json
-from headway.testing.origin import Origin
+from headway.testing.origin import Origin, command_line
 from headway.tuning.compare import differences
 from headway.tuning.device import identify_device
 from headway.tuning.files import read_table
+from headway.tuning.outcome import new_cell
 from headway.tuning.points import Point
 from headway.tuning.progress import progress_bar
 from headway.tuning.schema import BackendRecord, Cell, CrossoverTable, SpecRecord, points
-from headway.tuning.ties import mark_ties, new_cell, noise_of
+from headway.tuning.ties import mark_ties, noise_of
 
 AUTO = "auto"
 """Takes part like a backend: each step's choice by the kernel-level table."""
@@ -166,8 +167,8 @@ def _measure(name: str, run: _Run, options: EngineOptions, ends: float | None) -
     """Cells of a backend; a process that dies is started again for what is left."""
     while run.todo and (ends is None or time.monotonic() < ends):
         current: Point | None = None
-        with Worker(_request(name, run.todo, options)) as worker:
-            for event in worker.events(options.cell_limit):
+        with Child(python("headway.bench.crossover.worker")) as child:
+            for event in events(child, _request(name, run.todo, options), options.cell_limit):
                 kind = event["event"]
                 if kind == "ready":
                     run.spec = SpecRecord.model_validate(event["spec"])
@@ -188,13 +189,10 @@ def _measure(name: str, run: _Run, options: EngineOptions, ends: float | None) -
                     reason = f"{current.case} took longer than {options.cell_limit:.0f} s"
                     run.todo = [point for point in run.todo if point not in given_up]
                     yield from (new_cell(point, name, None, "dropped", reason=reason) for point in given_up)
-                    current = None
-                    break
-            else:
-                if run.todo:  # it ended by itself with work left
+                elif kind == "ended" and run.todo:
                     lost, run.todo = ([current], [p for p in run.todo if p != current]) if current else (run.todo, [])
-                    run.reason = run.reason if current else worker.last_words
-                    yield from (new_cell(point, name, None, "error", reason=worker.last_words) for point in lost)
+                    run.reason = run.reason if current else event["reason"]
+                    yield from (new_cell(point, name, None, "error", reason=event["reason"]) for point in lost)
 
 
 def _cell(name: str, point: Point, event: Mapping[str, Any]) -> Cell:
@@ -215,7 +213,7 @@ def _table(runs: Mapping[str, _Run], options: EngineOptions, registry: Registry,
     return CrossoverTable(
         level="engine",
         date=date,
-        command=options.command or " ".join(sys.argv),
+        command=options.command or command_line(),
         origin=Origin.here(),
         complete=all(not run.todo for run in runs.values()),
         model=str(options.llm.get("model", "")),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from headway.bench.charts import new_figure, png
+from headway.bench.charts import heading, new_figure, png
 from headway.bench.crossover.palette import TIE, cell_colour, colours, faded
 from headway.bench.crossover.report import speedup, winner
 from headway.bench.crossover.view import Block, Row, View
+from headway.core.contract.errors import ConfigError
 from headway.core.system.text import picture
 from headway.tuning.schema import PhaseName
 
@@ -31,8 +32,10 @@ LENGTHS: dict[PhaseName, str] = {
 def to_png(view: View) -> bytes:
     """One panel for each phase: batch sizes down, lengths across, a cell in its winner's colour with its speed-up.
 
-    :raises ConfigError: matplotlib is not installed.
+    :raises ConfigError: matplotlib is not installed, or the table has no points.
     """
+    if not view.blocks:
+        raise ConfigError("a picture of the winners", "a table with points", "one without any")
     panels = [(phase, list(blocks)) for phase, blocks in groupby(view.blocks, key=lambda block: block.phase)]
     sizes = [max(len(blocks), 2) for _, blocks in panels]
     widest = max(len(lengths(blocks)) for _, blocks in panels)
@@ -43,8 +46,7 @@ def to_png(view: View) -> bytes:
     for (phase, blocks), axis in zip(panels, axes, strict=True):
         _panel(axis, phase, blocks, chosen)
     measured = f"{view.table.title}, {view.where}, measured {view.table.date[:10]}"
-    title = f"Fastest attention backend, and how many times faster than the runner-up\n{picture(measured)}"
-    figure.suptitle(title, fontsize=10)
+    heading(figure, "Fastest attention backend, and how many times faster than the runner-up", picture(measured))
     won = [name for name in view.backends if any(row.winners == [name] for row in view.rows)]
     handles = [_patch(chosen[name], picture(name)) for name in won]
     handles += [_patch(TIE, "tie: cannot be told apart"), _not_measured("not measured")]

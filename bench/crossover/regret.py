@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,9 +23,10 @@ from headway.core.select.selector import Selector
 from headway.core.select.workload import Workload
 from headway.registry import Registry, create_registry
 from headway.testing.cases import parse_case
-from headway.testing.origin import Origin
+from headway.testing.origin import Origin, command_line
 from headway.tuning.convert import to_costs
-from headway.tuning.device import DeviceIdentity, identify_device
+from headway.tuning.device import identify_device
+from headway.tuning.identity import DeviceIdentity
 from headway.tuning.measure_point import Bench, measure_point
 from headway.tuning.points import CORE_PHASE, Point, held_out
 from headway.tuning.progress import on_device, progress_bar
@@ -236,7 +236,7 @@ def _report(
     regrets = [trial.regret for trial in trials] or [1.0]
     anywhere = [trial.regret_anywhere for trial in trials] or [1.0]
     return RegretReport(
-        command=" ".join(["headway", *sys.argv[1:]]),
+        command=command_line(),
         origin=Origin.here(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         table_date=table.date,

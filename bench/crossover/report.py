@@ -15,10 +15,9 @@ from rich.text import Text
 
 from headway.bench.crossover.view import Block, Row, View, show, unit
 from headway.core.system.text import csv_cell, harmless, markdown
-from headway.tuning.device import DeviceIdentity
+from headway.tuning.identity import DeviceIdentity
 from headway.tuning.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
-from headway.tuning.ties import TIE_RULE
-from headway.tuning.timing import MOST_DRIFT
+from headway.tuning.ties import MOST_DRIFT, TIE_RULE
 
 _LENGTHS: dict[PhaseName, str] = {
     "prefill": "query_len",
@@ -127,7 +126,7 @@ def software(device: DeviceIdentity) -> str:
     parts = [f"compute capability {device.compute_capability}"] if device.compute_capability else []
     parts += [f"driver {device.driver}"] if device.driver else []
     parts += [f"{device.clock_mhz} MHz"] if device.clock_mhz else []
-    parts += [f"{device.threads} threads"] if device.threads else []
+    parts += [f"{device.threads} thread{'s' if device.threads > 1 else ''}"] if device.threads else []
     parts += [f"torch {device.torch}", *(f"{name} {version}" for name, version in device.libraries.items())]
     return ", ".join(parts)
 

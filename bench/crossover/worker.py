@@ -1,26 +1,23 @@
 """Whole generations through one backend, in a process of its own: `python -m headway.bench.crossover.worker`.
 
-Reads one JSON request from stdin and answers with lines on stdout that begin with MARK; whatever else libraries print is ignored.
+Reads one request and answers with events, see `process.events`.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Final
 
 import torch
 
+from headway.bench.crossover.process import Tell, asked
 from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
 from headway.testing.cases import parse_case
 from headway.tuning.schema import SpecRecord
 
-MARK: Final = "@headway "
 _WARM_UP_TOKENS = 4
 _LEAST_SECONDS = 2.0
 """A generation is repeated until its passes have taken this long, ..."""
@@ -30,31 +27,31 @@ _MOST_PASSES = 5
 
 def main() -> None:
     """Answer the request: ready, then begin, pass before each generation, and done or failed for each case; or fatal."""
-    request = json.load(sys.stdin)
+    request, tell = asked()
     try:
         llm = LLM(**request["llm"])
     except HeadwayError as error:
         status = "unsupported" if isinstance(error, (UnsupportedError, ConfigError)) else "error"
-        return _say("fatal", status=status, reason=_line(error))
+        return tell("fatal", status=status, reason=_line(error))
     except (torch.OutOfMemoryError, MemoryError) as error:
-        return _say("fatal", status="oom", reason=_line(error))
+        return tell("fatal", status="oom", reason=_line(error))
     specs = llm.model.decoder.attention_specs
-    _say("ready", selection=str(llm.engine.selection), spec=SpecRecord.of(specs[0]).model_dump())
+    tell("ready", selection=str(llm.engine.selection), spec=SpecRecord.of(specs[0]).model_dump())
     for case in request["cases"]:
-        _say("begin", case=case)
+        tell("begin", case=case)
         try:
-            times = _measure(llm, parse_case(case), request["repeat"], request["seed"])
-            _say("done", case=case, times_us=times, served=_served(llm))
+            times = _measure(llm, parse_case(case), request["repeat"], request["seed"], tell)
+            tell("done", case=case, times_us=times, served=_served(llm))
         except (torch.OutOfMemoryError, MemoryError) as error:
-            _say("failed", case=case, status="oom", reason=_line(error))
+            tell("failed", case=case, status="oom", reason=_line(error))
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         except Exception as error:
-            _say("failed", case=case, status="error", reason=_line(error))
+            tell("failed", case=case, status="error", reason=_line(error))
     return None
 
 
-def _measure(llm: LLM, requests: Sequence[tuple[int, int]], repeat: int, seed: int) -> list[float]:
+def _measure(llm: LLM, requests: Sequence[tuple[int, int]], repeat: int, seed: int, tell: Tell) -> list[float]:
     """Microseconds of each pass, all requests sent at once; a short pass before the first warms everything up.
 
     requests: (input length, input and output length) of each. repeat: passes at least; short ones are repeated more often.
@@ -68,7 +65,7 @@ def _measure(llm: LLM, requests: Sequence[tuple[int, int]], repeat: int, seed: i
     _generate(llm, prompts, [min(count, _WARM_UP_TOKENS) for count in wanted])
     times: list[float] = []
     while len(times) < repeat or (len(times) < _MOST_PASSES and sum(times) < 1e6 * _LEAST_SECONDS):
-        _say("pass")
+        tell("pass")
         times.append(_generate(llm, prompts, wanted))
     return times
 
@@ -92,10 +89,6 @@ def _served(llm: LLM) -> dict[str, int]:
 
 def _line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
-
-
-def _say(event: str, **found: Any) -> None:
-    print(MARK + json.dumps({"event": event, **found}), flush=True)
 
 
 if __name__ == "__main__":

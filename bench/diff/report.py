@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.contract.metadata import Phase
 from headway.testing.origin import Origin
-from headway.tuning.device import DeviceIdentity
+from headway.tuning.identity import DeviceIdentity
 
 SCHEMA: Final = "headway.diff/1"
 Error = float | None

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.testing.json_files import read_json
 from headway.testing.origin import Origin
-from headway.tuning.device import DeviceInfo
+from headway.tuning.identity import DeviceInfo
 
 SCHEMA: Final = "headway.bench_experts/1"
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from headway.bench.generate.report import OfflineCell, OfflineReport, PeersFile
 from headway.bench.kernel.table import describe
-from headway.tuning.timing import MOST_DRIFT
+from headway.tuning.ties import MOST_DRIFT
 
 COLUMNS = (
     "batch x in/out",

@@ -17,7 +17,8 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
 from headway.testing.origin import Origin
-from headway.tuning.device import DeviceInfo, crowding, describe_device
+from headway.tuning.device import crowding, describe_device
+from headway.tuning.identity import DeviceInfo
 from headway.tuning.timing import Timer
 
 Generated = list[list[int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from random import Random
-from typing import Protocol
+from typing import Final, Protocol
 
 from headway.core.contract.errors import ConfigError
 
@@ -134,12 +134,16 @@ def random_workloads(batch_size: str, input_len: str, output_len: str | None, te
     return [RandomTokens(batch, *pair, temperature) for pair, batch in product(pairs, batches)]
 
 
+_MOST: Final = 1 << 20
+"""Requests, and tokens of one: prompts of more would be made for minutes."""
+
+
 def parse_sizes(option: str, text: str) -> list[int]:
     """Whole numbers from a text such as "1,16,64".
 
     :raises ConfigError: it is none.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(option, "whole numbers of at least 1, such as 16 or 1,16,64", repr(text))
+    if not all(part.isascii() and part.isdigit() and len(part) < 8 and 0 < int(part) <= _MOST for part in parts):
+        raise ConfigError(option, f"whole numbers from 1 to {_MOST:,}, such as 16 or 1,16,64", repr(text))
     return [int(part) for part in parts]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from headway.testing.json_files import read_json
 from headway.testing.origin import Origin
 from headway.tuning.attempt import Status
-from headway.tuning.device import DeviceInfo
+from headway.tuning.identity import DeviceInfo
 from headway.tuning.work import PhaseName
 
 SCHEMA: Final = "headway.kernel/1"

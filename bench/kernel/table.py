@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.bench.kernel.results import KernelCell, KernelReport
-from headway.tuning.device import DeviceInfo
-from headway.tuning.timing import MOST_DRIFT
+from headway.tuning.identity import DeviceInfo
+from headway.tuning.ties import MOST_DRIFT
 
 RATE_OF = {
     "decode": "GB/s of K and V read once",
@@ -38,7 +38,7 @@ def describe(device: DeviceInfo) -> str:
     """Two lines: the device with its software, and its measured limits."""
     parts = [device.name]
     parts += [f"compute capability {device.compute_capability}, {device.sm_count} SMs"] if device.sm_count else []
-    parts += [f"{device.threads} threads"] if device.threads else []
+    parts += [f"{device.threads} thread{'s' if device.threads > 1 else ''}"] if device.threads else []
     parts += [f"driver {device.driver}"] if device.driver else []
     parts += [f"torch {device.torch}", *(f"{name} {version}" for name, version in device.libraries.items() if name != "headway")]
     limits = f"copy {device.copy_gbps:.0f} GB/s read+write, {device.matrix_dtype} product {device.matrix_tflops:.3g} TFLOP/s"

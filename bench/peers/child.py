@@ -1,19 +1,17 @@
 """Another engine in a process of its own: `python -m headway.bench.peers.child`, started by `headway.bench.peers.run`.
 
-Reads one JSON request from stdin and answers with lines on stdout that begin with MARK, as headway.bench.crossover.worker does.
+Reads one request and answers with events, as headway.bench.crossover.worker does.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
 
-from headway.bench.crossover.worker import MARK
+from headway.bench.crossover.process import asked
 
 Generate = Callable[[Sequence[list[int]], Sequence[int], float], Sequence[int]]
 """(prompts, output lengths, temperature) -> how many tokens each request wrote, of those that were wanted."""
@@ -110,15 +108,15 @@ ENGINES: dict[str, tuple[str, Callable[[dict[str, Any]], Engine]]] = {
 
 def main() -> None:
     """Answer the request: ready, then begin, pass before each generation, and done for each workload; or fatal."""
-    request = json.load(sys.stdin)
+    request, tell = asked()
     try:
         engine = ENGINES[request["engine"]][1](request)
-        _say("ready", version=engine.version, settings=engine.settings)
+        tell("ready", version=engine.version, settings=engine.settings)
         for work in request["workloads"]:
-            _say("begin", label=work["label"])
+            tell("begin", label=work["label"])
             seconds = []
             for number in range(request["warmup"] + request["repeat"]):
-                _say("pass")
+                tell("pass")
                 started = time.perf_counter()
                 written = engine.generate(work["prompts"], work["output_lens"], work["temperature"])
                 took = time.perf_counter() - started
@@ -127,13 +125,9 @@ def main() -> None:
                         f"{work['label']}: {sum(written)} of {sum(work['output_lens'])} output tokens were written"
                     )
                 seconds += [took] if number >= request["warmup"] else []
-            _say("done", label=work["label"], seconds=seconds)
+            tell("done", label=work["label"], seconds=seconds)
     except Exception as error:  # whatever a peer raises is the answer
-        _say("fatal", reason=" ".join(f"{type(error).__name__}: {error}".split())[:400])
-
-
-def _say(event: str, **found: Any) -> None:
-    print(MARK + json.dumps({"event": event, **found}), flush=True)
+        tell("fatal", reason=" ".join(f"{type(error).__name__}: {error}".split())[:400])
 
 
 if __name__ == "__main__":

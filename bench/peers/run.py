@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from headway.bench.crossover.process import Worker
+from headway.bench.crossover.process import events
 from headway.bench.generate.report import Peer, PeersFile
 from headway.bench.generate.workloads import RequestSet
 from headway.bench.peers.child import ENGINES
 from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
 from headway.core.contract.support import Reason
+from headway.core.system.child import Child, python
 from headway.models.loader import read_config
 from headway.models.locate import locate
 from headway.testing.origin import Origin
@@ -62,8 +63,9 @@ def run_peer(
     passes: dict[str, list[float]] = {}
     found: dict[str, Any] = {}
     label = ""
-    with Worker(_request(options, workloads, device, str(folder), vocab_size), "headway.bench.peers.child") as worker:
-        for event in worker.events(_LIMIT):
+    request = _request(options, workloads, device, str(folder), vocab_size)
+    with Child(python("headway.bench.peers.child")) as child:
+        for event in events(child, request, _LIMIT):
             kind = event["event"]
             if kind == "ready":
                 found = event
@@ -78,8 +80,8 @@ def run_peer(
                 raise HeadwayError(f"{options.engine}: {event['reason']}")
             elif kind == "late":
                 raise HeadwayError(f"{options.engine}: {label} took longer than {_LIMIT:.0f} s")
-        if len(passes) < len(workloads):
-            raise HeadwayError(f"{options.engine}: {worker.last_words}")
+            elif len(passes) < len(workloads):
+                raise HeadwayError(f"{options.engine}: {event['reason']}")
     rates = {name: median(each) for name, each in passes.items()}
     peer = Peer(name=options.engine, version=found["version"], settings=found["settings"], tokens_per_second=rates, passes=passes)
     return PeersFile(

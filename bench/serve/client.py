@@ -89,11 +89,16 @@ class Client:
 
         :raises ConfigError: not a URL.
         """
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            host, port = parts.hostname, parts.port
+            url.encode("ascii")
+        except ValueError as error:  # an address that is none, a port beyond 65535, other characters than a URL has
+            raise ConfigError("--url", "a URL such as http://127.0.0.1:8000", repr(url), str(error)) from None
+        if parts.scheme not in ("http", "https") or not host:
             raise ConfigError("--url", "a URL such as http://127.0.0.1:8000", repr(url))
-        self._host, self._tls = parts.hostname, parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
+        self._host, self._tls = host, parts.scheme == "https"
+        self._port = port or (443 if self._tls else 80)
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._key, self._timeout = api_key, timeout
 
@@ -146,7 +151,7 @@ def understood(reader: Any) -> Answer:
     whole = b"".join(part for _, part in reader.parts)
     if reader.status != 200 or not whole.startswith(b"data:"):
         answer.text = whole.decode("utf-8", "replace")
-        answer.error = "" if reader.status == 200 else f"status {reader.status}: {answer.text[:200]}"
+        answer.error = "" if reader.status == 200 else f"status {reader.status}: {_message(answer.text)[:200]}"
         return answer
     texts: list[str] = []
     rest = b""
@@ -160,6 +165,14 @@ def understood(reader: Any) -> Answer:
     if not answer.token_times and not answer.error:
         answer.error = "a stream without a token"
     return answer
+
+
+def _message(text: str) -> str:
+    """What an error in OpenAI's shape says; else all of it."""
+    try:
+        return str(orjson.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text
 
 
 def _take(answer: Answer, event: dict[str, Any], at: float, texts: list[str]) -> None:

@@ -1,9 +1,11 @@
 """What the server itself costs: streams over an engine that takes no time to think.
 
-    python -m headway.bench.serve.overhead --streams 64 --tokens 500 --step-ms 2
+    python -m headway.bench.serve.overhead --streams 64 --tokens 500 --step-ms 2.3
+    python -m headway.bench.serve.overhead --streams 16 --tokens 4 --step-ms 2 --prompt-ms 1.6 --rounds 50
 
 A stand-in for the engine gives every stream a token at a fixed rate, in one call per step as the real one does; a client in
-another process reads all streams and counts. Tells chunks a second, and how far the steps fell behind their rate.
+another process reads all streams and counts. Tells tokens a second, what they are of those that the stand-in's steps allow, how
+much later than the stand-in's own first token clients see theirs, and the CPU time of the server's thread.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -22,6 +25,7 @@ from typing import Any
 from headway.async_llm import AsyncLLM
 from headway.core.engine.deltas import OutputDelta
 from headway.core.engine.limits import PromptLimits
+from headway.core.engine.marks import no_mark
 from headway.core.engine.stats import EngineSnapshot, EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.driver import EngineDriver
@@ -30,13 +34,17 @@ from headway.driver import EngineDriver
 class PacedEngine:
     """Gives every request a token a step, and a step lasts as long as it is told to."""
 
-    def __init__(self, vocab_size: int, step_seconds: float, work_seconds: float) -> None:
-        """work_seconds: of a step, that it computes in Python; the rest it waits, as for a device."""
+    def __init__(self, vocab_size: int, step_seconds: float, work_seconds: float, prompt_seconds: float = 0.0) -> None:
+        """work_seconds: of a step, that it computes in Python; the rest it waits, as for a device. prompt_seconds: that a step
+        takes longer for each prompt in it."""
         self.limits = PromptLimits(32768, vocab_size, "")
         self.capacity = SimpleNamespace(pool=SimpleNamespace(page_format=SimpleNamespace(block_size=16)))
         self.scheduler = SimpleNamespace(waiting=[], running=[])
+        self.executor = SimpleNamespace(selector=None)
+        self.mark = no_mark
         self.stats = EngineStats()
-        self._step, self._work = step_seconds, work_seconds
+        self.step_seconds, self._work, self._prompt = step_seconds, work_seconds, prompt_seconds
+        self._num_new = 0
         self._live: dict[str, list[int]] = {}
         self._due = 0.0
         self.num_steps, self.late_seconds = 0, 0.0
@@ -49,6 +57,7 @@ class PacedEngine:
     def add_request(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
         """Begin a request."""
         self._live[request_id] = [params.max_tokens or 16, len(prompt)]
+        self._num_new += 1
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request."""
@@ -59,7 +68,8 @@ class PacedEngine:
         began = time.perf_counter()
         while time.perf_counter() - began < self._work:
             pass
-        self._due = max(self._due, began - self._step) + self._step
+        self._due = max(self._due, began - self.step_seconds) + self.step_seconds + self._prompt * self._num_new
+        self._num_new = 0
         time.sleep(max(self._due - time.perf_counter(), 0.0))
         self.num_steps += 1
         deltas = []
@@ -71,16 +81,20 @@ class PacedEngine:
                 del self._live[request_id]
         return deltas
 
+    def first_seconds(self, num_prompts: int) -> float:
+        """Of a step with these prompts, after which each has its first token."""
+        return self.step_seconds + self._prompt * num_prompts
+
     def snapshot(self) -> EngineSnapshot:
         """Of nothing."""
         return EngineSnapshot(time.perf_counter(), len(self._live), 0, 1, 0, 0, self.stats)
 
 
-def paced_llm(tokenizer: Any, step_seconds: float, work_seconds: float) -> AsyncLLM:
+def paced_llm(tokenizer: Any, step_seconds: float, work_seconds: float, prompt_seconds: float = 0.0) -> AsyncLLM:
     """An AsyncLLM over a PacedEngine. tokenizer: None for token ids alone."""
     vocab_size = 1000 if tokenizer is None else len(tokenizer)
     model = SimpleNamespace(name="paced", folder=Path("/nonexistent"), tokenizer=tokenizer)
-    engine = PacedEngine(vocab_size, step_seconds, work_seconds)
+    engine = PacedEngine(vocab_size, step_seconds, work_seconds, prompt_seconds)
     device = SimpleNamespace(type="cpu")
     llm: AsyncLLM = AsyncLLM.__new__(AsyncLLM)
     llm._start(EngineDriver(SimpleNamespace(model=model, engine=engine, stats_log=None, device=device)))  # type: ignore[arg-type]
@@ -89,31 +103,35 @@ def paced_llm(tokenizer: Any, step_seconds: float, work_seconds: float) -> Async
 
 CLIENT = """
 import json, selectors, socket, sys, time
-port, streams, tokens = map(int, sys.argv[1:])
-body = json.dumps({"prompt": [1] * 16, "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
+port, streams, tokens, rounds, prompt = map(int, sys.argv[1:])
+body = json.dumps({"prompt": [1] * prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
 head = b"POST /v1/completions HTTP/1.1\\r\\nhost: x\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body)
-chosen = selectors.DefaultSelector()
-socks, chunks, size, first = [], 0, 0, None
-for _ in range(streams):
-    sock = socket.create_connection(("127.0.0.1", port)); socks.append(sock); chosen.register(sock, selectors.EVENT_READ)
-start = time.perf_counter()
-for sock in socks: sock.sendall(head + body)
-left = streams
-while left:
-    for key, _ in chosen.select():
-        data = key.fileobj.recv(1 << 20)
-        first = first or time.perf_counter()
-        size += len(data); chunks += data.count(b"data: {")
-        if data.endswith(b"0\\r\\n\\r\\n") or not data:
-            left -= 1; chosen.unregister(key.fileobj)
-end = time.perf_counter()
-print(json.dumps({"seconds": end - first, "first": first - start, "chunks": chunks, "bytes": size}))
+found = {"seconds": 0.0, "chunks": 0, "bytes": 0, "first": []}
+for _ in range(rounds):
+    chosen, sent, first = selectors.DefaultSelector(), {}, {}
+    for _ in range(streams):
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        chosen.register(sock, selectors.EVENT_READ); sent[sock] = 0.0
+    for sock in sent: sent[sock] = time.perf_counter(); sock.sendall(head + body)
+    left = streams
+    while left:
+        for key, _ in chosen.select():
+            data = key.fileobj.recv(1 << 20)
+            new = data.count(b"data: {"); found["chunks"] += new; found["bytes"] += len(data)
+            if new and key.fileobj not in first: first[key.fileobj] = time.perf_counter()
+            if data.endswith(b"0\\r\\n\\r\\n") or not data:
+                left -= 1; chosen.unregister(key.fileobj); key.fileobj.close()
+    found["seconds"] += time.perf_counter() - min(first.values())
+    found["first"].append(sum(first[sock] - sent[sock] for sock in sent) / streams)
+    time.sleep(0.02)
+print(json.dumps(found))
 """
 """A client that does as little as can be, so that the server is what is measured."""
 
 
-def measure(llm: AsyncLLM, streams: int, tokens: int) -> dict[str, float]:
-    """Chunks and tokens a second through a server, read by a client in a process of its own."""
+def measure(llm: AsyncLLM, streams: int, tokens: int, rounds: int = 1, prompt: int = 16) -> dict[str, float]:
+    """Chunks and tokens a second through a server, read by a client in a process of its own; see `main` for the rest."""
     from headway.server.launch import SWITCH_INTERVAL, Server
     from headway.server.service import ServerOptions
 
@@ -125,21 +143,25 @@ def measure(llm: AsyncLLM, streams: int, tokens: int) -> dict[str, float]:
         time.sleep(0.01)
     with socket.create_connection(("127.0.0.1", server.port)):
         pass
-    steps = llm.engine.num_steps  # type: ignore[attr-defined]
-    used = time.process_time()
-    command = [sys.executable, "-c", CLIENT, *map(str, (server.port, streams, tokens))]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
-    used = time.process_time() - used
-    steps = llm.engine.num_steps - steps  # type: ignore[attr-defined]
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    engine: Any = llm.engine
+    steps, used = engine.num_steps, time.clock_gettime(clock)
+    command = [sys.executable, "-c", CLIENT, *map(str, (server.port, streams, tokens, rounds, prompt))]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout)
+    used = time.clock_gettime(clock) - used
+    steps = engine.num_steps - steps
     server.should_exit = True
     thread.join()
-    seconds, total = found["seconds"], streams * tokens
+    seconds, total = found["seconds"], streams * tokens * rounds
     return {
         "tokens_per_second": total / seconds,
-        "chunks_per_second": found["chunks"] / seconds,
+        "of_paced": total / seconds * engine.step_seconds / streams,
         "tokens_per_chunk": total / found["chunks"],
         "step_ms": 1e3 * seconds / max(steps, 1),
-        "cpu_us_per_token": 1e6 * used / total,
+        "first_token_over_ms": 1e3 * (statistics.median(found["first"]) - engine.first_seconds(streams)),
+        "server_us_per_token": 1e6 * used / total,
+        "server_us_per_request": 1e6 * used / streams / rounds,
         "bytes_per_token": found["bytes"] / total,
     }
 
@@ -151,6 +173,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--work-ms", type=float, default=0.0, help="of a step, in Python: what an engine's host work takes")
+    parser.add_argument("--prompt-ms", type=float, default=0.0, help="of a step, longer for each prompt in it")
+    parser.add_argument("--prompt-len", type=int, default=512, help="tokens")
+    parser.add_argument("--rounds", type=int, default=1, help="times that all streams begin at once")
     parser.add_argument("--tokenizer", help="folder of a tokenizer; none: texts are empty")
     asked = parser.parse_args()
     tokenizer = None
@@ -158,8 +183,8 @@ def main() -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(asked.tokenizer)
-    llm = paced_llm(tokenizer, 1e-3 * asked.step_ms, 1e-3 * asked.work_ms)
-    found = measure(llm, asked.streams, asked.tokens)
+    llm = paced_llm(tokenizer, 1e-3 * asked.step_ms, 1e-3 * asked.work_ms, 1e-3 * asked.prompt_ms)
+    found = measure(llm, asked.streams, asked.tokens, asked.rounds, asked.prompt_len)
     print(json.dumps({name: round(value, 2) for name, value in found.items()}))
 
 

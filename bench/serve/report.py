@@ -8,6 +8,7 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headway.profiling import StepsProfile
 from headway.testing.json_files import read_json
 from headway.testing.origin import Origin
 
@@ -78,6 +79,8 @@ class ServeCell(BaseModel):
     """Requests a second that kept every limit; None where there are none."""
     good_share: float | None
     """Those over all requests."""
+    profile: StepsProfile | None = None
+    """Where the time of the server's steps went, with --profile."""
 
     @property
     def label(self) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.bench.pictures import bars
+from headway.bench.serve.profiling import print_profile
 from headway.bench.serve.report import ServeCell, ServeReport, Spread
 from headway.testing.json_files import write_bytes
 
@@ -43,6 +44,9 @@ def print_report(report: ServeReport, console: Console) -> None:
     console.print(table)
     for line in notes(report):
         console.print(line, highlight=False)
+    for cell in report.cells:
+        if cell.profile is not None:
+            print_profile(cell.label, cell.profile, console)
 
 
 def _rest(report: ServeReport) -> str:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from headway.core.contract.layer import OPTIONAL
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES, AttentionSpec
 from headway.core.contract.support import Reason, Support
 
 ALL_PHASES = frozenset(Phase)
-FEATURES = frozenset({"sliding_window", "softcap", "alibi_slopes", "sinks"})
+FEATURES = frozenset(OPTIONAL)
 """Optional fields of AttentionSpec; a backend lists those it computes, and is refused for the others."""
 
 

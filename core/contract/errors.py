@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 
 from headway.core.contract.support import Reason
@@ -35,7 +36,9 @@ class UnknownBackendError(HeadwayError):
     """A backend name that nobody registered."""
 
     def __init__(self, name: str, known: Mapping[str, str], failures: Sequence[str] = ()) -> None:
-        lines = [f"attention backend: asked for {name!r}, which nobody registered. Registered here:"]
+        near = difflib.get_close_matches(name, known, n=1)
+        nearest = f" Nearest: {near[0]}." if near else ""
+        lines = [f"attention backend: asked for {name!r}, which nobody registered.{nearest} Registered here:"]
         lines += [f"  {known_name:<12} {state}" for known_name, state in known.items()]
         lines += [f"  plugin that failed to load: {failure}" for failure in failures]
         super().__init__("\n".join(lines))
@@ -56,3 +59,10 @@ class UnsupportedError(HeadwayError):
 
 class BackendError(HeadwayError):
     """A backend raised in the middle of a step."""
+
+
+def known_cause(text: str) -> str:
+    """What a library's own error text means here; empty where we know no more than it says."""
+    if "active drivers" in text:
+        return "a Triton kernel without a GPU: TRITON_INTERPRET=1 in the environment runs it on a CPU, slowly"
+    return ""

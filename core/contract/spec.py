@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headway.core.contract.layer import OPTIONAL, describe, fault_of
+
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
@@ -57,16 +59,8 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:
             object.__setattr__(self, "v_head_dim", self.head_dim)
-        sizes = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")
-        assert min(getattr(self, size) for size in sizes) > 0, "numbers of heads and their elements must be positive"
-        assert self.v_head_dim <= self.head_dim or not self.value_in_key, "a value inside the key cannot be longer than the key"
-        assert self.k_scale == self.v_scale or not self.value_in_key, "a value inside the key has the key's scale"
-        assert self.kv_dtype is None or not self.dense, "without a cache it has no element type"
-        assert self.sliding_window is None or self.sliding_window > 0, "a sliding window must be positive"
-        assert self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads"
-        assert self.alibi_slopes is None or len(self.alibi_slopes) == self.num_heads, "one ALiBi slope a query head"
-        assert self.kv_dtype is not None or self.k_scale == self.v_scale == 1.0, "only a cache with its own kv_dtype is scaled"
-        assert self.sinks is None or len(self.sinks) == self.num_heads, "one sink a query head"
+        fault = fault_of(self, self.v_head_dim, self.kv_dtype is not None)
+        assert not fault, fault
 
     @property
     def group_size(self) -> int:
@@ -81,15 +75,10 @@ class AttentionSpec:
     @property
     def features(self) -> frozenset[str]:
         """What this layer asks for beyond plain causal attention, named as the fields are."""
-        names = ("sliding_window", "softcap", "alibi_slopes", "sinks")
-        return frozenset(name for name in names if getattr(self, name) is not None)
+        return frozenset(name for name in OPTIONAL if getattr(self, name) is not None)
 
     def __str__(self) -> str:
-        extra = "".join(f" {name}" for name in sorted(self.features)) + (" batch_invariant" if self.batch_invariant else "")
         dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))
-        if self.cache_dtype != self.dtype:
-            extra = f", {KV_DTYPE_NAMES.get(self.cache_dtype, self.cache_dtype)} cache{extra}"
-        dim = str(self.head_dim) if self.v_head_dim == self.head_dim else f"{self.head_dim}/{self.v_head_dim}"
-        extra = f" value_in_key{extra}" if self.value_in_key else extra
-        extra = f" dense{extra}" if self.dense else extra
-        return f"{self.num_heads}/{self.num_kv_heads} heads x {dim} {dtype} on {self.device.type}{extra}"
+        kv_dtype = KV_DTYPE_NAMES.get(self.cache_dtype, str(self.cache_dtype))
+        more = " batch_invariant" if self.batch_invariant else ""
+        return describe(self, self.v_head_dim, dtype, kv_dtype, f" on {self.device.type}", more)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+_MOST: Final = 400
+"""Characters of what was found that are shown: it may be a whole file's text."""
 
 
 class Reason(NamedTuple):
@@ -19,7 +22,8 @@ class Reason(NamedTuple):
     """What to do about it; only remedies that the resolver would honour."""
 
     def __str__(self) -> str:
-        text = f"{self.what}: needs {self.need}, got {self.got}"
+        got = self.got if len(self.got) <= _MOST else f"{self.got[: _MOST // 2]}...{self.got[-_MOST // 2 :]}"
+        text = f"{self.what}: needs {self.need}, got {got}"
         return f"{text} ({self.hint})" if self.hint else text
 
 

@@ -36,10 +36,11 @@ def knows_its_fields(elsewhere: Mapping[str, str], page: str) -> Callable[[C], C
     def decorate(cls: C) -> C:
         initialise = cls.__init__  # type: ignore[misc]
         names = [field.name for field in fields(cls)]
+        known = frozenset(names)
 
         @functools.wraps(initialise)
         def __init__(self: object, *args: Any, **options: Any) -> None:
-            if not options.keys() <= set(names):
+            if not options.keys() <= known:
                 refuse_unknown(cls.__name__, options, names, elsewhere, page)
             initialise(self, *args, **options)
 

@@ -10,19 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.backend import Backends
+from headway.core.contract.backend import AttentionBackend, Backends
 from headway.core.contract.errors import BackendError, HeadwayError
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.model import Model
 from headway.core.engine.attention import PagedAttention
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
+from headway.core.engine.sent_tables import SentTables
+from headway.core.sampling.filtering import NO_FILTER
 from headway.core.sampling.sampler import Draws, SamplingOps
 
 _LONGS = 2
 """int64 numbers a row, beside its slot in each cache group: its place in `newest`, and the key of its draw."""
-_INTS = 3
-"""int32 numbers a row: its position, its length, and the bits of its draw's scale."""
+_INTS = 3 + len(NO_FILTER)
+"""int32 numbers a row: its position, its length, and the bits of its draw's scale and of its `TokenFilter`."""
 _ALIGN = 4
 """Fields begin at multiples of 16 bytes, which kernels may rely on."""
 
@@ -48,6 +50,19 @@ class GraphStep:
         ops = self.sampling
         return ops.greedy(logits) if ops.choose is None else ops.choose(logits, scales, keys)
 
+    def filter(self, logits: Tensor, chosen: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
+        """The tokens `chosen`, but for rows that filter what they keep is drawn from."""
+        assert self.sampling.filter is not None, "nothing asks for it"
+        return self.sampling.filter(logits, chosen, keys, filters)
+
+    @property
+    def filters(self) -> bool:
+        """Whether graphs have a second part, which `Draws.filters` asks for.
+
+        It is a graph of its own behind the first, so that steps in which no row filters pay for none of its launches.
+        """
+        return self.sampling.choose is not None and self.sampling.filter is not None
+
     @property
     def padding_row(self) -> int:
         """The place in `newest` that belongs to no sequence."""
@@ -55,7 +70,7 @@ class GraphStep:
 
 
 class _HostBuffer:
-    """Host memory from which a step's inputs are sent, as arrays for one batch size at a time, and what they hold already."""
+    """Host memory from which a step's inputs are sent, as arrays for one batch size at a time."""
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
@@ -66,19 +81,11 @@ class _HostBuffer:
         """Become arrays for a batch size: views of `flat`, see StaticInputs.views."""
         self.batch, self.sent = batch, self.flat[:end]
         self.seq_lens, self.tables = ints[1], tables
-        self.longs, self.ints, self.rows_of = longs.numpy(), ints.numpy(), tables.numpy()
-        self.rows_of.fill(0)  # another size has left its numbers there
-        self.at: NDArray[numpy.int64] = numpy.full(batch, -1, dtype=numpy.int64)
-        """[batch]: whose block table each row holds; -1: nobody's yet."""
-        self.filled = 0
-        """What `Rows.num_updates` was then."""
+        self.longs, self.ints, self.sent_tables = longs.numpy(), ints.numpy(), SentTables(tables.numpy())
 
 
 class StaticInputs:
-    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled.
-
-    A step differs from the one before in few block tables, so only those that have changed are written again.
-    """
+    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
 
     def __init__(self, max_batch: int, step: GraphStep) -> None:
         device, groups = step.newest.device, len(step.num_blocks)
@@ -117,7 +124,7 @@ class StaticInputs:
             host.lay_out(batch, *self.views(host.flat, batch))
         places, keys, *slots_of = host.longs
         places[:count], places[count:] = at, self._step.padding_row
-        written, seq_lens, scales = host.ints
+        written, seq_lens, scales, *filters = host.ints
         written[:count], written[count:] = positions, 0
         numpy.add(positions, 1, out=seq_lens[:count])
         seq_lens[count:] = 0
@@ -126,12 +133,12 @@ class StaticInputs:
         else:
             scales[:count], keys[:count] = draws.scales.view(numpy.int32), draws.keys
             scales[count:] = 0
-        stale = numpy.flatnonzero((host.at != places) | (rows.updated[places] > host.filled))
-        for group, (slots, table, known) in enumerate(zip(slots_of, host.rows_of, rows.tables, strict=True)):
+            if draws.filters is not None:  # else they are not looked at
+                for to, numbers in zip(filters, draws.filters.view(numpy.int32), strict=True):
+                    to[:count], to[count:] = numbers, 0
+        for group, slots in enumerate(slots_of):
             slots[:count], slots[count:] = rows.slots(at, positions, self._step.block_size, group), -1
-            if len(stale):
-                table[stale, : known.shape[1]] = known[places[stale]]
-        host.at[:], host.filled = places, rows.num_updates
+        host.sent_tables.fill(places, rows)
         self.device[: len(host.sent)].copy_(host.sent, non_blocking=True)
         return host.seq_lens, host.tables
 
@@ -146,24 +153,29 @@ class DecodeGraph:
         longs, ints, tables, _ = inputs.views(inputs.device, size)
         self.rows, self._keys, *slots = longs
         """Places in `newest` of the last replay's rows, padding included; and the keys of their draws."""
-        self._positions, self._seq_lens, bits = ints
-        self._scales = bits.view(torch.float32)
+        self._positions, self._seq_lens = ints[:2]
+        self._scales, self._filters = ints[2].view(torch.float32), ints[3:].view(torch.float32)
         self.metadata = self._worst_case(slots, list(tables))
         """The step, as the layers of each cache group see it."""
         self._plans = step.attention.begin_graph(self.metadata, backends)
         groups = zip(self._plans.items(), step.attention.groups, strict=True)
-        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups]
+        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups if replans(backends[spec])]
         """What every replay brings up to date. No dictionary of specs, whose hash takes longer than the rest."""
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.tokens = self.run()
         self._replay: Callable[[], None] | None = None
+        self.filtered = self.filter() if step.filters else self.tokens
+        self._replay_filter: Callable[[], None] | None = None
 
     def capture(self, recorder: Recorder) -> None:
         """Record the step.
 
         :raises BackendError: something in it cannot be captured.
         """
-        self._replay = recorded(recorder, self.run, f"decode of {self.size} sequences with {self.backends[0]}")
+        what = f"decode of {self.size} sequences with {self.backends[0]}"
+        self._replay = recorded(recorder, self.run, what)
+        if self._step.filters:
+            self._replay_filter = recorded(recorder, self.filter, what)
 
     def _worst_case(self, slots: Sequence[Tensor], tables: Sequence[Tensor]) -> list[AttentionMetadata]:
         step, size, device = self._step, self.size, self._seq_lens.device
@@ -207,6 +219,15 @@ class DecodeGraph:
         newest.index_copy_(0, self.rows, self.tokens)
         return self.tokens
 
+    @torch.inference_mode()
+    def filter(self) -> Tensor:
+        """After `run`, choose the tokens of rows that filter; returns those of all [size]."""
+        step = self._step
+        assert step.logits is not None
+        self.filtered = step.filter(step.logits[: self.size], self.tokens, self._keys, self._filters)
+        step.newest.index_copy_(0, self.rows, self.filtered)
+        return self.filtered
+
     def replay(
         self, at: NDArray[numpy.int32], positions: NDArray[numpy.int32], rows: Rows, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -217,14 +238,16 @@ class DecodeGraph:
         assert self._replay is not None, "capture() it first"
         assert self._step.logits is not None
         seq_lens, tables = self._inputs.fill(self.size, at, positions, rows, draws)
-        metadata = [
-            replace(each, seq_lens_cpu=seq_lens, block_table_cpu=table, upper_bound_lens=False)
-            for each, table in zip(self.metadata, tables, strict=True)
-        ]
         for backend, plan, group in self._replanned:
-            backend.plan_for_replay(plan, metadata[group])
+            known = replace(self.metadata[group], seq_lens_cpu=seq_lens, block_table_cpu=tables[group], upper_bound_lens=False)
+            backend.plan_for_replay(plan, known)
         self._replay()
-        return self._step.logits[: len(at)], self.tokens[: len(at)]
+        tokens = self.tokens
+        if draws is not None and draws.filters is not None:
+            assert self._replay_filter is not None, "see GraphStep.filters"
+            self._replay_filter()
+            tokens = self.filtered
+        return self._step.logits[: len(at)], tokens[: len(at)]
 
 
 def recorded(recorder: Recorder, run: Callable[[], object], what: str) -> Callable[[], None]:
@@ -238,6 +261,11 @@ def recorded(recorder: Recorder, run: Callable[[], object], what: str) -> Callab
         raise
     except RuntimeError as error:
         raise BackendError(f"CUDA graphs: {what} cannot be captured: {error}; --enforce-eager does without") from error
+
+
+def replans(backend: AttentionBackend) -> bool:
+    """Whether a backend has anything to bring up to date before a replay."""
+    return type(backend).plan_for_replay is not AttentionBackend.plan_for_replay
 
 
 def name_of(backends: Backends) -> str:

@@ -76,12 +76,15 @@ class GroupPrefixes:
     def name(self, seq: Sequence, number: int, page: int, count: int) -> None:
         """Make the first `count` tokens of a sequence's page findable, unless an equal page is already."""
         size, digest = self.group.page_size, None
+        first, parent = number * size, self.digest(seq, number - 1)
+        tokens = packed(seq.token_ids[first : first + count])
         if count == size:
+            if size == self._block_size and len(seq.block_hashes) == number:  # packed once: this is done for each block
+                seq.block_hashes.append(_chained(parent, tokens))
             digest = self.digest(seq, number)
             if self.index.knows(digest):
                 return
-        first, parent = number * size, self.digest(seq, number - 1) if number else b""
-        self.index.add(page, parent, packed(seq.token_ids[first : first + count]), digest)
+        self.index.add(page, parent, tokens, digest)
 
     def find(self, seq: Sequence, number: int) -> int | None:
         """The page of the pool that holds the `number`-th whole page of a sequence."""
@@ -106,5 +109,9 @@ class GroupPrefixes:
             first = len(hashes) * size
             parent = hashes[-1] if hashes else b""
             tokens = packed(seq.token_ids[first : first + size])
-            hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
+            hashes.append(_chained(parent, tokens))
         return hashes[index] if index >= 0 else b""
+
+
+def _chained(parent: bytes, tokens: bytes) -> bytes:
+    return hashlib.blake2b(parent + tokens, digest_size=16).digest()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from headway.core.engine.results import Coming
 from headway.core.engine.step import Found, Sampled
 from headway.core.sampling.logprobs import Scores, TokenLogprobs
 
@@ -53,18 +52,14 @@ class Extras:
         return Found({int(self.owners[row]): why for row, why in self.errors.items()}, logprobs, prompts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launched:
     """See `InFlight`."""
 
-    tokens: Tensor
-    """int64 [rows], or [rows, drafts + 1], in host memory and in the order of `order`; valid once `done`."""
-    counts: Tensor | None
-    """int64 [rows], likewise; None: every row has one token."""
+    coming: Coming
+    """The tokens, int64 [rows] or [rows, drafts + 1], in the order of `order`; and after drafts int64 [rows], how many hold."""
     order: NDArray[numpy.int64] | None
     """Which of the step's sampling sequences each row is; None: they are in order."""
-    done: torch.cuda.Event | None
-    """None where the step ran at once."""
     backends: tuple[str, ...] = ()
     graph: bool = False
     piecewise: bool = False
@@ -75,17 +70,21 @@ class Launched:
     waited_for: tuple[str, ...] = ()
     wait_seconds: float = 0.0
     extras: Extras | None = None
+    _sampled: Sampled | None = field(default=None, init=False)
 
     def wait(self) -> Sampled:
         """The sampled tokens; waits for the device."""
-        if self.done is not None:
-            self.done.synchronize()
-        tokens = self.tokens.numpy()
+        if self._sampled is None:
+            self._sampled = self._read()
+        return self._sampled
+
+    def _read(self) -> Sampled:
+        tokens, *counted = self.coming.wait()
         if tokens.ndim == 1:
             tokens = tokens[:, None]
         if self.order is not None:  # a graph's rows, and those have no drafts
             ordered = numpy.empty_like(tokens)
             ordered[self.order] = tokens
             tokens = ordered
-        counts = numpy.ones(len(tokens), dtype=numpy.int64) if self.counts is None else self.counts.numpy()
+        counts = counted[0] if counted else numpy.ones(len(tokens), dtype=numpy.int64)
         return Sampled(tokens, counts, None if self.extras is None else self.extras.found())

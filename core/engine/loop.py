@@ -21,6 +21,7 @@ from headway.core.engine.entrance import Entrance
 from headway.core.engine.executor import Executor, InFlight
 from headway.core.engine.faults import smaller_budget
 from headway.core.engine.limits import PromptLimits
+from headway.core.engine.marks import Mark, no_mark
 from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.prepare import prepare
 from headway.core.engine.reading import delta_of, keep_prompt_logprobs, reason_for, take_plain, with_logprobs
@@ -57,6 +58,7 @@ class EngineLoop:
         self.limits = limits
         self.capacity = executor.capacity
         self.stats = EngineStats()
+        self.mark: Mark = no_mark
         pool = executor.capacity.pool
         groups, block_size = pool.page_format.groups, pool.page_format.block_size
         caching, chunk = config.enable_prefix_caching, pool.smallest_chunk
@@ -134,6 +136,7 @@ class EngineLoop:
         self._read_until(1 if drafting is None or drafting.rests else 0)  # more than one are left only by an interrupt
         self._let_in()
         began = clock()
+        self.mark("schedule")
         if drafting is not None and drafting.plan(() if self._in_flight else self.scheduler.running):
             self.scheduler.part()
         scheduled = self.scheduler.schedule()
@@ -145,8 +148,10 @@ class EngineLoop:
         if self._offloader is not None:
             self._offloader.flush(wait=not (scheduled or self._in_flight or self._unreported))
         if scheduled:
+            self.mark("prepare")
             step = prepare(scheduled, self.blocks.groups)
             prepared = clock()
+            self.mark("launch")
             stats.prepare_seconds += prepared - chosen
             try:
                 launched = self._executor.launch(step)
@@ -173,6 +178,7 @@ class EngineLoop:
         stats.num_prompt_tokens = self.scheduler.num_prompt_tokens
         stats.num_cached_tokens = self.scheduler.num_cached_tokens
         stats.host_seconds += clock() - started - (stats.wait_seconds - waited)
+        self.mark("")
         deltas, self._unreported = self._unreported, []
         return deltas
 
@@ -214,6 +220,7 @@ class EngineLoop:
     def _read(self, in_flight: InFlight, step: list[Sequence], sampling: list[Sequence]) -> None:
         """Wait for a step's tokens and append them to the sequences that sample."""
         started = time.perf_counter()
+        self.mark("wait")
         try:
             sampled = in_flight.wait()
         except Exception as error:  # a kernel's fault shows when the host waits for it
@@ -227,6 +234,7 @@ class EngineLoop:
         if self._offloader is not None:
             self._offloader.clock.read()
         self.stats.wait_seconds += time.perf_counter() - started
+        self.mark("read")
         plain = sampled.plain_tokens()
         if plain is not None:
             told, ended = take_plain(sampling, plain, self.scheduler.read)

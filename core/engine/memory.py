@@ -12,7 +12,8 @@ from headway.core.contract.backend import Backends
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.latent import latent_layers, value_head_dims
 from headway.core.contract.model import Model
-from headway.core.sampling.sampler import Draws, keep_top, sample
+from headway.core.sampling.filtering import keep_top
+from headway.core.sampling.sampler import Draws, sample
 
 _SPARE = 256 * 2**20
 """Bytes left for what no trial shows: libraries' own workspaces, and graphs beside their activations."""

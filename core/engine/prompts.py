@@ -25,9 +25,9 @@ from headway.core.sampling.sampler import Draws
 
 log = logging.getLogger("headway")
 
-_LONGS = 4
-"""int64 numbers beside the id and the slots of each token: the row in `newest`, the last token's place, the key of the draw, its
-scale's bits."""
+_LONGS = 6
+"""int64 numbers beside the id and the slots of each token: the row in `newest`, the last token's place, the key of the draw, the
+bits of its scale, and those of a `TokenFilter`, two in one."""
 
 
 class PromptInputs:
@@ -61,9 +61,11 @@ class PromptInputs:
         tokens = ids.numpy()
         tokens[:count], tokens[count:] = token_ids, 0
         last = ends.numpy()
-        last[:] = row, count - 1, 0, 0  # a scale of 0 is greedy
+        last[:4] = row, count - 1, 0, 0  # a scale of 0 is greedy
         if draws is not None:
-            last[2:3], last[3:].view(numpy.float32)[:1] = draws.keys, draws.scales
+            last[2:3], last[3:4].view(numpy.float32)[:1] = draws.keys, draws.scales
+            if draws.filters is not None:  # else it is not looked at
+                last[4:].view(numpy.float32)[:] = draws.filters[:, 0]
         at, positions = numpy.full(count, row, dtype=numpy.int32), numpy.arange(count, dtype=numpy.int32)
         for group, (places, table, known) in enumerate(zip(slots.numpy(), tables.numpy(), rows.tables, strict=True)):
             places[:count], places[count:] = rows.slots(at, positions, self._block_size, group), -1
@@ -81,7 +83,7 @@ class PromptGraph:
         self._ids, slots, ends, tables, _ = inputs.views(inputs.device, size)
         self.rows, self._last, self._key = ends[:1], ends[1:2], ends[2:3]
         """Place in `newest` of the last replay's prompt; that of its last token; and the key of its draw."""
-        self._scale = ends[3:].view(torch.float32)[:1]
+        self._scale, self._filter = ends[3:4].view(torch.float32)[:1], ends[4:].view(torch.float32)[:, None]
         self._metadata = [
             AttentionMetadata.one_prompt(size, table, places, step.block_size, num_blocks)
             for table, places, num_blocks in zip(tables, slots, step.num_blocks, strict=True)
@@ -90,10 +92,14 @@ class PromptGraph:
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.tokens = self.run()
         self._replay: Callable[[], None] | None = None
+        self.filtered = self.filter() if step.filters else self.tokens
+        self._replay_filter: Callable[[], None] | None = None
 
     def capture(self, recorder: Recorder) -> None:
         """Record the step."""
         self._replay = recorder.record(self.run)
+        if self._step.filters:
+            self._replay_filter = recorder.record(self.filter)
 
     @torch.inference_mode()
     def run(self) -> Tensor:
@@ -109,13 +115,26 @@ class PromptGraph:
         step.newest.index_copy_(0, self.rows, self.tokens)
         return self.tokens
 
+    @torch.inference_mode()
+    def filter(self) -> Tensor:
+        """After `run`, choose the token anew if its row filters; returns it [1]."""
+        step = self._step
+        assert step.logits is not None
+        self.filtered = step.filter(step.logits[:1], self.tokens, self._key, self._filter)
+        step.newest.index_copy_(0, self.rows, self.filtered)
+        return self.filtered
+
     def replay(self, step: StepInput, rows: Rows, draws: Draws | None) -> tuple[Tensor, Tensor]:
         """Run a prompt. Returns its logits [1, vocab_size] and token [1], which the next replay overwrites."""
         assert self._replay is not None, "capture() it first"
         assert self._step.logits is not None
         self._inputs.fill(self.size, step.token_ids, int(step.rows[0]), rows, draws)
         self._replay()
-        return self._step.logits[:1], self.tokens
+        if draws is None or draws.filters is None:
+            return self._step.logits[:1], self.tokens
+        assert self._replay_filter is not None, "see GraphStep.filters"
+        self._replay_filter()
+        return self._step.logits[:1], self.filtered
 
 
 class PromptGraphs:

@@ -70,7 +70,10 @@ def take_plain(
     tell = told.append
     for seq, token in zip(sampling, tokens, strict=True):
         if seq.together:
-            seq.append(token)
+            known = seq.token_ids
+            known.append(token)
+            if token in seq.stop_token_ids or len(known) >= seq.max_len:
+                seq.end()
             delta = _delta((seq.request_id, seq.index, (token,), seq.finish_reason, None, seq.num_cached_tokens, (), (), None))
         elif seq.finished:
             read(seq, [])

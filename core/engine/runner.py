@@ -28,6 +28,7 @@ from headway.core.engine.places import drafts_by_row, logit_indices, positions_o
 from headway.core.engine.prompt_scores import PromptScorer
 from headway.core.engine.prompts import PromptGraph, PromptGraphs
 from headway.core.engine.recorder import Recorder
+from headway.core.engine.results import HostResults
 from headway.core.engine.rows import Rows
 from headway.core.engine.step import NEWEST, StepInput
 from headway.core.engine.token_sampler import Chosen, TokenSampler
@@ -87,6 +88,7 @@ class Runner:
         self._hosts = hosts or HostRows(None, {})
         self._sampler = TokenSampler(sampling, max_num_seqs, model.vocab_size, self._device, self._hosts)
         self._prompt_scorer = PromptScorer(model, self._device)
+        self._results = HostResults(max_num_seqs, self._device)
         self._graphs: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
         self._verifying: VerifyGraphs | None = None
@@ -147,17 +149,13 @@ class Runner:
             no_graph = f"more than {self._pieces.largest} tokens"
         backends = graph.backends if graph is not None else self._attention.serving
         compiled = self._compilations.take_late() if self._compilations is not None else ()
-        tokens = self._to_host(ran.tokens)
-        counts = None if ran.counts is None else self._to_host(ran.counts)
-        extras, done = self._extras(ran), None
-        if self._device.type == "cuda":
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
+        extras = self._extras(ran)
+        coming = self._results.copy([ran.tokens] if ran.counts is None else [ran.tokens, ran.counts])
         chosen, order = ran.chosen, None if graph is None or isinstance(graph, VerifyGraph) else ran.owners
         graphs = graph is not None, ran.piecewise, no_graph
         slower = chosen.after_model, chosen.waited_for, chosen.wait_seconds
         first_nan = self._attention.first_nan
-        launched = Launched(tokens, counts, order, done, backends, *graphs, compiled, first_nan, *slower, extras)
+        launched = Launched(coming, order, backends, *graphs, compiled, first_nan, *slower, extras)
         self._hosts.launched(launched, sampling)
         return launched
 

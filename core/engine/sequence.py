@@ -239,10 +239,12 @@ class Sequence:
     def append(self, token: int) -> None:
         """Add a sampled token and see whether it ends the sequence."""
         self.token_ids.append(token)
-        if token in self.stop_token_ids:
-            self.finish("stop")
-        elif len(self.token_ids) >= self.max_len:
-            self.finish("length")
+        if token in self.stop_token_ids or len(self.token_ids) >= self.max_len:
+            self.end()
+
+    def end(self) -> None:
+        """End it with its last token, which is one that stops it, or fills it up."""
+        self.finish("stop" if self.token_ids[-1] in self.stop_token_ids else "length")
 
     def fail(self, error: str) -> None:
         """End it for a fault that is not the caller's."""

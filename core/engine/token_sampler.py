@@ -14,8 +14,9 @@ from torch import Tensor
 from headway.core.contract.transfer import upload
 from headway.core.engine.host_rows import HostRows
 from headway.core.engine.step import StartedRow, StepInput
+from headway.core.sampling.filtering import NO_FILTER, TokenFilter
 from headway.core.sampling.logprobs import Scores, score
-from headway.core.sampling.needs import OF_HISTORY, ON_HOST, SHAPING, Need, need_of, reasons_of
+from headway.core.sampling.needs import FILTERING, OF_HISTORY, ON_HOST, SHAPING, Need, need_of, reasons_of
 from headway.core.sampling.sampler import NO_TOKEN_LEFT, NOT_A_TOKEN, Draws, SamplingOps, keys_of, sample, scale_of
 from headway.core.sampling.shaper import LogitsShaper, Shaped
 
@@ -57,6 +58,10 @@ class TokenSampler:
         self._seeds = numpy.zeros(max_num_seqs, dtype=numpy.uint64)
         self._scales = numpy.zeros(max_num_seqs, dtype=numpy.float32)
         self._needs = numpy.zeros(max_num_seqs, dtype=numpy.int32)
+        self._filters = numpy.tile(numpy.array(NO_FILTER, dtype=numpy.float32)[:, None], max_num_seqs)
+        """[4, max_num_seqs]: a `TokenFilter` for each row that filters."""
+        self._served = 0 if ops.filter is None else FILTERING
+        """Needs for which no logits change."""
         self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)
         """Prompt tokens and min_tokens: the shortest that a row's sequence may become."""
         self._num_logprobs = numpy.zeros(max_num_seqs, dtype=numpy.int64)
@@ -69,6 +74,7 @@ class TokenSampler:
             except Exception as error:  # whatever its own parameters cause
                 self._scales[each.row] = self._least_len[each.row] = self._num_logprobs[each.row] = 0
                 self._needs[each.row] = Need.PROCESSOR
+                self._filters[:, each.row] = NO_FILTER
                 self._shaper.start_plain(each.row)  # what it holds of a row that never began is read like any other's
                 self._hosts.refuse(each, f"sampling_params: {type(error).__name__}: {error}")
 
@@ -78,22 +84,35 @@ class TokenSampler:
         self._seeds[row], self._scales[row], self._needs[row] = each.seed % 2**64, scale_of(params), need
         self._least_len[row] = each.num_prompt_tokens + params.min_tokens
         self._num_logprobs[row] = self._vocab_size if params.logprobs == -1 else params.logprobs or 0
-        if need & SHAPING:
+        self._filters[:, row] = TokenFilter.of(params, scale_of(params), self._vocab_size) if need & FILTERING else NO_FILTER
+        if need & SHAPING & ~self._served:
             self._shaper.start(row, params, need, each.token_ids, each.num_prompt_tokens, each.stop_token_ids)
         self._hosts.start(each, bool(need & ON_HOST))
 
     def draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws:
         """How a graph chooses the tokens at these positions; a row whose logits change first is greedy there, at less cost."""
-        scales = self._scales[rows]
-        needs = self._needs[rows]
+        scales, filters = self._scales[rows], None
+        needs = self._needs_at(rows, positions)
         if needs.any():
-            scales[(needs & SHAPING) != 0] = 0
-        drawn = scales.any()
-        return Draws(scales, self._keys(rows, positions) if drawn else numpy.zeros(len(rows), dtype=numpy.int64))
+            changed, filtered = needs & SHAPING & ~self._served, needs & self._served
+            scales[(changed | filtered) != 0] = 0
+            filtered[changed != 0] = 0
+            if filtered.any():
+                filters = self._filters[:, rows]
+                filters[0, filtered == 0] = 0
+        drawn = filters is not None or scales.any()
+        return Draws(scales, self._keys(rows, positions) if drawn else numpy.zeros(len(rows), dtype=numpy.int64), filters)
 
     def plain(self, rows: NDArray[numpy.int32]) -> bool:
         """Whether these rows want nothing but a draw from their logits."""
-        return not self._needs[rows].any()
+        return not (self._needs[rows] & ~self._served).any()
+
+    def _needs_at(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> NDArray[numpy.int32]:
+        """What rows need for the tokens at these positions."""
+        needs = self._needs[rows]
+        if needs.any():
+            needs[positions >= self._least_len[rows]] &= ~Need.MIN_TOKENS
+        return needs
 
     def _keys(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> NDArray[numpy.int64]:
         return keys_of(self._seeds[rows], positions).view(numpy.int64)
@@ -123,11 +142,10 @@ class TokenSampler:
         `draws` says if drawn, else greedily. drafts: by row, the guesses that a step verifies, for whose logits a row stands more
         than once.
         """
-        needs = self._needs[rows]
+        needs = self._needs_at(rows, positions) & ~self._served
         tokens = best if drawn and best is not None else sample(logits, self.draws(rows, positions), self._ops, best)
         if not needs.any():
             return Chosen(tokens)
-        needs[positions >= self._least_len[rows]] &= ~Need.MIN_TOKENS
         at = numpy.flatnonzero(needs & SHAPING)
         asked = int(numpy.bitwise_or.reduce(needs))
         waited, errors = 0.0, dict[int, str]()
@@ -168,9 +186,14 @@ class TokenSampler:
     def _choose(self, changed: Tensor, tokens: Tensor, shaped: Shaped) -> Tensor:
         """The tokens, with those of rows whose logits have changed chosen anew."""
         scales = (self._scales[shaped.rows] > 0).astype(numpy.float32)  # the temperature is in the logits already
-        chosen = sample(
-            changed, Draws(scales, self._keys(shaped.rows.astype(numpy.int32), shaped.lens.astype(numpy.int32))), self._ops
-        )
+        filters = self._filters[:, shaped.rows] if self._served else None
+        if filters is not None and filters[0].any():
+            filters[0] = filters[0] > 0
+            scales[filters[0] > 0] = 0
+        else:
+            filters = None
+        keys = self._keys(shaped.rows.astype(numpy.int32), shaped.lens.astype(numpy.int32))
+        chosen = sample(changed, Draws(scales, keys, filters), self._ops)
         chosen = torch.where(changed.amax(-1) == -torch.inf, NO_TOKEN_LEFT, chosen)
         some = len(shaped.at) < len(tokens)
         at = self._up(shaped.at) if some else None

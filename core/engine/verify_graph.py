@@ -20,10 +20,12 @@ from torch import Tensor
 from headway.core.contract.backend import Backends
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.transfer import upload
-from headway.core.engine.graph import GraphStep, name_of, recorded
+from headway.core.engine.graph import GraphStep, name_of, recorded, replans
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
+from headway.core.engine.sent_tables import SentTables
 from headway.core.engine.step import NEWEST, StepInput
+from headway.core.sampling.filtering import NO_FILTER
 from headway.core.sampling.sampler import Draws
 from headway.core.sampling.verification import Verified
 
@@ -53,6 +55,8 @@ class _Fields:
     """int32 [n, w]"""
     scales: Tensor
     """float32 [n, w]: of the draws."""
+    filters: Tensor
+    """float32 [4, n, w]: a `TokenFilter` each."""
     seq_lens: Tensor
     """int32 [n]"""
     context_lens: Tensor
@@ -69,6 +73,7 @@ class _Fields:
             *[(torch.int64, (size,))] * 2,
             (torch.int32, (size, width)),
             (torch.float32, (size, width)),
+            (torch.float32, (len(NO_FILTER), size, width)),
             *[(torch.int32, (size,))] * 2,
             (torch.int32, (groups, size, blocks)),
         ]
@@ -80,6 +85,21 @@ class _Fields:
         return cls(*views), end
 
 
+class _HostBuffer:
+    """Host memory from which a step's inputs are sent, as arrays for one graph at a time."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self._shape: tuple[int, int, int, int] | None = None
+
+    def lay_out(self, shape: tuple[int, int, int, int]) -> None:
+        """Become arrays for (size, width, groups, blocks), if it is not that already."""
+        if self._shape != shape:
+            self._shape = shape
+            self.fields, length = _Fields.of(self.flat, *shape)
+            self.sent, self.sent_tables = self.flat[:length], SentTables(self.fields.tables.numpy())
+
+
 class VerifyInputs:
     """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
 
@@ -87,16 +107,20 @@ class VerifyInputs:
         """largest: (size, width) of graphs, none of which may need more than the buffer has."""
         blocks = -(-step.max_model_len // step.block_size)
         self.groups, self.blocks = len(step.num_blocks), -(-blocks // _ALIGN) * _ALIGN
-        tokens, fields = max(size * width for size, width in largest), 10
+        tokens, fields = max(size * width for size, width in largest), 11
         most = max(size for size, _ in largest)
-        length = (2 * (2 + self.groups) + 2) * tokens + (2 * 2 + 2 + self.groups * self.blocks) * most + fields * _ALIGN
+        length = (
+            (2 * (2 + self.groups) + 2 + len(NO_FILTER)) * tokens
+            + (2 * 2 + 2 + self.groups * self.blocks) * most
+            + fields * _ALIGN
+        )
         device = step.newest.device
         self.device = torch.zeros(length, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         assert step.logits is not None, "decode is captured first"
         self.logits = step.logits if len(step.logits) >= tokens else step.logits.new_empty(tokens, step.logits.shape[1])
         """[tokens of the largest, vocab_size]: every graph computes its own into its first rows."""
-        self.host = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
+        self.host = [_HostBuffer(torch.zeros(length, dtype=torch.int32, pin_memory=pinned)) for _ in range(2)]
 
 
 class VerifyGraph:
@@ -105,18 +129,19 @@ class VerifyGraph:
     def __init__(self, step: GraphStep, inputs: VerifyInputs, size: int, width: int, backends: Backends) -> None:
         self._step, self._inputs, self.size, self.width, self._by_spec = step, inputs, size, width, backends
         self.backends = (name_of(backends),)
-        shape = size, width, inputs.groups, inputs.blocks
-        self._given, self._length = _Fields.of(inputs.device, *shape)
-        self._hosts = {host.data_ptr(): _Fields.of(host, *shape)[0] for host in inputs.host}
+        self._shape = size, width, inputs.groups, inputs.blocks
+        self._given, _ = _Fields.of(inputs.device, *self._shape)
         self._places = torch.arange(width, device=inputs.device.device)
         self._metadata = self._worst_case()
         self._plans = step.attention.begin_graph(self._metadata, backends)
         groups = zip(self._plans.items(), step.attention.groups, strict=True)
-        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups]
+        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups if replans(backends[spec])]
         self._fill_up()
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
         self.verified = self.run()
         self._replay: Callable[[], None] | None = None
+        self.filtered = self.filter() if step.filters else self.verified
+        self._replay_filter: Callable[[], None] | None = None
 
     def capture(self, recorder: Recorder) -> None:
         """Record the step.
@@ -125,6 +150,8 @@ class VerifyGraph:
         """
         what = f"verification of {self.width - 1} drafts for each of {self.size} sequences with {self.backends[0]}"
         self._replay = recorded(recorder, self.run, what)
+        if self._step.filters:
+            self._replay_filter = recorded(recorder, self.filter, what)
 
     def _worst_case(self) -> list[AttentionMetadata]:
         step, given, size, width = self._step, self._given, self.size, self.width
@@ -169,19 +196,33 @@ class VerifyGraph:
         count = self.size * self.width
         step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
         newest = step.newest.index_select(0, given.rows)[:, None]
-        ids = torch.where(given.ids == NEWEST, newest, given.ids).clamp_min(0)
-        hidden = step.model(ids.view(count), given.positions.view(count), step.attention)
+        self._ids = torch.where(given.ids == NEWEST, newest, given.ids).clamp_min(0)
+        hidden = step.model(self._ids.view(count), given.positions.view(count), step.attention)
         logits = step.model.compute_logits(hidden, self._inputs.logits[:count])
-        sampled = step.choose(logits, given.scales.view(count), given.keys.view(count)).view(self.size, self.width)
+        self._sampled = step.choose(logits, given.scales.view(count), given.keys.view(count))
+        self.verified = self._hold(self._sampled.view(self.size, self.width))
+        return self.verified
+
+    @torch.inference_mode()
+    def filter(self) -> Verified:
+        """After `run`, choose the tokens of sequences that filter, and hold all against the drafts once more."""
+        given, count = self._given, self.size * self.width
+        numbers = given.filters.view(-1, count)
+        sampled = self._step.filter(self._inputs.logits[:count], self._sampled, given.keys.view(count), numbers)
+        self.filtered = self._hold(sampled.view(self.size, self.width))
+        return self.filtered
+
+    def _hold(self, sampled: Tensor) -> Verified:
+        """Which drafts equal the tokens [size, width] that were sampled in their places; the last of these becomes the newest."""
+        given, ids = self._given, self._ids
         # As `verify` does, but that rows begin with tokens which nobody guessed.
         fill = given.fill[:, None]
         holds = (sampled[:, :-1] == ids[:, 1:]) | (self._places[:-1] < fill)
         counts = holds.long().cumprod(1).sum(1) + 1 - given.fill
         last = sampled.gather(1, (given.fill + counts - 1)[:, None])[:, 0]
         tokens = sampled.gather(1, (fill + self._places).clamp_max(self.width - 1))
-        step.newest.index_copy_(0, given.rows, last)
-        self.verified = Verified(tokens, counts, last)
-        return self.verified
+        self._step.newest.index_copy_(0, given.rows, last)
+        return Verified(tokens, counts, last)
 
     def replay(self, step: StepInput, rows: Rows, draws: Draws | None) -> Verified:
         """Run a step. Returns what the verification found, which the next replay overwrites.
@@ -194,8 +235,12 @@ class VerifyGraph:
             known = replace(self._metadata[group], seq_lens_cpu=seq_lens, block_table_cpu=tables[group], upper_bound_lens=False)
             backend.plan_for_replay(plan, known)
         self._replay()
-        count = step.num_seqs
-        return Verified(*(found[:count] for found in (self.verified.tokens, self.verified.counts, self.verified.newest)))
+        count, verified = step.num_seqs, self.verified
+        if draws is not None and draws.filters is not None:
+            assert self._replay_filter is not None, "see GraphStep.filters"
+            self._replay_filter()
+            verified = self.filtered
+        return Verified(*(found[:count] for found in (verified.tokens, verified.counts, verified.newest)))
 
     def logits_of(self, step: StepInput) -> Tensor:
         """A copy of the logits [num_tokens, vocab_size] after each new token of the step that was replayed last."""
@@ -211,12 +256,13 @@ class VerifyGraph:
     def _fill(self, step: StepInput, rows: Rows, draws: Draws | None) -> tuple[Tensor, Tensor]:
         """Send a step's inputs to the device. Returns seq_lens and block tables of all sequences, in host memory."""
         self._inputs.host.reverse()  # to the buffer not in use: a step's copy is done before the step after next is launched
-        flat = self._inputs.host[0]
-        host, at, count, new = self._hosts[flat.data_ptr()], step.rows, step.num_seqs, self._new(step)
+        buffer = self._inputs.host[0]
+        buffer.lay_out(self._shape)
+        host, at, count, new = buffer.fields, step.rows, step.num_seqs, self._new(step)
         lens = step.context_lens + step.query_lens
         places = numpy.arange(self.width, dtype=numpy.int32)
         positions: NDArray[numpy.int32] = lens[:, None] - numpy.int32(self.width) + places
-        for array in (host.ids, host.keys, host.scales, host.fill, host.tables):
+        for array in (host.ids, host.keys, host.scales, host.fill):
             array.numpy().fill(0)  # a scale of 0 is greedy
         host.slots.numpy().fill(-1)
         host.ids.numpy()[:count][new] = step.token_ids
@@ -227,9 +273,12 @@ class VerifyGraph:
         numpy.subtract(host.seq_lens.numpy(), self.width, out=host.context_lens.numpy())
         if draws is not None:
             host.keys.numpy()[:count][new], host.scales.numpy()[:count][new] = draws.keys, draws.scales
+            if draws.filters is not None:  # else they are not looked at
+                host.filters.numpy()[:] = 0
+                host.filters.numpy()[:, :count][:, new] = draws.filters
         of_tokens = numpy.repeat(at, step.query_lens)
-        for group, (slots, table, known) in enumerate(zip(host.slots.numpy(), host.tables.numpy(), rows.tables, strict=True)):
+        for group, slots in enumerate(host.slots.numpy()):
             slots[:count][new] = rows.slots(of_tokens, positions[new], self._step.block_size, group)
-            numpy.take(known, at, axis=0, out=table[:count, : known.shape[1]])
-        self._inputs.device[: self._length].copy_(flat[: self._length], non_blocking=True)
+        buffer.sent_tables.fill(host.rows.numpy(), rows)
+        self._inputs.device[: len(buffer.sent)].copy_(buffer.sent, non_blocking=True)
         return host.seq_lens, host.tables

@@ -32,6 +32,7 @@ _SAMPLED = (
     SamplingParams(temperature=0.7),
     SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01),
     SamplingParams(temperature=0.0, repetition_penalty=1.1, logprobs=1),
+    SamplingParams(temperature=0.7, top_p=0.9, presence_penalty=0.1),
 )
 """The ways in which tokens are chosen; sequences of a step take them in turn."""
 _SMALL = 2048

@@ -35,6 +35,8 @@ SHAPING = (
     | Need.GRAMMAR
 )
 """Those for which the logits change before a token is chosen."""
+FILTERING = Need.TOP | Need.MIN_P
+"""Those that a kernel may serve in place of changed logits, see `SamplingOps.filter`."""
 ON_HOST = Need.PROCESSOR | Need.GRAMMAR
 """Those for which the host must have seen the tokens before."""
 OF_HISTORY = Need.PENALTY | Need.BAD_WORDS

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.transfer import upload
+from headway.core.sampling.filtering import Filter
 from headway.core.sampling.params import SamplingParams
 
 NOT_A_TOKEN = -1
@@ -45,6 +46,8 @@ class SamplingOps:
     draw: Draw = draw
     choose: Draw | None = None
     """Both in one pass, where something has it: like `draw`, but a row of scale 0 is greedy. NOT_A_TOKEN where a logit is NaN."""
+    filter: Filter | None = None
+    """A draw from what top_k, top_p and min_p keep; None: rows that want one are changed by torch's operations, then drawn."""
 
 
 TORCH_SAMPLING = SamplingOps()
@@ -55,9 +58,12 @@ class Draws(NamedTuple):
     """How the tokens of some rows are chosen."""
 
     scales: NDArray[numpy.float32]
-    """[rows]: 1 / temperature, 0 for greedy."""
+    """[rows]: 1 / temperature, 0 for greedy, and for rows that `filters` serves."""
     keys: NDArray[numpy.int64]
     """[rows]: what decides the random numbers, see `keys_of`."""
+    filters: NDArray[numpy.float32] | None = None
+    """[4, rows]: a `TokenFilter` each, of scale 0 for rows that filter nothing; None: no row does, or no `SamplingOps.filter`
+    is there."""
 
 
 def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best: Tensor | None = None) -> Tensor:
@@ -66,6 +72,8 @@ def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best
     logits: [rows, vocab_size]; best: what `greedy` made of them, where that is known. A row's token depends on its own logits,
     scale and key only: neither batching, nor preemption, nor a token that is sampled in advance and dropped changes another.
     """
+    if draws.filters is not None:
+        return _filtered(logits, draws, draws.filters, ops, best)
     if not draws.scales.any():
         return ops.greedy(logits) if best is None else best
     if ops.choose is not None:
@@ -83,35 +91,21 @@ def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best
     return best.index_copy(0, at, drawn) if some else drawn
 
 
+def _filtered(logits: Tensor, draws: Draws, filters: NDArray[numpy.float32], ops: SamplingOps, best: Tensor | None) -> Tensor:
+    assert ops.filter is not None
+    keys, *numbers = upload(
+        torch.from_numpy(numpy.concatenate([draws.keys[None], filters.astype(numpy.float64).view(numpy.int64)])), logits.device
+    )
+    others = keys if filters[0].all() else sample(logits, draws._replace(filters=None), ops, best)
+    return ops.filter(logits, others, keys, torch.stack(numbers).view(torch.float64).float())
+
+
 def scale_of(params: SamplingParams) -> float:
     """1 / temperature, 0 for greedy; kept where it is neither 0 nor infinite as a float32.
 
     Times a logit of -inf or of 0 those would be NaN.
     """
     return 0.0 if params.greedy else max(1 / max(params.temperature, 2.0**-100), 2.0**-100)
-
-
-def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set what top_k and top_p leave out to -inf; top_k first, then top_p over what it kept. The most likely token stays.
-
-    logits: float32 [rows, vocab_size]; top_k, top_p: [rows]. A top_k below 1 keeps all tokens, as a top_p of 1 does.
-    """
-    vocab = logits.shape[-1]
-    ordered, order = logits.sort(dim=-1, descending=True)
-    kept = torch.where(top_k > 0, top_k, vocab)[:, None]
-    dropped = torch.arange(vocab, device=logits.device) >= kept
-    likely = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
-    # The sum before a token already suffices. It may round up to 1, which must cut no row that is here for its neighbours only.
-    top_p = top_p[:, None]
-    dropped |= (likely.cumsum(dim=-1) - likely >= top_p) & (top_p < 1)
-    dropped[:, 0] = False
-    return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
-
-
-def keep_above(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Set tokens that are less likely than min_p, [rows], times the most likely one to -inf."""
-    floor = logits.amax(-1, keepdim=True) + min_p[:, None].log()
-    return logits.masked_fill(logits < floor, -torch.inf)
 
 
 LANES = 128

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.transfer import upload
+from headway.core.sampling.filtering import NO_FILTER, TokenFilter, keep_above, keep_top
 from headway.core.sampling.needs import OF_HISTORY, Need
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.penalties import ANY_TOKEN, allow_bits, allow_only, bias, forbid_words, penalize
-from headway.core.sampling.sampler import keep_above, keep_top, scale_of
+from headway.core.sampling.sampler import scale_of
 from headway.core.sampling.tables import RowTable
 
 _FOREVER = 2**62
@@ -49,7 +50,7 @@ class LogitsShaper:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._numbers = RowTable(0.0, torch.float32, device)
-        """Repetition, presence and frequency penalty, 1 / temperature, top_k, top_p, min_p."""
+        """Repetition, presence and frequency penalty, 1 / temperature, and a `TokenFilter` but its scale."""
         self._prompt_lens = RowTable(0, torch.int64, device)
         self._tokens = RowTable(0, torch.int32, device)
         self._bias = (
@@ -66,8 +67,8 @@ class LogitsShaper:
     ) -> None:
         """A sequence begins in a row, having these tokens. stops: what min_tokens keeps from coming."""
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        likely = float(min(max(params.top_k, 0), self._vocab_size)), params.top_p, params.min_p
-        self._numbers.set(row, [*penalties, scale_of(params) or 1.0, *likely])
+        scale, *kept = TokenFilter.of(params, scale_of(params) or 1.0, self._vocab_size)
+        self._numbers.set(row, [*penalties, scale, *kept])
         self._prompt_lens.set(row, [num_prompt_tokens])
         if need & OF_HISTORY:
             self._tokens.set(row, tokens)
@@ -88,7 +89,7 @@ class LogitsShaper:
 
     def start_plain(self, row: int) -> None:
         """A sequence begins in a row whose parameters change nothing."""
-        self._numbers.set(row, [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+        self._numbers.set(row, [1.0, 0.0, 0.0, 1.0, *NO_FILTER[1:]])
 
     def note(self, rows: NDArray[numpy.int64], places: NDArray[numpy.int64], tokens: Tensor | NDArray[numpy.int64]) -> None:
         """Tokens stand at these places of these rows' sequences. tokens: int64 [len(rows)], on the device or the host."""

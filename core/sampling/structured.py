@@ -49,8 +49,9 @@ class StructuredOutputsParams:
         if isinstance(self.json, str):
             try:
                 parsed = json.loads(self.json)
-            except ValueError as error:
-                raise ConfigError("structured_outputs.json", "a JSON schema", f"a text that is not JSON ({error})") from None
+            except (ValueError, RecursionError) as error:
+                why = "it is nested too deep" if isinstance(error, RecursionError) else error
+                raise ConfigError("structured_outputs.json", "a JSON schema", f"a text that is not JSON ({why})") from None
             object.__setattr__(self, "json", parsed)
         elif self.json is not None and not isinstance(self.json, (Mapping, bool)):
             self._refuse("json", "a JSON schema, as a dict or a text")
@@ -58,11 +59,15 @@ class StructuredOutputsParams:
             texts = () if isinstance(self.choice, str) else tuple(self.choice)
             if not texts or not all(isinstance(text, str) and text for text in texts):
                 self._refuse("choice", "a list of texts that are not empty")
+            if any(_has_halves(text) for text in texts):
+                self._refuse("choice", "Unicode texts")
             object.__setattr__(self, "choice", texts)
         for kind in ("regex", "grammar"):
             value = getattr(self, kind)
             if value is not None and not (isinstance(value, str) and value):
                 self._refuse(kind, "a text that is not empty")
+            if value is not None and _has_halves(value):
+                self._refuse(kind, "a Unicode text")
         if self.json_object not in (None, True):
             self._refuse("json_object", "True, or None for another form")
         if self.whitespace_pattern is not None and not isinstance(self.whitespace_pattern, str):
@@ -75,3 +80,8 @@ class StructuredOutputsParams:
     def key(self) -> str:
         """Equal for equal forms, as a text."""
         return json.dumps([getattr(self, field) for field in self.__dataclass_fields__], sort_keys=True, default=dict)
+
+
+def _has_halves(text: str) -> bool:
+    """Whether it holds half of a surrogate pair, as Python reads bytes of a command line that are no UTF-8."""
+    return any("\ud800" <= sign <= "\udfff" for sign in text)

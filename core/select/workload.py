@@ -11,6 +11,8 @@ from headway.core.select.costs import Shape
 
 _CHUNK = 2048
 """Prompt tokens of one step."""
+_MOST = 1 << 24
+"""Requests, and tokens of one: a thousand times what is served, and still weighed in a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class Workload:
             return PRESETS[text]
         match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text.strip())
         sizes = [int(number) for number in match.groups()] if match else [0]
-        if min(sizes) < 1:
-            need = f"{', '.join(PRESETS)}, or BATCHxINPUT+OUTPUT in tokens such as 16x1024+256"
+        if min(sizes) < 1 or max(sizes) > _MOST:
+            need = f"{', '.join(PRESETS)}, or BATCHxINPUT+OUTPUT in tokens such as 16x1024+256, each at most {_MOST:,}"
             raise ConfigError("workload", need, repr(text))
         return cls(*sizes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import selectors
 import signal
@@ -93,12 +94,12 @@ class Child:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
 
-    def answer(self, timeout: float) -> dict[str, Any]:
-        """The next line that is a JSON object.
+    def answer(self, timeout: float | None) -> dict[str, Any]:
+        """The next line that is a JSON object. timeout: in seconds; None: wait as long as it lives.
 
         :raises Died: the process ended, or said nothing for `timeout` seconds; it is stopped then.
         """
-        until = time.monotonic() + timeout
+        until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             try:
                 line = self._line(until)
@@ -148,7 +149,7 @@ class Child:
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._rest:
-                if not selector.select(max(0.0, until - time.monotonic())):
+                if not selector.select(None if until == math.inf else max(0.0, until - time.monotonic())):
                     raise TimeoutError
                 chunk = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not chunk:

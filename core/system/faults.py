@@ -79,6 +79,11 @@ def in_words(error: BaseException) -> str | None:
     return None
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust has given up over what it was handed: such errors are no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
 def never_refuse_a_character(*streams: TextIO | None) -> None:
     """A stream that cannot show a character, such as an ASCII terminal, shows it as an escape."""
     for stream in streams:

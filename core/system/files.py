@@ -9,21 +9,42 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 _PART = ".headway-part"
 """How the names of files and folders end that are not complete yet."""
+_LARGEST_TEXT = 1 << 28
+"""Bytes. A table of 20,000 cells takes 10 MiB."""
 
 
-def write_whole(path: Path, content: bytes, durable: bool = False) -> None:
+def read_text(path: Path) -> str:
+    """A text file of the user's, UTF-8. A pipe is read while somebody writes into it, and is empty where nobody does.
+
+    :raises OSError: it cannot be read, is a device, or is too large for a text that somebody wrote.
+    :raises UnicodeDecodeError: it is no UTF-8.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # to open a pipe that nobody writes into would wait for ever
+    with os.fdopen(handle, "rb") as file:
+        mode = os.fstat(handle).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise OSError(errno.EINVAL, "It is no file", str(path))
+        os.set_blocking(handle, True)
+        content = file.read(_LARGEST_TEXT + 1)
+    if len(content) > _LARGEST_TEXT:
+        raise OSError(errno.EINVAL, f"It is larger than {_LARGEST_TEXT >> 20} MiB", str(path))
+    return content.decode("utf-8")
+
+
+def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False) -> None:
     """Write a file whole or not at all: no reader sees half of it, and where writing fails the old file stays as it was.
 
     A symbolic link stays one: what it points to is written. The mode and the owner of a file that is there are kept. Into a
     character device or a FIFO the content is written; it is never replaced. What a killed process has left in the folder is
-    removed. durable: on the disk when this returns, so that a loss of power takes no old file and leaves no empty one.
+    removed. content: its pieces, in order. durable: on the disk when this returns, so that a loss of power takes no old file
+    and leaves no empty one.
 
     :raises OSError: it cannot be written; then nothing is left of it. Also: it is a folder, a block device or a socket, a file
         that may not be written, or one of another owner, whom only root can keep.
@@ -137,7 +158,7 @@ def _check_replaceable(path: Path, old: os.stat_result) -> None:
         raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
 
 
-def _write_into(path: Path, content: bytes, old: os.stat_result) -> None:
+def _write_into(path: Path, content: Sequence[bytes | memoryview], old: os.stat_result) -> None:
     """Write to something that is no file and is not to become one."""
     if stat.S_ISDIR(old.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -156,7 +177,8 @@ def _write_into(path: Path, content: bytes, old: os.stat_result) -> None:
         os.close(handle)
 
 
-def _write_all(handle: int, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(handle, left) :]
+def _write_all(handle: int, content: Sequence[bytes | memoryview]) -> None:
+    for piece in content:
+        left = memoryview(piece)
+        while left:
+            left = left[os.write(handle, left) :]

@@ -1,6 +1,7 @@
 """Headway as a worker of NVIDIA Dynamo, whose frontend speaks HTTP, tokenises, and routes to as many workers as there are.
 
-pip install "headway[serve]" ai-dynamo
+pip install "headway[serve]" msgspec pyzmq
+pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
 python headway_dynamo.py --model Qwen/Qwen3-0.6B --discovery-backend file
 python -m dynamo.frontend --discovery-backend file --http-port 8000
 """
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import yaml
 from dynamo._core import Context
 from dynamo.common.backend import EngineConfig, GenerateChunk, GenerateRequest, LLMEngine, LlmRegistration, WorkerConfig
 from dynamo.common.backend.run import run
@@ -43,7 +45,9 @@ class HeadwayEngine(LLMEngine):
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--model", default="smollm2")
         parser.add_argument("--served-model-name", help="default: the model's")
-        parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of AsyncLLM; repeatable")
+        parser.add_argument(
+            "--option", action="append", default=[], metavar="NAME=VALUE", help="of AsyncLLM, as YAML; repeatable"
+        )
         parser.add_argument("--namespace", default="dynamo")
         parser.add_argument("--component", default="headway")
         parser.add_argument("--endpoint", default="generate")
@@ -127,7 +131,7 @@ def params_of(request: GenerateRequest) -> SamplingParams:
 
 def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
-    return name, int(value) if value.lstrip("-").isdigit() else value
+    return name, yaml.safe_load(value)
 
 
 if __name__ == "__main__":

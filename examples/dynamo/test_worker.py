@@ -35,7 +35,7 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         "OMP_NUM_THREADS": "1",
         "HEADWAY_AUTOTUNE_BUDGET": "0",
     }
-    options = ["--option", "kv_cache_memory=8MiB", "--option", "num_threads=1"]
+    options = ["--option", "kv_cache_memory=8MiB", "--option", "num_threads=1", "--option", "enable_prefix_caching=false"]
     worker = [str(HERE / "headway_dynamo.py"), "--model", str(folder), "--served-model-name", "tiny", *options]
     frontend = ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(PORT), "--event-plane", "zmq"]
     processes = []

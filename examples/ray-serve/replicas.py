@@ -18,8 +18,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -113,9 +114,11 @@ class Ingress:
                 start = await anext(messages)
                 headers = dict(start["headers"])
                 if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-                    whole = b"".join([message.get("body", b"") async for message in messages])
-                    return _with_headers(Response(whole, start["status"]), start)
-            except (RayActorError, RayTaskError) as error:
+                    parts = [message async for message in messages]
+                    if not _ended(parts[-1] if parts else start):
+                        raise RayError("the replica has stopped in the middle of its answer")
+                    return _with_headers(Response(b"".join(part.get("body", b"") for part in parts), start["status"]), start)
+            except (RayError, StopAsyncIteration) as error:
                 log.warning("a replica was lost, and its request goes to another: %s", type(error).__name__)
                 continue
             return _with_headers(StreamingResponse(_rest(messages), start["status"]), start)
@@ -128,13 +131,23 @@ def _with_headers(response: Response, start: Message) -> Response:
 
 
 async def _rest(messages: DeploymentResponseGenerator) -> AsyncIterator[bytes]:
+    """The parts of a stream; one that stops before its end says so, whatever the reason."""
+    ended = False
     try:
         async for message in messages:
+            ended = _ended(message)
             yield message.get("body", b"")
-    except (RayActorError, RayTaskError):
-        yield b"data: " + _error("the replica that answered has ended") + b"\n\n"
+    except RayError as error:
+        log.warning("a replica was lost in the middle of a stream: %s", type(error).__name__)
     finally:
         messages.cancel()
+    if not ended:
+        yield b"data: " + _error("the replica that answered has ended") + b"\n\n"
+
+
+def _ended(message: Message) -> bool:
+    """Whether a message is the last of its answer."""
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 def _error(text: str) -> bytes:
@@ -168,7 +181,7 @@ def app(args: dict[str, Any]) -> Application:
     """The application; `serve run` hands `name=value` over as args.
 
     model: as for `headway serve`. min_replicas, max_replicas. requests: how many a replica should have at once. cpus and gpus: of
-    each replica. All others are options of AsyncLLM.
+    each replica. All others are options of AsyncLLM; their texts are read as YAML, `deterministic=true` or `max_num_seqs=64`.
     """
     args = {"model": "smollm2", "min_replicas": 1, "max_replicas": 2, "requests": 32, "cpus": 1, "gpus": 0, **args}
     model, least, most, requests, cpus, gpus = (
@@ -182,4 +195,5 @@ def app(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": float(cpus), "num_gpus": float(gpus)},
         health_check_period_s=2,
     )
-    return Ingress.bind(replicas.bind(model, args))
+    options = {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in args.items()}
+    return Ingress.bind(replicas.bind(model, options))

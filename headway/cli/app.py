@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from headway.cli.serve import serve
 from headway.cli.table import table
 from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
-from headway.core.system.text import harmless
+from headway.core.system.text import harmless, shown
 from headway.engine_args import VLLM_OPTIONS
 
 
@@ -37,9 +38,11 @@ class Command(TyperCommand):
     """A command that says what to write in place of an option that it does not have."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
-        """:raises ConfigError: an option that does not exist."""
+        """:raises ConfigError: an option that does not exist, or a number that is beyond 64 bits or not finite."""
         try:
-            return super().parse_args(context, arguments)
+            left = super().parse_args(context, arguments)
+            self._check_numbers(context)
+            return left
         except Exception as error:
             if not hasattr(error, "possibilities"):  # click's NoSuchOption; typer brings a click of its own in some releases
                 raise
@@ -48,6 +51,15 @@ class Command(TyperCommand):
             hint = VLLM_OPTIONS.get(option.lstrip("-").replace("-", "_"), "")
             hint = hint or (f"did you mean {near[0]}?" if near else f"{context.command_path} --help lists them")
             raise ConfigError(option, f"an option of {context.command_path}", f"{option!r}", hint) from error
+
+    def _check_numbers(self, context: Any) -> None:
+        for parameter in self.params:
+            given = context.params.get(parameter.name)
+            for value in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                    raise ConfigError(max(parameter.opts, key=len), "a whole number of at most 64 bits", shown(value))
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ConfigError(max(parameter.opts, key=len), "a finite number", value)
 
 
 app = typer.Typer(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,7 +49,7 @@ def crossover(
         typer.Option(help="Names, comma-separated; level engine: also prefill=NAME,decode=NAME. Default: all available ones."),
     ] = None,
     geometry: Annotated[
-        str | None, typer.Option(help="num_heads/num_kv_heads/head_dim\\[/v_head_dim]\\[/dense] of the layer.")
+        str | None, typer.Option(help="The layer's query heads, kv heads and head_dim, 32/8/128; then v_head_dim, /dense.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
@@ -85,6 +83,7 @@ def crossover(
     from headway.bench.crossover.export import check_suffix
     from headway.models.device_operations import compile_ahead
     from headway.registry import create_registry
+    from headway.testing.origin import command_line
     from headway.threads import set_threads
     from headway.tuning import store
     from headway.tuning.device import identify_device, resolve_device
@@ -96,7 +95,7 @@ def crossover(
         check_suffix(path)
     place, registry = resolve_device(device), create_registry(plugin or ())
     batches, lens = sizes_of("--batch-sizes", batch_sizes), sizes_of("--input-lens", input_lens)
-    command = shlex.join(["headway", *sys.argv[1:]])
+    command = command_line()
     if level is Level.engine:
         usual = SIZES.get(place.type, SIZES["cuda"])
         llm: dict[str, Any] = {
@@ -125,6 +124,9 @@ def crossover(
         return
     if place.type == "cpu":
         set_threads()  # as an engine does; one of level engine does it in its own process
+    if pairs := [name for name in requests_of(backends) or [] if "=" in name]:
+        need = "names at level kernel, which times each phase by itself"
+        raise ConfigError("--backends", need, pairs[0], "--level engine takes such a pair")
     spec = layer(geometry, dtype, kv_dtype, place)
     chosen = names_of(phases) or list(PHASES)
     if unknown := [name for name in chosen if name not in PHASES]:
@@ -157,7 +159,11 @@ def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> Non
     console = Terminal()
     console = console if console.is_terminal else Terminal(width=_FILE_WIDTH)
     if not table.cells:
-        raise typer.Exit(130)
+        if not table.complete:
+            raise typer.Exit(130)
+        raise ConfigError(
+            "the grid", "a point that this machine's memory holds", "none", "take smaller batches or shorter inputs"
+        )
     shown = view(table)
     print_view(shown, console)
     for target in exports:

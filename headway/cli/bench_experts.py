@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +38,7 @@ def experts(
     from headway.core.contract.errors import ConfigError
     from headway.core.contract.spec import DTYPES
     from headway.testing.json_files import write_json
+    from headway.testing.origin import command_line
     from headway.tuning.device import resolve_device
     from headway.tuning.timing import Timer
 
@@ -57,7 +56,7 @@ def experts(
             dtype_of("--dtype", dtype, DTYPES) or torch.bfloat16,
             place,
             Timer(warmup_ms, rep_ms),
-            command=shlex.join(["headway", *sys.argv[1:]]),
+            command=command_line(),
             tell=lambda what: status.update(what),
         )
     console = Terminal()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +31,8 @@ def kernel(
     peers: Annotated[bool, typer.Option(help="Time installed attention libraries, called bare, in the same run.")] = True,
     only_peers: Annotated[str | None, typer.Option(help="Only these peers, comma-separated.")] = None,
     geometry: Annotated[
-        list[str] | None, typer.Option(help="num_heads/num_kv_heads/head_dim\\[/v_head_dim]; repeatable.")
+        list[str] | None,
+        typer.Option(help="Query heads, kv heads, head_dim, and v_head_dim where it differs: 32/8/128. Repeatable."),
     ] = None,
     cases: Annotated[str | None, typer.Option(help="Cases such as 8q1s2k,1q1s512. Default: the device's usual cells.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
@@ -53,6 +52,7 @@ def kernel(
     from headway.core.contract.spec import DTYPES, KV_DTYPES
     from headway.registry import create_registry
     from headway.testing.json_files import write_json
+    from headway.testing.origin import command_line
     from headway.threads import set_threads
     from headway.tuning.device import resolve_device
     from headway.tuning.timing import Timer
@@ -75,7 +75,7 @@ def kernel(
         timer=Timer(warmup_ms, rep_ms),
         seed=seed,
         output=output,
-        command=shlex.join(["headway", *sys.argv[1:]]),
+        command=command_line(),
     )
     report = run_kernel_bench(options, create_registry(plugin or ()), console=Terminal(stderr=True))
     console = Terminal()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from headway.bench.serve.load import Load
     from headway.bench.serve.report import ServeReport
     from headway.bench.serve.run import Plan, Sending
+    from headway.profiling import ProfileRequest
 
 _MODES = ("online", "offline", "naive")
 _LIMITS = ("ttft", "tpot", "e2e")
@@ -54,6 +53,14 @@ def serve(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Have a server with --profile-dir tell where its steps' time goes, and trace some.")
+    ] = False,
+    profile_skip: Annotated[int, typer.Option(min=0, help="Steps before the trace begins.")] = 50,
+    profile_steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the trace.")] = 20,
+    nvtx: Annotated[
+        bool, typer.Option("--nvtx", help="With --profile: mark those steps for Nsight Systems in place of a trace.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Draw pictures into this folder.")] = None,
 ) -> None:
@@ -68,6 +75,7 @@ def serve(
     from headway.bench.serve.load import Load, parse_mix
     from headway.bench.serve.run import Plan, Sending
     from headway.bench.serve.table import draw, print_report
+    from headway.profiling import ProfileRequest
     from headway.testing.json_files import write_json
 
     if endpoint not in ("completions", "chat"):
@@ -82,7 +90,8 @@ def serve(
     client = Client(url, api_key, timeout)
     name = model or client.run(client.model())
     sending = Sending(name, endpoint, temperature)  # type: ignore[arg-type]
-    report = _run(client, url, load, num_naive, plans, sending, limits)
+    asked = ProfileRequest(skip_steps=profile_skip, num_steps=profile_steps, nvtx=nvtx) if profile else None
+    report = _run(client, url, load, num_naive, plans, sending, limits, asked)
     print_report(report, Console())
     err = Console(stderr=True, highlight=False, soft_wrap=True)
     if output is not None:
@@ -95,13 +104,21 @@ def serve(
 
 
 def _run(
-    client: Client, url: str, load: Load, num_naive: int, plans: list[Plan], sending: Sending, limits: dict[str, float]
+    client: Client,
+    url: str,
+    load: Load,
+    num_naive: int,
+    plans: list[Plan],
+    sending: Sending,
+    limits: dict[str, float],
+    profile: ProfileRequest | None,
 ) -> ServeReport:
     from dataclasses import replace
 
+    from headway.bench.serve.profiling import begin, end
     from headway.bench.serve.report import ServeReport
     from headway.bench.serve.run import run_cell
-    from headway.testing.origin import Origin
+    from headway.testing.origin import Origin, command_line
     from headway.tuning.device import crowding
 
     cells, busy = [], crowding()
@@ -111,9 +128,13 @@ def _run(
             own = replace(load, num_requests=min(load.num_requests, num_naive)) if plan.mode == "naive" else load
             what = plan.mode if plan.mode != "online" else f"online, {plan.rate:g}/s"
             task = progress.add_task(what, total=own.num_requests * own.turns)
+            if profile is not None:
+                client.run(begin(client, profile))
             cells.append(
                 client.run(run_cell(client, own, plan, sending, limits, lambda task=task: progress.update(task, advance=1)))  # type: ignore[misc]
             )
+            if profile is not None:
+                cells[-1].profile = client.run(end(client))
     sent = {
         "conversations": str(load.num_requests),
         "tokens in/out": ",".join(map(str, load.mix)),
@@ -123,7 +144,7 @@ def _run(
         "seed": str(load.seed),
     }
     return ServeReport(
-        command=shlex.join(["headway", *sys.argv[1:]]),
+        command=command_line(),
         origin=Origin.here(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         busy=busy or crowding(),
@@ -141,7 +162,7 @@ def _rates(text: str) -> list[float]:
         rates = [float(part) for part in names_of(text) or ()]
     except ValueError:
         rates = []
-    if not rates or not all(each > 0 and not math.isnan(each) for each in rates):
+    if not rates or not all(0 < each < math.inf for each in rates):
         raise ConfigError("--rate", "requests per second, such as 4 or 1,2,4", repr(text))
     return rates
 
@@ -154,6 +175,6 @@ def _limits(text: str | None) -> dict[str, float]:
             limits[name] = float(value)
         except ValueError:
             name = ""
-        if name not in _LIMITS:
+        if name not in _LIMITS or not 0 < limits[name] < math.inf:
             raise ConfigError("--goodput", "limits in ms such as ttft:200,tpot:20,e2e:5000", repr(text))
     return limits

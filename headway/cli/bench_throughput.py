@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -119,6 +117,7 @@ def _run_offline(
     from headway.bench.generate.run import run_offline
     from headway.bench.generate.table import print_offline
     from headway.llm import LLM
+    from headway.testing.origin import command_line
 
     err = Terminal(stderr=True)
     engine["max_model_len"] = engine["max_model_len"] or max(each.max_len for each in workloads)
@@ -133,7 +132,7 @@ def _run_offline(
             options,
             load_format=engine["load_format"],
             start_seconds=ready,
-            command=_command(),
+            command=command_line(),
             advance=advance,
         )
     print_offline(report, Terminal())
@@ -145,6 +144,7 @@ def _run_offline(
 def _run_texts(model: str, engine: dict[str, Any], workload: TextWorkload, compare: bool, output: Path | None) -> None:
     from headway.bench.generate.throughput import num_passes, run_throughput
     from headway.llm import LLM
+    from headway.testing.origin import command_line
 
     err = Terminal(stderr=True)
     with err.status(f"loading {model}"):
@@ -153,7 +153,7 @@ def _run_texts(model: str, engine: dict[str, Any], workload: TextWorkload, compa
         hint = "--batch-size and --input-len send random tokens"
         raise ConfigError("--model", "a tokenizer, to read texts", f"{model}, loaded without a tokenizer", hint)
     with _progress(err, num_passes(workload, compare)) as advance:
-        report = run_throughput(llm, workload, compare, _command(), advance)
+        report = run_throughput(llm, workload, compare, command_line(), advance)
     print_report(report)
     _write(err, report, output)
     same = report.results[-1].same_tokens
@@ -176,10 +176,6 @@ def _write(err: Console, report: BaseModel, output: Path | None) -> None:
     if output is not None:
         write_json(report, output)
         err.print(f"written to {output}", highlight=False)
-
-
-def _command() -> str:
-    return shlex.join(["headway", *sys.argv[1:]])
 
 
 def print_report(report: ThroughputReport) -> None:
@@ -208,7 +204,7 @@ def print_report(report: ThroughputReport) -> None:
 
 def text_notes(report: ThroughputReport) -> list[str]:
     """That the machine was busy, or that passes of an engine disagree."""
-    from headway.tuning.timing import MOST_DRIFT
+    from headway.tuning.ties import MOST_DRIFT
 
     lines = [f"measured on a busy machine, {report.busy}: rates may be too low"] if report.busy else []
     return lines + [

@@ -19,8 +19,17 @@ def check(
     plugin: PluginFiles = None,
     only: Annotated[str, typer.Option(help="Run one check, by its name in the scorecard.")] = "",
     cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
-    jobs: Annotated[int, typer.Option(help="Processes that run cells side by side; 0: one for each core, up to 4.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds that one cell may take; 0: 60 on a CPU, 240 on a GPU.")] = 0.0,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="Run the cell in this process: print and breakpoint() work. A crash ends the command."),
+    ] = False,
+    jobs: Annotated[
+        int, typer.Option(min=0, max=1024, help="Processes that run cells side by side; 0: one for each core, up to 4.")
+    ] = 0,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0.0, max=86_400.0, help="Seconds for one cell; 0: 60 on a CPU, 240 on a GPU, 600 interpreted."),
+    ] = 0.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result as JSON.")] = None,
     badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the outcome as an SVG badge.")] = None,
 ) -> None:
@@ -41,11 +50,12 @@ def check(
         raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", "cpu or cuda", repr(device))
-    if jobs < 0:
-        raise ConfigError("--jobs", "0 or more processes", jobs)
     console, failed = Terminal(), 0
-    wanted = Wanted(target, device, quick, layout, only, cell, jobs or min(4, os.cpu_count() or 1), timeout, tuple(plugin or ()))
+    children = jobs or min(4, os.cpu_count() or 1)
+    wanted = Wanted(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()))
     with console.status(f"{target or layout}: loading") as status:
+        if in_process:
+            status.stop()  # a debugger shares the terminal
         done, whole = 0, 0
 
         def start(count: int) -> None:

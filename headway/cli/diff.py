@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +62,7 @@ def diff(
     from headway.core.engine.specs import cache_specs
     from headway.models.loader import load_model
     from headway.testing.json_files import write_bytes, write_json
-    from headway.testing.origin import Origin
+    from headway.testing.origin import Origin, command_line
     from headway.threads import set_threads
     from headway.tuning.device import identify_device, resolve_device
 
@@ -103,7 +101,7 @@ def diff(
     ]
     report = DiffReport(
         origin=Origin.here(),
-        command=shlex.join(["headway", *sys.argv[1:]]),
+        command=command_line(),
         device=identify_device(place),
         model=loaded.name,
         dtype=DTYPE_NAMES[specs[0].dtype],
@@ -129,12 +127,13 @@ def diff(
 def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
     """What to run: the texts given and those of the file."""
     from headway.core.contract.errors import ConfigError, PromptError
+    from headway.core.system.files import read_text
 
     texts = list(prompts or [])
     if path is not None:
         need = "a UTF-8 text file with a prompt on each line"
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_text(path).splitlines()
         except (OSError, UnicodeError) as error:
             raise ConfigError("--prompts-file", need, str(path), str(error)) from error
         texts += [line for line in lines if line.strip()]

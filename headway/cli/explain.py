@@ -236,8 +236,9 @@ def _print(found: Explanation, console: Console) -> None:
     console.print(shown)
     if found.nearest is not None:
         cell = found.nearest
-        spread = f"(p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})"
-        time = "no time" if cell.median_us is None else f"{cell.median_us:.1f} us per layer {spread}"
+        time = "no time"
+        if cell.median_us is not None:
+            time = f"{cell.median_us:.1f} us per layer (p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})"
         where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
         row = f"nearest row of the table: {cell.phase} {cell.case}, {cell.backend}, {where}: {time}, {cell.status}"
         console.print(Text(row), soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 
 from headway.core.contract.errors import ConfigError
+from headway.core.system.files import read_text
 
 Command = Callable[..., None]
 
@@ -116,7 +117,7 @@ def _text_of(option: str, given: str) -> str:
     :raises ConfigError: neither.
     """
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return read_text(Path(given))
     except (OSError, ValueError) as error:
         if given.lstrip().startswith("{") or (":" in given and option == "--grammar"):
             return given

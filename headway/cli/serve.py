@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -40,6 +41,13 @@ def serve(
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Log a line for every request.", rich_help_panel=SERVER)
     ] = False,
+    profile_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Let /start_profile and /stop_profile look at the engine's steps, and write traces into this folder.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Requests that may wait for a first token; one more gets 429.", rich_help_panel=LIMITS)
     ] = 1024,
@@ -76,6 +84,7 @@ def serve(
         read_timeout=read_timeout,
         write_timeout=write_timeout,
         shutdown_timeout=shutdown_timeout,
+        profile_dir=profile_dir,
     )
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     sock = bound_socket(host, port)

@@ -23,12 +23,14 @@ from headway.intake import CheckedRequest
 from headway.server.body import read_body
 from headway.server.chat import ChatShape
 from headway.server.completions import CompletionShape
+from headway.server.direct import Direct, Endpoint
 from headway.server.endpoints import endpoint
 from headway.server.errors import ApiError, api_error
 from headway.server.gate import Gate
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.page_routes import PageRoutes
 from headway.server.params import chat_params, completion_params, messages_of, prompts_of, template_kwargs
+from headway.server.profile_routes import ProfileRoutes
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headway.server.service import ServerOptions, Service
@@ -42,9 +44,11 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     service = Service(llm, options or ServerOptions())
     app = FastAPI(title="Headway", version=__version__)
     app.state.service = service
-    app.state.routes = Routes(service), PageRoutes(service)
-    for routes in app.state.routes:
-        routes.add_to(app)
+    routes = Routes(service)
+    app.state.routes = routes, PageRoutes(service), ProfileRoutes(service)
+    for each in app.state.routes:
+        each.add_to(app)
+    app.add_middleware(Direct, endpoints=routes.direct, refuse=routes.refuse)
     app.add_middleware(Gate, api_key=service.options.api_key)
     return app
 
@@ -55,6 +59,11 @@ class Routes:
     def __init__(self, service: Service) -> None:
         self._service, self._llm = service, service.llm
         self._started = int(time.time())
+
+    @property
+    def direct(self) -> dict[str, Endpoint]:
+        """Those on whose first token somebody waits; see `Direct`."""
+        return {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
 
     def add_to(self, app: FastAPI) -> None:
         """Add all of them, and the answers to what fails."""
@@ -75,19 +84,21 @@ class Routes:
             ("/metrics", self.metrics),
         ):
             app.add_api_route(path, endpoint(told), methods=["GET"])
-        app.add_exception_handler(HTTPException, self._refuse)
-        app.add_exception_handler(RequestValidationError, self._refuse)
-        app.add_exception_handler(Exception, self._refuse)
+        app.add_exception_handler(HTTPException, self.refuse)
+        app.add_exception_handler(RequestValidationError, self.refuse)
+        app.add_exception_handler(Exception, self.refuse)
         for error in (ApiError, EngineDeadError, ConfigError, ValueError):  # pydantic's is a ValueError
-            app.add_exception_handler(error, self._refuse)
+            app.add_exception_handler(error, self.refuse)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
+        self._service.check_room()  # before the work of reading it
         asked = await self._body(request, ChatRequest)
         return Reply(self._service, ChatShape(asked, asked.model or self._service.names[0]), partial(self._prepare_chat, asked))
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
+        self._service.check_room()  # before the work of reading it
         asked = await self._body(request, CompletionRequest)
         shape = CompletionShape(asked, asked.model or self._service.names[0], self._decode)
         return Reply(self._service, shape, partial(self._prepare_completions, asked))
@@ -150,7 +161,7 @@ class Routes:
         return asked
 
     async def _prepare_chat(self, asked: ChatRequest) -> Sequence[CheckedRequest]:
-        params = chat_params(asked, self._service.default_params)
+        params = chat_params(asked, self._service.params_maker)
         tokenizer = self._llm.get_tokenizer()
         messages, tools = messages_of(asked, getattr(tokenizer, "chat_template", None))
         prompt = await self._llm.chat_prompt(
@@ -163,7 +174,7 @@ class Routes:
         return await self._llm.check([prompt], params)
 
     async def _prepare_completions(self, asked: CompletionRequest) -> Sequence[CheckedRequest]:
-        params = completion_params(asked, self._service.default_params)
+        params = completion_params(asked, self._service.params_maker)
         return await self._llm.check(prompts_of(asked), params)
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -180,7 +191,7 @@ class Routes:
         tokenizer = self._llm.get_tokenizer()
         return "" if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    async def _refuse(self, _: Request, error: Exception) -> Response:
+    async def refuse(self, _: Request, error: Exception) -> Response:
         """Answer a request that has failed before it was admitted."""
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail))

@@ -15,10 +15,17 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:
-    """The body as an object of `kind`.
+    """The body as an object of `kind`; it raises as `read_text`.
+
+    :raises pydantic.ValidationError: it is not JSON, or a field has a wrong type.
+    """
+    return kind.model_validate_json(await read_text(request, options))
+
+
+async def read_text(request: Request, options: ServerOptions) -> bytes:
+    """The body.
 
     :raises ApiError: it is too large, too slow, or incomplete.
-    :raises pydantic.ValidationError: it is not JSON, or a field has a wrong type.
     """
     most = options.max_body_bytes
     length = request.headers.get("content-length", "")
@@ -36,7 +43,7 @@ async def read_body(request: Request, kind: type[Body], options: ServerOptions) 
         raise ApiError(408, f"the body has taken longer than {options.read_timeout:g} s") from None
     except ClientDisconnect:
         raise ApiError(499, "the client has gone") from None
-    return kind.model_validate_json(b"".join(parts))
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _too_large(most: int) -> ApiError:

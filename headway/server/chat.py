@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
@@ -27,11 +27,11 @@ class ChatShape(Shape):
         content = asked.messages[-1].get("content") if asked.echo and asked.messages else ""
         self._echo = content if isinstance(content, str) else ""
 
-    def begin(self, index: int, output: RequestOutput) -> bytes:
+    def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """Who speaks."""
         choice = {"index": index, "delta": {"role": "assistant", "content": self._echo}, "logprobs": None, "finish_reason": None}
         if self.asked.return_token_ids:
-            choice["prompt_token_ids"] = output.prompt_token_ids
+            choice["prompt_token_ids"] = output().prompt_token_ids
         return self.chunk([choice])
 
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:

@@ -29,14 +29,14 @@ class CompletionShape(Shape):
         self._offsets: dict[int, int] = {}
         """Characters of each choice so far."""
 
-    def begin(self, index: int, output: RequestOutput) -> bytes:
+    def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """The prompt, where it is wanted."""
         if not (self._echo or self.asked.return_token_ids):
             return b""
-        text, listed = self._prompt(index, output) if self._echo else ("", None)
+        text, listed = self._prompt(index, output()) if self._echo else ("", None)
         choice = {"index": index, "text": text, "logprobs": listed, "finish_reason": None}
         if self.asked.return_token_ids:
-            choice["prompt_token_ids"] = output.prompt_token_ids
+            choice["prompt_token_ids"] = output().prompt_token_ids
         return self.chunk([choice])
 
     def _prompt(self, index: int, output: RequestOutput) -> tuple[str, dict[str, Any] | None]:

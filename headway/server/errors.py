@@ -38,7 +38,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
-        if status == 413:
+        if status in (408, 413):
             self.headers["connection"] = "close"  # what is left of the body is not read
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -25,6 +26,11 @@ log = logging.getLogger("headway")
 SWITCH_INTERVAL: Final = 0.0005
 """Seconds after which Python's threads take turns: the engine's waits at most this long for the server's, and the other way
 round. Python's own 5 ms are longer than a step."""
+_LISTENERS: Final = 8
+"""Descriptors of the socket that listens. libuv accepts one connection from each in a round of the event loop, so that of a crowd
+the last, and the probe behind it, would wait for as many rounds as there are connections."""
+_SPARE_FILES: Final = 128
+"""Descriptors for what is opened while the server runs, such as kernels that are loaded and a trace that is written."""
 
 
 class Server(uvicorn.Server):
@@ -47,12 +53,12 @@ class Server(uvicorn.Server):
             host,
             port,
             loop="uvloop" if sys.platform != "win32" else "asyncio",
-            http=limited_protocol(options),
+            http=limited_protocol(options, most_connections()),
             ws="none",
             lifespan="off",
             log_level="info" if log_requests else "warning",
             access_log=log_requests,
-            backlog=2048,
+            backlog=4096,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(round(options.shutdown_timeout), 1) + 2,
             server_header=False,
@@ -63,6 +69,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and tell where."""
+        sockets = [bound_socket(self.config.host, self.config.port)] if sockets is None else sockets
+        sockets += [sockets[0].dup() for _ in range(_LISTENERS - 1)]
         await super().startup(sockets)
         if self._started_at is not None:
             host = str(self.config.host)
@@ -94,6 +102,13 @@ def serve(
     """Serve until a signal ends it; the engine is shut down then. sock: bound to the host; None: one that is bound now."""
     sock = sock or bound_socket(host, 8000)
     raise_file_limit()
+    if most_connections() < options.max_connections:
+        log.warning(
+            "max_connections=%d, but the system lets this process have %d more files open: connections beyond are cut off "
+            "without an answer; raise the limit (ulimit -n)",
+            options.max_connections,
+            most_connections(),
+        )
     sys.setswitchinterval(SWITCH_INTERVAL)
     if options.api_key is None and not is_local(host):
         log.warning(
@@ -127,6 +142,20 @@ def is_local(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return False
+
+
+def most_connections() -> int:
+    """Connections that there are descriptors for, beside what is open already and what may be opened meanwhile."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return sys.maxsize
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # no Linux
+        used = 0
+    return sys.maxsize if allowed == resource.RLIM_INFINITY else max(allowed - used - _SPARE_FILES, 1)
 
 
 def raise_file_limit() -> None:

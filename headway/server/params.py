@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Final
 
 import orjson
@@ -43,8 +44,33 @@ _COMPLETION_TOKENS: Final = 16
 """Of a completion that does not say how many, as in OpenAI's API."""
 
 
-def chat_params(asked: ChatRequest, default: SamplingParams) -> SamplingParams:
-    """The parameters of a chat. default: of the model, where the request says nothing.
+_REMEMBERED: Final = 256
+"""Sets of parameters. Most clients ask for the same ones again and again, and checking them is a fifth of admitting a request."""
+
+
+class ParamsMaker:
+    """Makes the parameters of requests over those of the model."""
+
+    def __init__(self, default: SamplingParams) -> None:
+        """default: where a request says nothing."""
+        self._default = default
+        self._remembered = lru_cache(_REMEMBERED)(lambda *given: replace(default, **dict(given)))
+
+    def make(self, given: dict[str, Any]) -> SamplingParams:
+        """The parameters with these fields. Pydantic has given each its type, so that equal values are the same value.
+
+        :raises ConfigError: a value that cannot work.
+        """
+        items = tuple(given.items())
+        try:
+            hash(items)
+        except TypeError:  # a list among them
+            return replace(self._default, **given)
+        return self._remembered(*items)
+
+
+def chat_params(asked: ChatRequest, maker: ParamsMaker) -> SamplingParams:
+    """The parameters of a chat.
 
     :raises ConfigError: a value that cannot work.
     """
@@ -52,23 +78,23 @@ def chat_params(asked: ChatRequest, default: SamplingParams) -> SamplingParams:
         raise ConfigError("top_logprobs", "logprobs=true beside it", asked.top_logprobs)
     most = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    return _params(asked, default, most, logprobs)  # no limit: until the answer ends or there is no room left
+    return _params(asked, maker, most, logprobs)  # no limit: until the answer ends or there is no room left
 
 
-def completion_params(asked: CompletionRequest, default: SamplingParams) -> SamplingParams:
+def completion_params(asked: CompletionRequest, maker: ParamsMaker) -> SamplingParams:
     """The parameters of completions; likewise."""
     if asked.suffix:
         raise ConfigError("suffix", "none, because models continue texts", repr(asked.suffix[:40]))
     most = asked.max_tokens
     if most == 0 and asked.echo:  # the prompt and its log-probabilities are all that is wanted
         most = 1
-    params = _params(asked, default, _COMPLETION_TOKENS if most is None else most, asked.logprobs)
+    params = _params(asked, maker, _COMPLETION_TOKENS if most is None else most, asked.logprobs)
     if asked.echo and asked.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=asked.logprobs)
     return params
 
 
-def _params(asked: SamplingRequest, default: SamplingParams, most: int | None, logprobs: int | None) -> SamplingParams:
+def _params(asked: SamplingRequest, maker: ParamsMaker, most: int | None, logprobs: int | None) -> SamplingParams:
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(asked, name)) is not None}
     best = asked.best_of
     if asked.stream and best is not None and best > (asked.n or 1):
@@ -81,7 +107,7 @@ def _params(asked: SamplingRequest, default: SamplingParams, most: int | None, l
     form = _form(asked)
     if form is not None:
         given["structured_outputs"] = form
-    return replace(default, **given, max_tokens=most, logprobs=logprobs, output_kind=kind)
+    return maker.make({**given, "max_tokens": most, "logprobs": logprobs, "output_kind": kind})
 
 
 def _form(asked: SamplingRequest) -> StructuredOutputsParams | None:

@@ -69,7 +69,7 @@ class PromptReader:
                 before = times.get(index)
                 times[index] = now
                 if before is None:
-                    parts.append(shape.begin(self._first + index, self.output))
+                    parts.append(shape.begin(self._first + index, state.output))
                     tokens -= 1  # the first has none before it; those that came with it came at once
                 if tokens > 0:
                     observe((now - (before or now)) / tokens, tokens)

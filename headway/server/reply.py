@@ -36,38 +36,37 @@ class Reply(Response):
         self._service, self._shape, self._prepare = service, shape, prepare
         self._asked = shape.asked
         self._streams: list[RequestStream] = []
+        self._watcher: asyncio.Task[None] | None = None
         self._left = self._started = False
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Serve it; the request ends with its client's connection."""
-        arrived, watcher, ticket = time.perf_counter(), None, None
+        arrived, ticket = time.perf_counter(), None
         try:
             ticket = self._service.admit()
-            watcher = asyncio.ensure_future(self._watch(receive))
             async with asyncio.timeout(self._service.options.request_timeout):
-                await self._serve(ticket, send)
+                await self._serve(ticket, receive, send)
         except TimeoutError:
             seconds = self._service.options.request_timeout
             await self._fail(ApiError(504, f"the request has taken longer than {seconds} s (request_timeout)"), send)
         except Exception as error:
             await self._fail(error, send)
         finally:
-            if watcher is not None:
-                watcher.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
             for stream in self._streams:
                 stream.close()
             if ticket is not None:
                 ticket.begun()
             self._service.took(time.perf_counter() - arrived)
 
-    async def _serve(self, ticket: Ticket, send: Send) -> None:
+    async def _serve(self, ticket: Ticket, receive: Receive, send: Send) -> None:
         requests = await self._prepare()
-        if self._left:
-            return
         llm, priority, metrics = self._service.llm, self._asked.priority, self._service.metrics
         for number, request in enumerate(requests):
             self._streams.append(llm.submit(request, f"{self._shape.id}-{number}", priority=priority))
         ticket.submitted()
+        self._watcher = asyncio.ensure_future(self._watch(receive))  # of a client that has left before it finds that at once
         readers = [PromptReader(each, number, self._shape, ticket, metrics) for number, each in enumerate(self._streams)]
         if not self._asked.stream:
             outputs = [await reader.whole() for reader in readers]

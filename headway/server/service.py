@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from headway.async_llm import AsyncLLM
 from headway.server.errors import ApiError
 from headway.server.metrics import Metrics
+from headway.server.params import ParamsMaker
 
 _LONGEST_RETRY: Final = 60
 
@@ -34,6 +36,8 @@ class ServerOptions:
     """Seconds that a client may take to read what is written to it."""
     shutdown_timeout: float = 30.0
     """Seconds that requests may go on after the server was told to stop."""
+    profile_dir: Path | None = None
+    """Folder for traces of the engine's steps; None: /start_profile is refused."""
 
 
 class Service:
@@ -43,7 +47,7 @@ class Service:
         self.llm, self.options = llm, options
         self.names = list(options.served_model_names) or [llm.model.name]
         self.metrics = Metrics(self.names[0], llm.engine.capacity.pool.page_format.block_size)
-        self.default_params = llm.get_default_sampling_params()
+        self.params_maker = ParamsMaker(llm.get_default_sampling_params())
         self.num_queued = 0
         """Requests without a first token."""
         self.num_unsubmitted = 0
@@ -60,15 +64,19 @@ class Service:
             known = ", ".join(self.names)
             raise ApiError(404, f"model: this server has {known}, not {name[:100]!r}", "model", "model_not_found")
 
-    def admit(self) -> Ticket:
-        """Let a request in.
+    def check_room(self) -> None:
+        """Check that one more request may wait.
 
-        :raises ApiError: too many wait.
+        :raises ApiError: too many do.
         """
         if self.num_queued >= self.options.max_queue:
             retry = min(max(round(self._seconds), 1), _LONGEST_RETRY)
             message = f"{self.num_queued} requests wait already (max_queue={self.options.max_queue}); try again in {retry} s"
             raise ApiError(429, message, code="queue_full", retry_after=retry)
+
+    def admit(self) -> Ticket:
+        """Let a request in; it raises as `check_room`."""
+        self.check_room()
         return Ticket(self)
 
     def took(self, seconds: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -73,8 +73,8 @@ class Shape(ABC):
         common = orjson.dumps(self._common)[:-1]
         return b"data: " + common + f',"choices":[{{"index":{index},{self.around[0]}'.encode()
 
-    def begin(self, index: int, output: RequestOutput) -> bytes:
-        """The events that come before all others of a choice."""
+    def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
+        """The events that come before all others of a choice. output: makes the output so far, which few need."""
         return b""
 
     @abstractmethod

@@ -106,6 +106,18 @@ def best_of_chunks(
     tl.store(tokens + out, tl.where(tl.max(sick.to(tl.int32), axis=0) > 0, -1, token.to(tl.int64)))
 
 
+@triton.jit
+def best_in_row(scores, tokens, row, chunks, BLOCK: tl.constexpr):
+    """The token of the largest score of a row's chunks, -1 if any chunk held a NaN."""
+    chunk = tl.arange(0, BLOCK)
+    inside = chunk < chunks
+    score = tl.load(scores + row * chunks + chunk, mask=inside, other=float("-inf"))
+    token = tl.load(tokens + row * chunks + chunk, mask=inside, other=0)
+    sick = tl.max((token < 0).to(tl.int32), axis=0)
+    at = tl.argmax(score, axis=0)
+    return tl.where(sick > 0, -1, tl.sum(tl.where(chunk == at, token, 0), axis=0))
+
+
 @triton.jit(do_not_specialize=["chunks"])
 def best_of_rows(
     scores,  # float32 [rows, chunks]
@@ -115,15 +127,9 @@ def best_of_rows(
     BLOCK: tl.constexpr,  # chunks rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """The token of the largest score, -1 if any chunk held a NaN. Grid (rows)."""
+    """The token of each row. Grid (rows)."""
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, BLOCK)
-    inside = chunk < chunks
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    score = tl.load(scores + row * chunks + chunk, mask=inside, other=float("-inf"))
-    token = tl.load(tokens + row * chunks + chunk, mask=inside, other=0)
-    sick = tl.max((token < 0).to(tl.int32), axis=0)
-    at = tl.argmax(score, axis=0)
-    tl.store(chosen + row, tl.where(sick > 0, -1, tl.sum(tl.where(chunk == at, token, 0), axis=0)))
+    tl.store(chosen + row, best_in_row(scores, tokens, row, chunks, BLOCK))

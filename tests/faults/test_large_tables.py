@@ -1,8 +1,10 @@
-"""Large tables: twenty thousand cells are read and shown in less than 3 s."""
+"""Tables are shown at once: no command that reads one imports torch, and twenty thousand cells take less than 3 s."""
 
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,19 @@ from headway.core.system.terminal import Terminal
 from headway.testing.json_files import write_json
 from headway.tuning.files import read_table
 from tables import a_cell, a_table
+
+
+def test_a_table_is_read_without_torch(tmp_path: Path) -> None:
+    write_json(a_table(a_cell()), tmp_path / "table.json")
+    program = """
+import sys
+from headway.cli.app import app
+for command in ("show table.json", "diff table.json table.json", "merge table.json table.json -o merged.json"):
+    app(["table", *command.split()], standalone_mode=False)
+print(sorted({"torch", "numpy", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done
 
 
 @pytest.mark.slow

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.engine.config import check_block_size
+from headway.models.checkpoint import check_sizes
 from headway.models.loader import load_model
+from sandbox import save_tiny_model
 from tables import a_device
 
 PLAIN: dict[str, Any] = {
@@ -41,7 +43,8 @@ ABSURD: dict[str, list[Any]] = {
     "num_key_value_heads": [*SIZES, 3],
     "head_dim": [*SIZES, 7],
     "sliding_window": SIZES,
-    "rms_norm_eps": [0, -1, NAN, "x", None],
+    "rms_norm_eps": [0, -1, NAN, "x", None, 1e300],
+    **{name: [0, -1, NAN, INFINITE, "x"] for name in ("attn_logit_softcapping", "final_logit_softcapping")},
     "rope_theta": [0, -1, NAN, INFINITE, "x", 10**400],
     "rope_scaling": [
         *({"rope_type": "linear", "factor": factor} for factor in (0, -2, NAN, "x", None)),
@@ -49,6 +52,12 @@ ABSURD: dict[str, list[Any]] = {
         {**LLAMA3, "low_freq_factor": 4},
         {"rope_type": "yarn", "factor": 0},
         {"rope_type": "linear"},
+        {"rope_type": 5},
+        {"rope_type": "dynamic", "factor": INFINITE},
+        *(
+            {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": long}
+            for long in ("x", None, [1.0], [1.0, NAN] * 2)
+        ),
     ],
     "eos_token_id": [1.0, 1.5, NAN, -1, True, [1.0], [-3], "x"],
     "torch_dtype": [[], 3],
@@ -79,6 +88,24 @@ def test_absurd_configurations(field: str, tmp_path: Path) -> None:
 def test_an_end_of_text_beyond_the_vocabulary_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load(tmp_path, eos_token_id=[2, 10**30]).eos_token_ids == {2}
     assert "outside the vocabulary" in caplog.text
+
+
+def test_a_gguf_header_with_impossible_sizes_is_refused_before_memory_is_taken() -> None:
+    with pytest.raises(ModelError, match="its header cannot be used: num_hidden_layers needs a whole number of at most 4096"):
+        check_sizes(Path("m.gguf"), {**PLAIN, "num_hidden_layers": 2**31 - 1}, "its header")
+
+
+def test_what_a_library_in_rust_gives_up_over_is_the_file_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("range end index 2 out of range for slice of length 1")
+
+    folder = save_tiny_model(tmp_path / "model")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", panic)
+    with pytest.raises(ModelError, match="the tokenizer cannot be read .PanicException: range end"):
+        load_model(str(folder), device="cpu")
 
 
 @pytest.mark.parametrize("size", [12, 0, -16, 1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import numpy
 import pytest
 import torch
 
-from headway import LLM, SamplingParams
+from headway import LLM, AsyncLLM, SamplingParams
+from headway.asked import default_params
 from headway.core.contract.errors import ConfigError, HeadwayError, PromptError
 from headway.core.sampling.shaper import LogitsShaper
 from sandbox import save_tiny_model
@@ -92,6 +95,8 @@ def test_a_bad_second_prompt_leaves_the_first_unqueued(llm: LLM) -> None:
         with pytest.raises(ConfigError):
             llm.generate(["the quick", "a dog"], [GOOD, bad], use_tqdm=False)
         assert not llm.engine.has_unfinished
+    with pytest.raises(ConfigError, match="needs SamplingParams, got a NoneType"):
+        llm.generate(["the quick", "a dog"], [GOOD, None], use_tqdm=False)  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="priority"):
         llm.generate(["the quick", "a dog"], GOOD, use_tqdm=False, priority=[0, "x"])  # type: ignore[list-item]
     assert llm.engine.stats.num_prompt_tokens == before
@@ -101,6 +106,18 @@ def test_a_bad_second_prompt_leaves_the_first_unqueued(llm: LLM) -> None:
 def test_bytes_are_no_token_ids(llm: LLM, prompt: Any) -> None:
     with pytest.raises(PromptError, match="token ids"):
         llm.generate(prompt, GOOD, use_tqdm=False)
+
+
+def test_a_number_is_no_prompt() -> None:
+    with pytest.raises(PromptError, match="got a int"):
+        asyncio.run(anext(AsyncLLM.__new__(AsyncLLM).generate(5)))  # type: ignore[arg-type]
+
+
+def test_what_a_model_recommends_and_cannot_be_is_refused_with_its_file_s_name(tmp_path: Path) -> None:
+    for value in (float("nan"), -1, "hot", True):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value}))
+        with pytest.raises(ConfigError, match=r"generation_config\.json: temperature: needs a number"):
+            default_params(tmp_path)
 
 
 def test_halves_of_characters_are_refused(llm: LLM) -> None:

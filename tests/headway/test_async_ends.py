@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 from weakref import ref
 
 import pytest
 
-from headway import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from headway import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
 from streaming import read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -77,6 +79,32 @@ def test_requests_of_a_loop_that_was_closed_end(llm: LLM, served: AsyncLLM) -> N
             await asyncio.sleep(0.001)
 
     asyncio.run(asyncio.wait_for(wait(), 10))
+
+
+def test_an_id_that_is_taken_again_brings_no_token_of_the_request_before(llm: LLM, served: AsyncLLM) -> None:
+    """A step may be running when a request ends by a stop text or is given up, and bring it another token."""
+    prompts = [[number, 9, 2] for number in range(1, 21)]
+    alone = [output.outputs[0] for output in llm.generate(prompts, LONG, use_tqdm=False)]
+
+    async def stopped(prompt: list[int], stop: str) -> str:
+        params = replace(LONG, stop=stop, output_kind=RequestOutputKind.DELTA)
+        return "".join([output.outputs[0].text async for output in served.generate(prompt, params, "mine")])
+
+    async def given_up(prompt: list[int]) -> list[int]:
+        async with aclosing(served.generate(prompt, LONG, "mine")) as outputs:
+            async for output in outputs:
+                if len(output.outputs[0].token_ids) >= 3:
+                    return output.outputs[0].token_ids
+        return []
+
+    async def one_after_the_other() -> None:
+        for prompt, whole in zip(prompts, alone, strict=True):
+            stop = whole.text[5:8]
+            assert await stopped(prompt, stop) == whole.text[: whole.text.index(stop)]
+            found = await given_up(prompt)
+            assert found == whole.token_ids[: len(found)]
+
+    asyncio.run(one_after_the_other())
 
 
 def test_what_is_dropped_without_a_shutdown_ends_its_thread(llm: LLM) -> None:

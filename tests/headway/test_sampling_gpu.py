@@ -97,7 +97,7 @@ def test_logits_change_as_on_a_cpu() -> None:
 def test_choosing_never_waits_for_the_device() -> None:
     """But for what must see the token before."""
     wishes = [SamplingParams(**wish) for wish in WISHES if "logits_processors" not in wish]
-    sampler = TokenSampler(fastest_sampling(CUDA), len(wishes), 5000, CUDA, HostRows(None, {}))
+    sampler = TokenSampler(fastest_sampling(CUDA, 5000), len(wishes), 5000, CUDA, HostRows(None, {}))
     rows = numpy.arange(len(wishes), dtype=numpy.int32)
     logits = torch.randn(len(wishes), 5000, device=CUDA)
     started = [StartedRow(row, wish, row, (1, 2, 3), 2, (7,)) for row, wish in enumerate(wishes)]

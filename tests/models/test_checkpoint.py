@@ -163,7 +163,7 @@ def test_an_impossible_size_is_refused_by_name(tmp_path: Path, change: dict[str,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rms_norm_eps": -1.0}, "rms_norm_eps: needs a number above 0"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps needs a number above 0"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta: needs a number above 0"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

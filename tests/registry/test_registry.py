@@ -19,7 +19,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
 from headway.core.system.faults import warn_once
 from headway.registry import Registry, create_registry, hookimpl
-from headway.registry.registry import BUILTIN_OWNER
+from headway.registry.records import BUILTIN_OWNER
 from sandbox import run_python
 
 KERNEL_LIBRARIES = ("triton", "flash_attn", "xformers", "flashinfer", "transformers", "vllm")
@@ -107,9 +107,9 @@ def test_an_unknown_name_is_answered_with_every_name_its_state_and_every_failure
 
     registry = make(mine=Plugin([info("broken", missing, extra="libkernel>=2")]))
     with pytest.raises(UnknownBackendError) as caught:
-        registry.backend("flsh")
+        registry.backend("brokn")
     text = str(caught.value)
-    assert "'flsh'" in text
+    assert "'brokn', which nobody registered. Nearest: broken. Registered here:" in text
     assert re.search(r"^ +sdpa +available$", text, re.MULTILINE)
     assert re.search(r"^ +broken +unavailable.*libkernel.*pip install 'libkernel>=2'", text, re.MULTILINE)
 

@@ -33,7 +33,9 @@ async def ask(http: httpx.AsyncClient, plan: str, prompt: list[int], tokens: int
         return "", 0
     text, done, most, id = "", 0, draw.randint(1, 8), None
     async with http.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200
+        if answer.status_code == 500:  # before its first token
+            raise ServerError(await answer.aread())
+        assert answer.status_code == 200, await answer.aread()
         async for line in answer.aiter_lines():
             if line == "data: [DONE]":
                 done += 1

@@ -69,37 +69,51 @@ class Moving:
         self._pool, self._random, self._faults, self._latest = pool, random, faults, latest
         self.broken = broken
         self._slots: dict[int, Any] = {}
+        self._stale: set[int] = set()
+        """Slots that hold what they held before a copy that failed."""
         self._queue: deque[OnDisk] = deque()
         """What the disk has yet to do, in order."""
         self._busy: dict[int, OnDisk] = {}
         """What the disk did last with a slot."""
         self._fetched: dict[int, OnDisk] = {}
-        self.moved_out = self.moved_back = self.num_broken = 0
+        self.moved_out = self.moved_back = self.num_broken = self.num_not_out = 0
 
-    def move(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]]) -> Later[None]:
-        fault = None
-        if self._breaks():
-            back = back[: len(back) // 2]
-            fault = RuntimeError("a copy has failed")
-            if not back or self._random.random() < 0.5:
-                self._move(out[: len(out) // 2], back)
-                raise fault
-        self._move(out, back)
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> Later[None]:
+        fault = self._fault()
+        for number, (page, slot) in enumerate(moves):
+            demand(slot not in self._busy or self._busy[slot].ended, "a slot is overwritten while it is stored or fetched")
+            if fault is None or number < len(moves) // 2:
+                self._slots[slot] = self._pool.read_page(page)
+                self._stale.discard(slot)
+            else:
+                self._stale.add(slot)
+        self.moved_out += len(moves)
+        self.num_not_out += 0 if fault is None else len(moves)
+        return self._later(fault)
+
+    def move_back(self, moves: Sequence[tuple[int, int]]) -> Later[None]:
+        fault = self._fault()
+        for slot, page in moves if fault is None else moves[: len(moves) // 2]:
+            demand(slot not in self._fetched or self._fetched[slot].ended, "a slot is read before it was fetched")
+            if slot in self._slots:  # else nothing has come into it yet
+                self._pool.write_page(page, self._slots[slot])
+        self.moved_back += len(moves)
+        return self._later(fault)
+
+    def _fault(self) -> RuntimeError | None:
+        return RuntimeError("a copy has failed") if self._breaks() else None
+
+    def _later(self, fault: RuntimeError | None) -> Later[None]:
+        """A fault shows at once, or when the copies should have been made."""
+        if fault is not None and self._random.random() < 0.5:
+            raise fault
         return Later(None, self._random.randint(0, self._latest), fault)
 
-    def _move(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]]) -> None:
-        for page, slot in out:
-            demand(slot not in self._busy or self._busy[slot].ended, "a slot is overwritten while it is stored or fetched")
-            self._slots[slot] = self._pool.read_page(page)
-        for slot, page in back:
-            demand(slot not in self._fetched or self._fetched[slot].ended, "a slot is read before it was fetched")
-            self._pool.write_page(page, self._slots[slot])
-        self.moved_out += len(out)
-        self.moved_back += len(back)
-
     def store(self, pages: Sequence[KeptPage]) -> OnDisk:
+        stale = {page.name for page in pages if page.slot in self._stale}
+
         def work() -> frozenset[PageName]:
-            failed = {page.name for page in pages if self._random.random() < self._faults}
+            failed = stale | {page.name for page in pages if self._random.random() < self._faults}
             self.disk.update({page.name: (page.tokens, self._slots[page.slot]) for page in pages if page.name not in failed})
             return frozenset(failed)
 
@@ -111,6 +125,7 @@ class Moving:
             for page in pages:
                 if page.name not in failed:
                     tokens, self._slots[page.slot] = self.disk[page.name]
+                    self._stale.discard(page.slot)
                     demand(tokens == page.tokens, "a file holds other tokens than its name says")
             return frozenset(failed)
 

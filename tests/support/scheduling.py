@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.groups import NULL_PAGE, CacheGroup
 from headway.core.engine.schedule import Schedule, ScheduledSequence
+from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 
@@ -111,6 +113,107 @@ class Cache:
                 holders = self.blocks.num_holders(page) - self.sources.count(page)  # what was copied out has been read
                 assert holders == 1, f"{seq.request_id} writes into a shared page"
                 self.slots[page, place] = prefix
+
+
+def step_through(
+    scheduler: Scheduler, cache: Cache | None = None, sampled: Callable[[ScheduledSequence], list[int]] = verified
+) -> Schedule:
+    """Schedule, run and read one step."""
+    step = scheduler.schedule()
+    if scheduler.offloader is not None:
+        scheduler.offloader.flush()
+    if cache is not None:
+        cache.run(step, scheduler.running)
+    scheduler.launched(step)
+    for scheduled in step:
+        if scheduled.samples:
+            scheduler.read(scheduled.seq, sampled(scheduled))
+    scheduler.remove_finished()
+    scheduler.blocks.check_integrity(scheduler.holders)
+    return step
+
+
+def finish(scheduler: Scheduler, *seqs: Sequence, cache: Cache | None = None) -> list[Schedule]:
+    """Run sequences to their ends; returns the steps."""
+    for seq in seqs:
+        scheduler.add(seq)
+    steps = []
+    while scheduler.has_unfinished:
+        steps.append(step_through(scheduler, cache))
+    return steps
+
+
+@dataclass
+class Traffic:
+    """Random work: who comes when, who gives up, and how the steps run."""
+
+    arrivals: list[Arrival]
+    aborted: set[int] = field(default_factory=set)
+    """Numbers of the arrivals that are aborted at the eighth step."""
+    overlapped: bool = False
+    """Whether a step is launched before the one before it is read."""
+    drafts: int = 0
+    """Guesses after each token, of which some are wrong."""
+    failing: bool = False
+    """Whether every fifth step does not run, and the next one tries again."""
+    stop: frozenset[int] = frozenset()
+    priorities: int = 0
+    """Others than 0."""
+
+    def drive(
+        self,
+        scheduler: Scheduler,
+        cache: Cache,
+        look: Callable[[Schedule], None] = lambda _: None,
+        before: Callable[[int], None] = lambda _: None,
+    ) -> list[Sequence]:
+        """Run until all have ended. look: sees each step before it runs. before: is called with the number of each."""
+        coming = sorted(enumerate(self.arrivals), key=lambda item: item[1].step)
+        seqs: list[Sequence] = []
+        in_flight: Schedule | list[ScheduledSequence] = []
+        time, blocks, offloader = 0, scheduler.blocks, scheduler.offloader
+        while coming or scheduler.has_unfinished:
+            while coming and coming[0][1].step <= time:
+                number, arrival = coming.pop(0)
+                seqs.append(sequence(str(number), arrival.prompt, arrival.max_tokens))
+                seqs[-1].stop_token_ids = self.stop
+                seqs[-1].turn = (number % (self.priorities + 1), len(seqs))
+                scheduler.add(seqs[-1])
+            if time == 8:
+                for seq in seqs:
+                    if int(seq.request_id) in self.aborted and not seq.finished:
+                        seq.finish("abort")
+                scheduler.remove_finished()
+            time += 1
+            assert time < 3000, "no progress"
+            before(time)
+            if not scheduler.has_unfinished:
+                continue
+            step = scheduler.schedule()
+            if offloader is not None:
+                offloader.flush()
+            coming_back = offloader is not None and offloader.loads.occupied
+            assert step or in_flight or coming_back, "unfinished work, and nothing scheduled"
+            blocks.check_integrity(scheduler.holders)
+            look(step)
+            if self.failing and time % 5 == 0:
+                continue
+            cache.run(step, scheduler.running)
+            scheduler.launched(step)
+            read, in_flight = (in_flight, step) if self.overlapped else (step, [])
+            for scheduled in read:
+                seq = scheduled.seq
+                if scheduled.samples:
+                    scheduler.read(seq, [] if seq.finished else verified(scheduled))
+                    ahead = range(seq.num_tokens, seq.num_tokens + self.drafts)
+                    seq.draft_token_ids = [next_token(place) ^ (place % 5 == 0) for place in ahead]
+            if self.drafts:
+                scheduler.part()
+            scheduler.remove_finished()
+            blocks.check_integrity(scheduler.holders)
+        assert all(seq.finished for seq in seqs)
+        assert blocks.num_free == blocks.num_pages, "a page leaked"
+        return seqs
 
 
 GROUPS = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from headway.core.contract.spec import AttentionSpec
-from headway.tuning.device import DeviceIdentity, identify_device
+from headway.tuning.device import identify_device
+from headway.tuning.identity import DeviceIdentity
 from headway.tuning.points import Point
 from headway.tuning.run import CrossoverOptions
 from headway.tuning.schema import BackendRecord, Cell, CrossoverTable, SpecRecord

@@ -11,7 +11,8 @@ from headway.core.engine.host_rows import HostRows
 from headway.core.engine.step import StartedRow
 from headway.core.engine.token_sampler import Chosen, TokenSampler
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from headway.core.sampling.proof import filter_kept
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
 
 
 def choose(
@@ -41,3 +42,13 @@ def choose(
 def take(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """The tokens."""
     return choose(logits, params, seeds, positions).tokens
+
+
+def choose_each(logits: torch.Tensor, scales: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`SamplingOps.choose` by torch's operations."""
+    return torch.where(scales == 0, greedy(logits), draw(logits, scales, keys))
+
+
+DRAWS_INSIDE = SamplingOps(choose=choose_each)
+"""Draws in graphs, as a GPU does without kernels that filter."""
+FILTERS_INSIDE = SamplingOps(choose=choose_each, filter=filter_kept)

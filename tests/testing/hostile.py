@@ -48,6 +48,21 @@ class Raises(_Plain):
         raise ValueError("no kernel for this")
 
 
+class Prints(_Plain):
+    name = "prints"
+
+    def plan(self, metadata):
+        print("hello from the kernel")
+        return super().plan(metadata)
+
+
+class NoGpu(_Plain):
+    name = "no-gpu"
+
+    def decode(self, q, cache, plan, out, lse=None):
+        raise RuntimeError("0 active drivers ([]). There should only be one.")  # Triton's words
+
+
 class Leaks(_Plain):
     name = "leaks"
 

@@ -17,8 +17,8 @@ from headway.testing.checking import Wanted, check
 from headway.testing.kit import CHECKS, Kit
 from headway.testing.origin import Origin
 from headway.testing.report import CheckReport, machine_of, read_check
-from headway.testing.runner import Child, Run
-from headway.testing.scorecard import badge, command, scorecard
+from headway.testing.runner import Child, Run, cell_timeout
+from headway.testing.scorecard import badge, command, patterns, scorecard
 from headway.testing.subject import load_subject
 
 HERE = Path(__file__).parent
@@ -44,6 +44,7 @@ def kit(name: str) -> Kit:
         ("CachesByAddress", PLAIN, "wrong"),
         ("DenseAsOne", PLAIN.plain("answer", phase="prefill"), "ignores the strides of v"),
         ("LeaksBetweenLayers", PLAIN, "another sequence or layer"),
+        ("NoGpu", PLAIN, "TRITON_INTERPRET=1 in the environment"),
     ],
 )
 def test_a_hostile_backend_is_caught(name: str, cell: Cell, words: str) -> None:
@@ -86,7 +87,15 @@ def test_a_process_that_dies_is_a_finding_and_the_next_cell_runs() -> None:
 
 def test_a_hang_is_a_finding() -> None:
     (result,) = Run([Child(f"{HOSTILE}:Hangs", "cpu", 1, 1.0)]).all([str(PLAIN)])
-    assert result.guess == "hangs"
+    assert "no answer within 1 s" in result.reason
+    assert result.guess.startswith("hangs, or takes longer: --timeout")
+
+
+def test_under_the_interpreter_a_cell_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = cell_timeout("cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert cell_timeout("cpu") == 10 * usual
+    assert machine_of(torch.device("cpu")).interpreted
 
 
 def test_every_cell_has_a_name_that_finds_it_again() -> None:
@@ -155,6 +164,30 @@ def test_a_report_comes_back_and_shows_one_line_a_check(tmp_path: Path) -> None:
     assert "1 of 3 failed" in badge(report)
 
 
+def test_failures_of_one_kind_are_shown_once() -> None:
+    results = [kit("LeaksBetweenLayers").run(PLAIN)]
+    results += [results[0].model_copy(update={"cell": f"other {number}", "block_size": 16}) for number in range(9)]
+    results += [
+        results[0].model_copy(update={"cell": f"well {size}", "status": "passed", "block_size": size}) for size in (32, 64, 128)
+    ]
+    machine = machine_of(torch.device("cpu"))
+    report = CheckReport(
+        target="x", subject="x", origin=Origin(version="1", commit="a"), date="now", quick=True, machine=machine, cells=results
+    )
+    lines = [line.plain for line in scorecard(report, {"answer": "answers"}, 80)]
+    assert sum(line.startswith("✗ ") for line in lines) == 1
+    assert "  and 9 more like it" in lines
+    assert "10 failed in all; --json FILE keeps them" in lines
+    assert [line for line in lines if "exactly" in line] == [
+        "answers are wrong exactly where block_size is 16 or 8 (10 cells are wrong)"
+    ]
+    some = [
+        results[0],
+        *(cell.model_copy(update={"block_size": size}) for cell, size in zip(results[1:4], (16, 24, 48), strict=True)),
+    ]
+    assert patterns([*some, results[-1]]) == ["answers are right exactly where block_size is 128 (4 cells are wrong)"]
+
+
 def test_the_command_line_and_its_exit_codes(tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "headway", "check", *arguments], capture_output=True, text=True)
@@ -169,6 +202,14 @@ def test_the_command_line_and_its_exit_codes(tmp_path: Path) -> None:
     assert mistaken.returncode == 2
     assert "nobody registered" in mistaken.stderr
     assert "Traceback" not in mistaken.stderr
+
+
+def test_a_cell_in_this_process_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
+    report = check(Wanted(target=f"{HOSTILE}:Prints", cell=str(PLAIN), in_process=True))
+    assert [cell.status for cell in report.cells] == ["passed"]
+    assert "hello from the kernel" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--in-process: needs one cell: --cell CELL, got none"):
+        check(Wanted(target="sdpa", in_process=True))
 
 
 def test_the_example_keeps_the_contract() -> None:

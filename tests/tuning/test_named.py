@@ -46,6 +46,21 @@ def test_a_wrong_one_is_refused_and_may_be_let_through(monkeypatch: pytest.Monke
     check_named(registry, ["drops-softcap"], [SPEC])
 
 
+@pytest.mark.parametrize(
+    ("owner", "command"),
+    [
+        ("third 1.0", "headway check drops-softcap says more"),
+        ("mine.py@e660e93e", "headway check mine.py:DropsSoftcap says more"),
+    ],
+)
+def test_the_refusal_names_a_command_that_finds_it(
+    owner: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=command):
+        check_named(registry_of(DropsSoftcap, owner), ["drops-softcap"], [SPEC])
+
+
 def test_a_right_one_is_tried_once_a_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     check_named(registry_of(Plain, "third 1.0"), ["plain", "sdpa", "auto"], [SPEC, SPEC])

@@ -14,6 +14,7 @@ from pathlib import Path
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.offload.mover import KeptPage
 from headway.core.engine.offload.tier import PageName
+from headway.core.system.files import write_whole
 
 log = logging.getLogger("headway")
 
@@ -70,7 +71,10 @@ class DiskStore:
 
         def unlink() -> None:
             for name in names:
-                self._path(name).unlink(missing_ok=True)
+                try:
+                    self._path(name).unlink(missing_ok=True)
+                except OSError as error:
+                    self._warn(f"not deleted: {error.strerror}", name)
 
         self._thread.submit(unlink)
 
@@ -85,17 +89,18 @@ class DiskStore:
                 work(page)
             except Exception as error:  # whatever it is, the engine goes on without this page
                 failed.add(page.name)
-                fault = f"not {what}: {error.strerror if isinstance(error, OSError) else error}"
-                if fault not in self._warned:
-                    self._warned.add(fault)
-                    path = self._path(page.name)
-                    log.warning("kv_offload_dir: a block was %s (%s); further ones are only counted", fault, path)
+                self._warn(f"not {what}: {error.strerror if isinstance(error, OSError) else error}", page.name)
         return frozenset(failed)
+
+    def _warn(self, fault: str, name: PageName) -> None:
+        if fault not in self._warned:
+            self._warned.add(fault)
+            log.warning("kv_offload_dir: a block was %s (%s); further ones are only counted", fault, self._path(name))
 
     def _write(self, page: KeptPage) -> None:
         parts = self._parts(page.slot)
         header = _HEADER.pack(_MAGIC, len(page.tokens), sum(map(len, parts)), _checksum(page, parts))
-        _write_whole(self._path(page.name), (header, page.tokens, *parts))
+        write_whole(self._path(page.name), header, page.tokens, *parts)
 
     def _read(self, page: KeptPage) -> None:
         path, parts = self._path(page.name), self._parts(page.slot)
@@ -114,18 +119,6 @@ class DiskStore:
             path.unlink(missing_ok=True)
             raise
         os.utime(path)  # used last
-
-
-def _write_whole(path: Path, content: Sequence[bytes | memoryview]) -> None:
-    """Write a file beside its place and move it there."""
-    beside = path.with_suffix(f".{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            file.writelines(content)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def _exactly(content: bytes | memoryview, size: int) -> bytes | memoryview:

@@ -58,9 +58,13 @@ class HostMover:
         """To be called before a step is launched: see Transfers."""
         self._transfers.before(step)
 
-    def move(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]]) -> Pending[object]:
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> Pending[object]:
         """See PageMover."""
-        return self._transfers.move(out, back)
+        return self._transfers.move_out(moves)
+
+    def move_back(self, moves: Sequence[tuple[int, int]]) -> Pending[object]:
+        """See PageMover."""
+        return self._transfers.move_back(moves)
 
     def store(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
         """See PageMover."""

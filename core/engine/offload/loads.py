@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.groups import NULL_PAGE
-from headway.core.engine.offload.mover import KeptPage, Pending
+from headway.core.engine.offload.failures import Failures
+from headway.core.engine.offload.mover import KeptPage, PageMover, Pending
 from headway.core.engine.offload.shelf import Shelf
 from headway.core.engine.offload.tier import HostTier, PageName
 from headway.core.engine.prefixes import packed
@@ -86,8 +89,8 @@ class Load:
 class Loads:
     """The loads under way, the oldest first."""
 
-    def __init__(self, blocks: BlockManager, tier: HostTier, shelf: Shelf, stats: EngineStats) -> None:
-        self._blocks, self._tier, self._shelf, self._stats = blocks, tier, shelf, stats
+    def __init__(self, blocks: BlockManager, tier: HostTier, shelf: Shelf, stats: EngineStats, failures: Failures) -> None:
+        self._blocks, self._tier, self._shelf, self._stats, self._failures = blocks, tier, shelf, stats, failures
         self._loads: list[Load] = []
         self._returned: list[Sequence] = []
         """Sequences that wait no longer, until they are asked for."""
@@ -107,15 +110,29 @@ class Loads:
             coming.followers.append(seq)
         return coming is not None
 
-    def to_move(self) -> list[Load]:
-        """Loads whose pages are in the host's memory, and have not begun to move."""
-        return [load for load in self._loads if not load.to_fetch and load.fetching is None and load.moving is None]
+    def move(self, mover: PageMover) -> int:
+        """Begin to move what is in the host's memory, and has not begun; returns how many pages."""
+        begun = [load for load in self._loads if not load.to_fetch and load.fetching is None and load.moving is None]
+        back = [each for load in begun for each in load.back]
+        if not back:
+            return 0
+        try:
+            moving = mover.move_back(back)
+        except Exception as error:
+            for load in begun:
+                self._fail(load, "not copied back", len(load.back), error)
+            return 0
+        for load in begun:
+            load.moving = moving
+        return len(back)
 
     def fetch(self) -> None:
         """Begin to read from the disk."""
-        for load in self._loads:
-            if load.to_fetch:
+        for load in [load for load in self._loads if load.to_fetch]:
+            try:
                 load.fetching, load.to_fetch = self._shelf.fetch(load.to_fetch), []
+            except Exception as error:
+                self._fail(load, "not read from disk", len(load.to_fetch), error)
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
         """Bring the pages `names` of a sequence's first `length` tokens back; False: there is no room.
@@ -144,8 +161,8 @@ class Loads:
         returned, self._returned = self._returned, []
         return returned
 
-    def look(self) -> None:
-        """See what has come. What is wrong with a copy is raised."""
+    def look(self, copying: Set[PageName]) -> None:
+        """See what has come. copying: pages on their way into their slots, so that nobody knows yet whether these hold them."""
         for load in list(self._loads):
             if load.fetching is not None and load.fetching.done():
                 if self._shelf.fetched(load.fetching):
@@ -153,8 +170,12 @@ class Loads:
                     self._cancel(load)
                     continue
                 load.fetching = None
-            if load.moving is not None and load.moving.done():
-                load.moving.result()
+            if load.moving is not None and load.moving.done() and copying.isdisjoint(load.names):
+                try:
+                    load.moving.result()
+                except Exception as error:
+                    self._fail(load, "not copied back", len(load.back), error)
+                    continue
                 load.seq.num_computed = load.length
                 self._blocks.advance(load.seq)
                 self._stats.offload_hits += load.spared
@@ -181,25 +202,36 @@ class Loads:
         self._returned = [seq for seq in self._returned if not seq.finished]
         self.unlucky = {seq for seq in self.unlucky if not seq.finished}
 
-    def cancel_all(self, failed: bool = False) -> None:
-        """Let everybody go without the pages. failed: for their copies fail, and would the next time."""
-        if failed:
-            self.unlucky.update(load.seq for load in self._loads)
+    def cancel_all(self) -> None:
+        """Let everybody go without the pages."""
         for load in list(self._loads):
             self._cancel(load)
 
+    def lost(self, names: Iterable[PageName]) -> None:
+        """Let those go for whom slots are read that do not hold these pages."""
+        gone = set(names)
+        for load in [load for load in self._loads if not gone.isdisjoint(load.names)]:
+            self._cancel(load)
+
     def wait(self) -> None:
-        """Wait until the first load has come a step further. What is wrong with a copy is raised."""
+        """Wait until the first load has come a step further; `look` sees how."""
         if self._loads and not self._returned:
             load = self._loads[0]
             pending = load.moving if load.fetching is None else load.fetching
             assert pending is not None, "flush() first"
-            pending.result()
+            with contextlib.suppress(Exception):
+                pending.result()
 
     def _slot(self, name: PageName) -> int:
         slot = self._tier.find(name)
         assert slot is not None, "a locked name has left the tier"
         return slot
+
+    def _fail(self, load: Load, what: str, num_pages: int, error: Exception) -> None:
+        """Its copies fail, and would the next time."""
+        self._failures.count(what, num_pages, error)
+        self.unlucky.add(load.seq)
+        self._cancel(load)
 
     def _cancel(self, load: Load) -> None:
         for page in load.to_fetch:

@@ -15,7 +15,7 @@ class Pending(Protocol[Result]):
     """Something that was begun; a `concurrent.futures.Future` is one."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether it has ended, well or not."""
 
     def result(self) -> Result:
         """Wait for its end. What went wrong is raised here."""
@@ -54,11 +54,15 @@ class PageMover(Protocol):
     def max_stored(self) -> int:
         """Pages that the disk may hold; 0: there is no disk."""
 
-    def move(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]]) -> Pending[object]:
-        """Copy pages out, (page, slot), then others back, (slot, page). It ends when those that come back are there."""
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> Pending[object]:
+        """Copy pages out, (page, slot). Where that fails, at once or at its end, nobody knows what any of the slots holds."""
+
+    def move_back(self, moves: Sequence[tuple[int, int]]) -> Pending[object]:
+        """Copy pages back, (slot, page). It fails as `move_out` does."""
 
     def store(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
-        """Write slots to the disk; its result are the pages that could not be written."""
+        """Write slots to the disk; its result are the pages that could not be written, those included whose copy into the slot
+        has failed at its end."""
 
     def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
         """Read slots from the disk; its result are the pages that are not there as they should be."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import OrderedDict
 
@@ -10,14 +9,13 @@ from headway.core.engine.blocks import BlockManager
 from headway.core.engine.config import EngineConfig
 from headway.core.engine.offload.clock import StepClock
 from headway.core.engine.offload.costs import Costs
+from headway.core.engine.offload.failures import Failures
 from headway.core.engine.offload.loads import Loads
-from headway.core.engine.offload.mover import KeptPage, PageMover
+from headway.core.engine.offload.mover import KeptPage, PageMover, Pending
 from headway.core.engine.offload.shelf import Shelf
 from headway.core.engine.offload.tier import HostTier, PageName
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.stats import EngineStats
-
-log = logging.getLogger("headway")
 
 RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 
@@ -41,12 +39,16 @@ class Offloader:
         self.clock = StepClock(costs, stats)
         """To be told of every step."""
         self.tier = HostTier(mover.num_slots)
-        self._shelf = Shelf(mover, self.tier, stats)
+        self._failures = Failures(stats)
+        self._shelf = Shelf(mover, self.tier, stats, self._failures)
         self._mode, self._lookahead = mode, blocks.num_pages if mover.max_stored else lookahead
         self._dirty: OrderedDict[int, int] = OrderedDict()
         """Free pages to be copied out, in the order in which they were freed -> their groups."""
-        self._out: list[tuple[int, int]] = []
-        self.loads = Loads(blocks, self.tier, self._shelf, stats)
+        self._out: dict[PageName, tuple[int, int]] = {}
+        """Page and slot of what is to be copied out before the next step."""
+        self._copying: list[tuple[Pending[object], list[PageName]]] = []
+        """Copies under way into slots of the tier."""
+        self.loads = Loads(blocks, self.tier, self._shelf, stats, self._failures)
         """Sequences that wait for pages, beside the scheduler's queues."""
         self._swapped: dict[Sequence, list[PageName]] = {}
         """Preempted sequences -> what is locked for them."""
@@ -74,7 +76,7 @@ class Offloader:
         """See PageKeeper. What is on disk was written after its step had been read without a fault."""
         self.loads.cancel_all()
         self._dirty.clear()
-        self._out = []
+        self._out = {}
         self.tier.clear()
         self._shelf.forget()
         if everywhere:
@@ -119,10 +121,8 @@ class Offloader:
 
     def arrived(self) -> list[Sequence]:
         """Sequences that wait for pages no longer."""
-        try:
-            self.loads.look()
-        except Exception as error:
-            self._copy_failed(error)
+        self._look_at_copies()
+        self.loads.look({name for _, names in self._copying for name in names})
         return self.loads.arrived()
 
     def remove_finished(self) -> None:
@@ -147,33 +147,43 @@ class Offloader:
         if ready < self._lookahead:  # then enough for some steps, for one move of many pages costs the host less than many moves
             for _ in range(min(self._lookahead - ready + self._lookahead // 4, len(self._dirty))):
                 self._keep(*self._dirty.popitem(last=False))
-        try:
-            self._move()
-            self.loads.fetch()
-            self._shelf.flush(idle)
-            if wait:
-                self.loads.wait()
-        except Exception as error:
-            self._copy_failed(error)
+        self._look_at_copies()
+        self._move_out()
+        self._stats.offload_bytes_in += self.loads.move(self._mover) * self._costs.page_bytes
+        self.loads.fetch()
+        self._shelf.flush(idle)
+        if wait:
+            self.loads.wait()
 
-    def _copy_failed(self, error: Exception) -> None:
-        """Whatever a copy raises: what the tier should hold it may not."""
-        log.warning("offload: a copy failed, so all that was offloaded is forgotten: %s", error)
-        self._stats.offload_failures["a copy failed"] += 1
-        self.loads.cancel_all(failed=True)
-        self.forgotten(everywhere=False)
-
-    def _move(self) -> None:
-        begun = self.loads.to_move()
-        if not (self._out or begun):
+    def _move_out(self) -> None:
+        names, moves = list(self._out), list(self._out.values())
+        self._out = {}
+        if not names:
             return
-        back = [each for load in begun for each in load.back]
-        pending = self._mover.move(self._out, back)
-        self._stats.offload_bytes_out += len(self._out) * self._costs.page_bytes
-        self._stats.offload_bytes_in += len(back) * self._costs.page_bytes
-        self._out = []
-        for load in begun:
-            load.moving = pending
+        try:
+            self._copying.append((self._mover.move_out(moves), names))
+            self._stats.offload_bytes_out += len(names) * self._costs.page_bytes
+        except Exception as error:
+            self._lost(names, error)
+
+    def _look_at_copies(self) -> None:
+        """See which copies have ended, and forget the pages of those that have failed."""
+        for copying in [each for each in self._copying if each[0].done()]:
+            self._copying.remove(copying)
+            pending, names = copying
+            try:
+                pending.result()
+            except Exception as error:
+                self._lost(names, error)
+
+    def _lost(self, names: list[PageName], error: Exception) -> None:
+        """Pages have not come into their slots: nobody is to find them there."""
+        self._failures.count("not copied out", len(names), error)
+        self.loads.lost(names)
+        self._shelf.lost(names)
+        for name in names:
+            self._out.pop(name, None)  # its slot is free now
+            self.tier.drop(name)
 
     @property
     def num_blocks(self) -> int:
@@ -212,9 +222,9 @@ class Offloader:
             return
         slot = self.tier.put(name)
         if slot is None:
-            self._stats.offload_failures["host tier full of what is locked"] += 1
+            self._failures.count("host tier full of what is locked", 1)
             return
-        self._out.append((page, slot))
+        self._out[name] = page, slot
         self._stats.blocks_offloaded += self._blocks.groups[group].blocks_per_page
         self._shelf.kept(KeptPage(name, index.tokens_of(page), slot))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from headway.core.engine.offload.failures import Failures
 from headway.core.engine.offload.mover import KeptPage, PageMover, Pending
 from headway.core.engine.offload.tier import HostTier, PageName
 from headway.core.engine.stats import EngineStats
@@ -17,8 +18,8 @@ class Shelf:
     that the disk refuses or returns damaged is forgotten and counted.
     """
 
-    def __init__(self, mover: PageMover, tier: HostTier, stats: EngineStats) -> None:
-        self._mover, self._tier, self._stats = mover, tier, stats
+    def __init__(self, mover: PageMover, tier: HostTier, stats: EngineStats, failures: Failures) -> None:
+        self._mover, self._tier, self._stats, self._failures = mover, tier, stats, failures
         self._names: OrderedDict[PageName, None] = OrderedDict.fromkeys(mover.stored)
         self._unread: list[KeptPage] = []
         """Copied out since the last flush: the step that computed them may not have been read."""
@@ -43,13 +44,21 @@ class Shelf:
         if not self._mover.max_stored or page.name in self._names:
             return
         if 2 * self._tier.num_unlocked < self._tier.num_slots:
-            self._stats.offload_failures["disk slower than what is offloaded"] += 1
+            self._failures.count("disk slower than what is offloaded", 1)
             return
         self._tier.lock([page.name])
         self._unread.append(page)
 
+    def lost(self, names: Iterable[PageName]) -> None:
+        """The copies of pages into their slots have failed, so nothing of them is to be written."""
+        gone = set(names)
+        waiting = [page.name for page in (*self._unread, *self._unwritten) if page.name in gone]
+        self._unread = [page for page in self._unread if page.name not in gone]
+        self._unwritten = [page for page in self._unwritten if page.name not in gone]
+        self._tier.unlock(waiting)
+
     def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
-        """Begin to read pages into their slots, which stay locked until that has ended."""
+        """Begin to read pages into their slots, which stay locked until that has ended. What the mover raises is raised."""
         names = [page.name for page in pages]
         pending = self._mover.fetch(pages)
         self._tier.lock(names)
@@ -67,18 +76,17 @@ class Shelf:
 
     def fetched(self, fetching: Pending[frozenset[PageName]]) -> frozenset[PageName]:
         """End a fetch; returns the pages that did not come."""
-        failed = fetching.result()
+        failed: frozenset[PageName] = frozenset()
         for pending, names in list(self._fetching):
             if pending is fetching:
                 self._fetching.remove((pending, names))
                 self._adrift.difference_update(names)
+                failed = self._result(pending, names, "not read from disk")
                 for name in failed:
                     self._tier.drop(name)
                     self._names.pop(name, None)
                 self._tier.unlock(names)
-                if failed:
-                    self._mover.discard(list(failed))
-                    self._stats.offload_failures["not read from disk"] += len(failed)
+                self._discard(list(failed))
         return failed
 
     def flush(self, idle: bool) -> None:
@@ -86,28 +94,47 @@ class Shelf:
         for pending, names in list(self._storing):
             if pending.done():
                 self._storing.remove((pending, names))
-                self._stored(names, pending.result())
+                self._stored(names, self._result(pending, names, "not written to disk"))
         for pending, names in list(self._fetching):
             if pending.done() and self._adrift.intersection(names):
                 self.fetched(pending)
         pages = self._unwritten + (self._unread if idle else [])
         if pages:
             names = [page.name for page in pages]
-            self._storing.append((self._mover.store(pages), names))  # if it raises, `forget` lets go of the pages
-            self._names.update(dict.fromkeys(names))
+            try:
+                self._storing.append((self._mover.store(pages), names))
+                self._names.update(dict.fromkeys(names))
+            except Exception as error:
+                self._failures.count("not written to disk", len(names), error)
+                self._stored(names, frozenset(names))
         self._unwritten, self._unread = [] if idle else self._unread, []
         surplus = [name for name, _ in zip(self._names, range(len(self._names) - self._mover.max_stored), strict=False)]
         for name in surplus:
             del self._names[name]
-        if surplus:
-            self._mover.discard(surplus)
+        self._discard(surplus)
+
+    def _result(self, pending: Pending[frozenset[PageName]], names: list[PageName], what: str) -> frozenset[PageName]:
+        """The pages of which that is true."""
+        error = None
+        try:
+            failed = pending.result()
+        except Exception as raised:
+            failed, error = frozenset(names), raised
+        if failed:
+            self._failures.count(what, len(failed), error)
+        return failed
+
+    def _discard(self, names: list[PageName]) -> None:
+        if names:
+            try:
+                self._mover.discard(names)
+            except Exception as error:
+                self._failures.count("not deleted from disk", len(names), error)
 
     def _stored(self, names: list[PageName], failed: frozenset[PageName]) -> None:
         for name in failed:
             self._names.pop(name, None)
         self._tier.unlock(names)
-        if failed:
-            self._stats.offload_failures["not written to disk"] += len(failed)
         self._stats.blocks_stored += len(names) - len(failed)
 
     def forget(self) -> None:
@@ -118,5 +145,4 @@ class Shelf:
     def empty(self) -> None:
         """Delete every page."""
         names, self._names = list(self._names), OrderedDict()
-        if names:
-            self._mover.discard(names)
+        self._discard(names)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,19 @@ class _Copied(NamedTuple):
     slots: Sequence[int]
 
 
+class _State(Enum):
+    UNDER_WAY = 0
+    MADE = 1
+    FAILED = 2
+
+
+def _state_of(event: torch.cuda.Event) -> _State:
+    try:
+        return _State.MADE if event.query() else _State.UNDER_WAY  # type: ignore[no-untyped-call]
+    except RuntimeError:  # whoever waits for the event is told
+        return _State.FAILED
+
+
 class Moved:
     """See Pending."""
 
@@ -36,8 +50,8 @@ class Moved:
         self._event = event
 
     def done(self) -> bool:
-        """Whether the copies have been made."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        """Whether the copies have been made, or have failed."""
+        return self._event is None or _state_of(self._event) is not _State.UNDER_WAY
 
     def result(self) -> None:
         """Wait for them."""
@@ -68,16 +82,13 @@ class Transfers:
         self._slot_events: dict[int, torch.cuda.Event] = {}
         self.rates = self._measure(page_bytes)
 
-    def move(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]]) -> Moved:
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> Moved:
         """See PageMover."""
-        self._forget_done()
-        launched = None
-        if self._device.type == "cuda":
-            launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            launched.record()
-        last = self._copy(self._out, launched, out, True)
-        came = self._copy(self._back, launched, [(page, slot) for slot, page in back], False)
-        return Moved(came or last)
+        return self._copy(self._out, moves, True)
+
+    def move_back(self, moves: Sequence[tuple[int, int]]) -> Moved:
+        """See PageMover."""
+        return self._copy(self._back, [(page, slot) for slot, page in moves], False)
 
     def before(self, step: StepInput) -> None:
         """Have a step wait for the copies of the pages that it is about to use or to overwrite."""
@@ -87,16 +98,21 @@ class Transfers:
         self._wait(torch.cuda.current_stream(self._device), (self._page_events.get(page) for page in told))
 
     def wait_for_slot(self, slot: int) -> None:
-        """Wait, on the host, until what was copied into a slot is there and what was copied out of it has left."""
+        """Wait, on the host, until what was copied into a slot is there and what was copied out of it has left.
+
+        :raises RuntimeError: the last copy has failed.
+        """
         event = self._slot_events.get(slot)
         if event is not None:
             event.synchronize()
 
-    def _copy(
-        self, lane: _Lane, launched: torch.cuda.Event | None, moves: Sequence[tuple[int, int]], out: bool
-    ) -> torch.cuda.Event | None:
-        """Copy pages, (page, slot), after what was launched; returns the event of the last."""
-        event = None
+    def _copy(self, lane: _Lane, moves: Sequence[tuple[int, int]], out: bool) -> Moved:
+        """Copy pages, (page, slot), after what was launched."""
+        self._forget_done()
+        launched = event = None
+        if lane.stream is not None:
+            launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            launched.record()
         for first in range(0, len(moves), self._chunk):
             pages, slots = zip(*moves[first : first + self._chunk], strict=True)
             if lane.stream is not None:
@@ -116,7 +132,7 @@ class Transfers:
                 self._under_way.append(_Copied(event, pages, slots))
                 self._page_events.update(dict.fromkeys(pages, event))
                 self._slot_events.update(dict.fromkeys(slots, event))
-        return event
+        return Moved(event)
 
     def _wait(self, stream: torch.cuda.Stream, events: Iterable[torch.cuda.Event | None]) -> None:
         for event in {id(event): event for event in events if event is not None}.values():
@@ -125,24 +141,25 @@ class Transfers:
     def _forget_done(self) -> None:
         for _ in range(len(self._under_way)):
             copied = self._under_way.popleft()
-            if not copied.event.query():  # type: ignore[no-untyped-call]
+            state = _state_of(copied.event)
+            if state is _State.UNDER_WAY:
                 self._under_way.append(copied)
                 continue
             for page in copied.pages:
                 if self._page_events.get(page) is copied.event:
                     del self._page_events[page]
-            for slot in copied.slots:
+            for slot in copied.slots if state is _State.MADE else ():  # else whoever waits for the slot is to hear of it
                 if self._slot_events.get(slot) is copied.event:
                     del self._slot_events[slot]
 
     def _measure(self, page_bytes: int) -> LinkRates:
         """Copy some pages out and back as they are, twice: the first time starts what has never run."""
-        out = [(number, number) for number in range(self._chunk)]
+        moves = [(number, number) for number in range(self._chunk)]
         seconds = [0.0, 0.0]
         for _ in range(2):
-            for direction, moves in enumerate(((out, []), ([], out))):
+            for direction, move in enumerate((self.move_out, self.move_back)):
                 began = time.perf_counter()
-                self.move(*moves).result()
+                move(moves).result()
                 seconds[direction] = time.perf_counter() - began
         self._forget_done()
         rate_out, rate_back = (self._chunk * page_bytes / max(each, 1e-9) for each in seconds)

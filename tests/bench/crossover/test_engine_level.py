@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -11,8 +11,8 @@ import pytest
 
 from headway.bench.crossover import engine_level, process
 from headway.bench.crossover.engine_level import EngineOptions, cases, run_engine_level
-from headway.bench.crossover.process import Worker
 from headway.core.contract.errors import ConfigError, UnknownBackendError, UnsupportedError
+from headway.core.system.child import Child, Died
 from headway.registry import Registry
 from headway.tuning.files import read_table
 from sandbox import install, save_tiny_model
@@ -103,7 +103,7 @@ def test_a_process_that_dies_costs_its_cell_and_the_next_one_goes_on(model: Path
     table = run_engine_level(options(model, cases=["2q4s8", "1q4s8"], backends=["dies", "sdpa"]), faulty)
     found = {(cell.backend, cell.batch): cell for cell in table.cells}
     assert found["dies", 2].status == "error"
-    assert "ended with exit code 7" in found["dies", 2].reason
+    assert "exited with code 7" in found["dies", 2].reason
     assert found["dies", 1].status in ("ok", "tie")  # with sdpa, which does the same work
     assert found["sdpa", 2].status == "ok"
     assert table.complete
@@ -121,20 +121,22 @@ def test_a_generation_that_takes_too_long_is_given_up_with_all_larger_ones(
     assert "2q4s8 took longer than 8 s" in found["2q5s10"].reason
 
 
-def test_the_limit_is_that_of_one_generation_and_the_first_pass_has_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_that_of_one_generation_and_the_first_pass_has_more() -> None:
     waits: list[float | None] = []
 
-    class Lines:
-        said: ClassVar = ["begin", "pass", "pass", "done", None]
+    class Talking:
+        said: ClassVar = ["begin", "pass", "pass", "done"]
 
-        def get(self, timeout: float | None) -> str | None:
+        def send(self, request: object) -> None:
+            pass
+
+        def answer(self, timeout: float | None) -> dict[str, str]:
             waits.append(timeout)
-            event = self.said[len(waits) - 1]
-            return event and json.dumps({"event": event})
+            if len(waits) > len(self.said):
+                raise Died("the process exited with code 0")
+            return {"event": self.said[len(waits) - 1]}
 
-    worker = process.Worker({})
-    worker._lines = Lines()
-    assert [event["event"] for event in worker.events(5.0)] == ["begin", "pass", "pass", "done"]
+    assert [event["event"] for event in process.events(Talking(), {}, 5.0)] == ["begin", "pass", "pass", "done", "ended"]
     assert waits == [None, 5.0 + process._COMPILING, 5.0, 5.0, None]
 
 
@@ -172,12 +174,11 @@ def test_an_interrupted_table_is_gone_on_with(
     first = run_engine_level(options(model, cases=cases([1], [4]), output=path), registry)
     asked: list[list[str]] = []
 
-    class Noted(Worker):
-        def __init__(self, request: dict) -> None:
-            asked.append(request["cases"])
-            super().__init__(request)
+    def noted(child: Child, request: dict, cell_limit: float) -> Iterator[dict]:
+        asked.append(request["cases"])
+        return process.events(child, request, cell_limit)
 
-    monkeypatch.setattr(engine_level, "Worker", Noted)
+    monkeypatch.setattr(engine_level, "events", noted)
     wanted = options(model, backends=["sdpa", "sdpa.math"], output=path, resume=True)
     whole = run_engine_level(wanted, registry)
     assert asked == [["2q4s8"], ["1q4s8", "2q4s8"]]

@@ -19,7 +19,8 @@ from headway.core.contract.errors import ConfigError
 from headway.models.experts.config import ExpertsConfig
 from headway.testing.json_files import write_json
 from headway.testing.origin import Origin
-from headway.tuning.device import DeviceInfo, identify_device
+from headway.tuning.device import identify_device
+from headway.tuning.identity import DeviceInfo
 
 
 def cell(way: str, tokens: int, us: float | None, peer: bool = False, reason: str = "") -> ExpertsCell:

@@ -32,6 +32,7 @@ from headway.core.engine.scheduler import Scheduler
 from headway.core.engine.sequence import Sequence
 from headway.core.engine.step import NEWEST, StepInput
 from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.proof import filter_kept
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
 from headway.registry import create_registry
 from tiny import TinyModel
@@ -101,7 +102,7 @@ def check(inputs: StaticInputs, rows: Rows, step: Schedule, told: StepInput) -> 
     count, size = len(step), ROWS if len(step) > ROWS // 2 else ROWS // 2  # two sizes share the memory
     lens_cpu, table_cpu = inputs.fill(size, told.rows, told.context_lens, rows)
     longs, ints, (table,), _ = inputs.views(inputs.device, size)
-    (places, _, slots), (positions, seq_lens, scales) = longs.tolist(), ints.tolist()
+    (places, _, slots), (positions, seq_lens, scales, *_) = longs.tolist(), ints.tolist()
     assert not any(scales)
     pages = [scheduled.seq.tables[0].pages for scheduled in step]
     metadata = AttentionMetadata.build([1] * count, [scheduled.context_len for scheduled in step], pages, BLOCK_SIZE)
@@ -299,3 +300,9 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     assert fast.stats.steps_after_model == {"top_k or top_p": 7}
     assert not fast.stats.steps_waiting
     assert fast.stats.num_graph_steps == 8
+    changed.clear()
+    inside = Engine(TinyModel(), registry, made.config, sampling=SamplingOps(choose=choose, filter=filter_kept))
+    inside.executor.capture(Again())
+    assert [each.token_ids for each in generate(inside, prompts, wishes)] == expected
+    assert not changed
+    assert not inside.stats.steps_after_model

@@ -19,8 +19,8 @@ from headway.core.engine.engine import Engine
 from headway.core.engine.host_rows import HostRows
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import SamplingOps, draw, greedy
 from headway.registry import Registry, create_registry
+from taking import DRAWS_INSIDE, FILTERS_INSIDE
 from tiny import TinyModel
 from walking import Again, WalkPlugin
 
@@ -50,6 +50,9 @@ WISHES = [
     {"min_tokens": 9, "stop_token_ids": list(range(0, 50, 2))},
     {"logits_processors": [next_is_odd], "logprobs": 0},
     {"temperature": 0.8},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"top_p": 0.8, "repetition_penalty": 1.3},
+    {"top_k": 10, "min_tokens": 4, "stop_token_ids": list(range(1, 50, 4)), "logprobs": 1},
     {"logits_processors": [far_from_prompt, next_is_odd], "repetition_penalty": 1.2, "prompt_logprobs": 1},
     {"logits_processors": ["named"], "extra_args": {"token": 7}},
     {"prompt_logprobs": 3, "logprobs": 4},
@@ -107,7 +110,7 @@ def alone(registry: Registry) -> list[Written]:
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
-@pytest.mark.parametrize("how", ["together", "chunked", "tight", "graphs", "graphs that draw", "drafts"])
+@pytest.mark.parametrize("how", ["together", "chunked", "tight", "graphs", "graphs that draw", "graphs that filter", "drafts"])
 def test_batches_chunks_preemption_graphs_and_drafts_change_nothing(
     registry: Registry, alone: list[Written], how: str, overlapped: bool
 ) -> None:
@@ -132,8 +135,8 @@ def test_batches_chunks_preemption_graphs_and_drafts_change_nothing(
     if graphs:
         config = replace(config, attn_backend="walk")
         registry = create_registry([WalkPlugin()], load_entry_points=False)
-    if how == "graphs that draw":
-        options["sampling"] = SamplingOps(choose=choose)
+    if how in (inside := {"graphs that draw": DRAWS_INSIDE, "graphs that filter": FILTERS_INSIDE}):
+        options["sampling"] = inside[how]
     made = engine(registry, config, **options)
     if graphs:
         made.executor.capture(Again())
@@ -143,10 +146,6 @@ def test_batches_chunks_preemption_graphs_and_drafts_change_nothing(
     assert (made.scheduler.num_preemptions > 0) == (how == "tight" or graphs)
     assert (made.stats.num_graph_steps > 20) == graphs
     assert (made.stats.steps_in_pieces["prompt_logprobs"] > 0) == graphs
-
-
-def choose(logits: torch.Tensor, scales: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    return torch.where(scales == 0, greedy(logits), draw(logits, scales, keys))
 
 
 def test_what_is_done_after_the_model_is_counted_by_reason(registry: Registry) -> None:

@@ -13,8 +13,7 @@ from headway.core.engine.deterministic import IndependentScheduler
 from headway.core.engine.groups import CacheGroup
 from headway.core.engine.schedule import Schedule, ScheduledSequence
 from headway.core.engine.scheduler import Scheduler
-from headway.core.engine.sequence import Sequence
-from scheduling import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, next_token, room, sequence, verified
+from scheduling import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Traffic, finish, room, sequence, step_through
 
 
 @settings(max_examples=300, deadline=None)
@@ -59,29 +58,8 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     )
     scheduler = Scheduler(blocks, budget, max_num_seqs, chunked, priorities > 0)
     cache = Cache(blocks, failing)
-    coming = sorted(enumerate(arrivals), key=lambda item: item[1].step)
-    seqs: list[Sequence] = []
-    in_flight: Schedule | list[ScheduledSequence] = []
-    time = 0
-    while coming or scheduler.has_unfinished:
-        while coming and coming[0][1].step <= time:
-            number, arrival = coming.pop(0)
-            seqs.append(sequence(str(number), arrival.prompt, arrival.max_tokens))
-            seqs[-1].stop_token_ids = stop
-            seqs[-1].turn = (number % (priorities + 1), len(seqs))
-            scheduler.add(seqs[-1])
-        if time == 8:
-            for seq in seqs:
-                if int(seq.request_id) in aborted and not seq.finished:
-                    seq.finish("abort")
-            scheduler.remove_finished()
-        time += 1
-        assert time < 3000, "no progress"
-        if not scheduler.has_unfinished:
-            continue
 
-        step = scheduler.schedule()
-        assert step or in_flight, "unfinished work, and nothing scheduled"
+    def look(step: Schedule) -> None:
         assert sum(scheduled.num_new_tokens for scheduled in step) <= budget
         assert len(step) <= len(scheduler.running) <= max_num_seqs
         assert len({id(scheduled.seq) for scheduled in step}) == len(step)
@@ -93,28 +71,11 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
                 assert list(queue) == sorted(queue, key=lambda seq: seq.turn)
         phases = [scheduled.phase is Phase.DECODE for scheduled in step]
         assert phases == sorted(phases), "prefill and extend come before decode"
-        blocks.check_integrity(scheduler.running)
         assert all(not seq.tables for seq in scheduler.waiting), "a waiting sequence holds pages"
         assert all(scheduled.num_new_tokens > 0 for scheduled in step)
-        if failing and time % 5 == 0:  # the step does not run, and the next one tries again
-            continue
-        cache.run(step, scheduler.running)
-        scheduler.launched(step)
-        read, in_flight = (in_flight, step) if overlapped else (step, [])
-        for scheduled in read:
-            seq = scheduled.seq
-            if scheduled.samples:
-                scheduler.read(seq, [] if seq.finished else verified(scheduled))
-                ahead = range(seq.num_tokens, seq.num_tokens + drafts)
-                seq.draft_token_ids = [next_token(place) ^ (place % 5 == 0) for place in ahead]
-        if drafts:
-            scheduler.part()
-        scheduler.remove_finished()
-        blocks.check_integrity(scheduler.running)
 
-    assert blocks.num_free == blocks.num_pages
-    for seq in seqs:
-        assert seq.finished
+    traffic = Traffic(arrivals, aborted, overlapped, drafts, failing, stop, priorities)
+    for seq in traffic.drive(scheduler, cache, look):
         if seq.finish_reason == "length":
             assert len(seq.output_token_ids) == min(seq.params.max_tokens, max_model_len - seq.num_prompt_tokens)
         if seq.finish_reason == "stop":
@@ -122,21 +83,8 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
 
 
 def run_step(scheduler: Scheduler) -> list[ScheduledSequence]:
-    """Schedule, run and read one step; every sequence that samples gets token 1."""
-    step = scheduler.schedule()
-    scheduler.launched(step)
-    for scheduled in step:
-        if scheduled.samples:
-            scheduler.read(scheduled.seq, [1])
-    scheduler.remove_finished()
-    return list(step)
-
-
-def finish(scheduler: Scheduler, *seqs: Sequence) -> None:
-    for seq in seqs:
-        scheduler.add(seq)
-    while scheduler.has_unfinished:
-        run_step(scheduler)
+    """Every sequence that samples gets token 1."""
+    return list(step_through(scheduler, sampled=lambda _: [1]))
 
 
 def test_first_come_is_first_served() -> None:

@@ -21,6 +21,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from headway.testing.broken.plain import Plain
 from registering import registering
+from scheduling import step_through
 from taping import AsItIs
 from told import Told
 from windowed import MODELS
@@ -159,15 +160,8 @@ def test_a_chunk_is_cut_to_what_the_windowed_group_has_room_for() -> None:
     scheduler = Scheduler(blocks, 1000, 4)
     scheduler.add(Sequence("", 0, [1] * 200, SamplingParams(max_tokens=3), frozenset(), 300))
     counts = []
-    while scheduler.running or scheduler.waiting:
-        step = scheduler.schedule()
-        counts += [scheduled.num_new_tokens for scheduled in step]
-        scheduler.launched(step)
-        for scheduled in step:
-            if scheduled.samples:
-                scheduler.read(scheduled.seq, [1])
-        scheduler.remove_finished()
-        blocks.check_integrity(scheduler.running)
+    while scheduler.has_unfinished:
+        counts += [scheduled.num_new_tokens for scheduled in step_through(scheduler)]
     assert sum(counts) == 202
     assert max(counts) < 100
     assert counts[-2:] == [1, 1]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.core.sampling.filtering import keep_top
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, _exponential, _philox, keep_top, keys_of
+from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, _exponential, _philox, keys_of
 from taking import take
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -50.0])

@@ -12,10 +12,12 @@ from typer.main import get_command
 
 from headway import LLM, SamplingParams, create_registry
 from headway.cli.app import app
+from headway.cli.bench_crossover import crossover
 from headway.cli.options import requests_of
 from headway.contract import Phase
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.select.request import request_for
+from headway.registry.given import GivenFile
 from sandbox import TOY, assert_refused, run_headway
 
 COMMANDS = (
@@ -70,6 +72,19 @@ def test_names_and_pairs_are_read_from_one_text() -> None:
     assert requests_of("a,prefill=auto,decode=b,c") == ["a", "prefill=auto,decode=b", "c"]
     assert requests_of("prefill=a,decode=b,prefill=b,decode=a") == ["prefill=a,decode=b", "prefill=b,decode=a"]
     assert requests_of("decode=a,decode=b,prefill=c") == ["decode=a", "decode=b,prefill=c"]
+
+
+def test_a_pair_is_refused_where_each_phase_is_timed_by_itself() -> None:
+    with pytest.raises(ConfigError, match="--backends: needs names at level kernel.*got prefill=auto,decode=b .*--level engine"):
+        crossover(backends="sdpa,prefill=auto,decode=b", device="cpu")
+
+
+def test_a_file_without_a_hook_is_told_its_class(tmp_path: Path) -> None:
+    (tmp_path / "bare.py").write_text(
+        "from headway.contract import AttentionBackend\n\n\nclass Bare(AttentionBackend):\n    pass\n"
+    )
+    with pytest.raises(PluginError, match=r"name a class of it: .*bare\.py:Bare"):
+        GivenFile.of(str(tmp_path / "bare.py")).load()
 
 
 def test_a_backend_of_a_part_is_asked_for_beside_auto() -> None:

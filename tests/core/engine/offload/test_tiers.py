@@ -186,7 +186,7 @@ def test_a_full_disk_stops_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headway.core.engine.offload.disk._write_whole", full)
+    monkeypatch.setattr("headway.core.engine.offload.disk.write_whole", full)
     engine = Engine(PLAIN, registry, **on_disk(tmp_path))
     expected = [PLAIN.greedy(prompt, 14) for prompt in PROMPTS]
     assert tokens(engine) == expected

@@ -1,0 +1,46 @@
+"""The rules that every attention layer keeps, and how it is put into words.
+
+A layer is an `AttentionSpec`, or a table's record of one, whose fields have the same names and whose element types are names.
+Nothing here imports torch, so that a table is shown in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks")
+"""Fields that a layer has or has not."""
+
+
+def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:
+    """The first rule that a layer breaks; empty where it keeps them all.
+
+    own_kv_dtype: whether the cache has an element type of its own.
+    """
+    sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, v_head_dim)
+    rules = {
+        "numbers of heads and their elements must be positive": min(sizes) > 0,
+        "a value inside the key cannot be longer than the key": v_head_dim <= layer.head_dim or not layer.value_in_key,
+        "a value inside the key has the key's scale": layer.k_scale == layer.v_scale or not layer.value_in_key,
+        "without a cache it has no element type": not (own_kv_dtype and layer.dense),
+        "a sliding window must be positive": layer.sliding_window is None or layer.sliding_window > 0,
+        "a soft-cap must be positive": layer.softcap is None or layer.softcap > 0,
+        "one ALiBi slope a query head": layer.alibi_slopes is None or len(layer.alibi_slopes) == layer.num_heads,
+        "only a cache with its own kv_dtype is scaled": own_kv_dtype or layer.k_scale == layer.v_scale == 1.0,
+        "one sink a query head": layer.sinks is None or len(layer.sinks) == layer.num_heads,
+    }
+    broken = next((rule for rule, kept in rules.items() if not kept), "")
+    if not broken and layer.num_heads % layer.num_kv_heads:
+        return f"num_heads must be a multiple of num_kv_heads: {layer.num_heads}, {layer.num_kv_heads}"
+    return broken
+
+
+def describe(layer: Any, v_head_dim: int, dtype: str, kv_dtype: str, where: str = "", more: str = "") -> str:
+    """A layer in words. where: after its element type; more: at the end."""
+    extra = "".join(f" {name}" for name in sorted(OPTIONAL) if getattr(layer, name) is not None) + more
+    if kv_dtype != dtype:
+        extra = f", {kv_dtype} cache{extra}"
+    dim = str(layer.head_dim) if v_head_dim == layer.head_dim else f"{layer.head_dim}/{v_head_dim}"
+    extra = f" value_in_key{extra}" if layer.value_in_key else extra
+    extra = f" dense{extra}" if layer.dense else extra
+    return f"{layer.num_heads}/{layer.num_kv_heads} heads x {dim} {dtype}{where}{extra}"

@@ -1,0 +1,179 @@
+"""A look at steps of an engine while it serves: where their time goes, and a trace of a few of them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.deltas import OutputDelta
+from headway.core.engine.marks import Marks, no_mark
+from headway.core.engine.stats import EngineStats
+from headway.driver import EngineDriver
+
+_MOST_KERNELS: Final = 12
+
+
+class ProfileRequest(BaseModel):
+    """What is to be looked at."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    skip_steps: int = Field(default=50, ge=0)
+    """Steps before the trace begins, so that it shows the middle of a load and not its start."""
+    num_steps: int = Field(default=20, ge=1, le=1000)
+    """Steps of the trace."""
+    nvtx: bool = False
+    """Mark the parts of those steps for Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`), and write no trace: one
+    program at a time can look at a GPU."""
+
+
+class StepsProfile(BaseModel):
+    """Steps of an engine, and their parts on average: milliseconds a step, of the steps that were not traced."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    steps: int
+    step_ms: float
+    """From the beginning of a step to that of the next; steps are counted while requests run."""
+    parts_ms: dict[str, float]
+    """The host's: schedule, prepare, launch, wait (for the device), read, other, outputs; and between, when other threads have
+    the interpreter, requests come in, or there are none."""
+    output_tokens: int
+    prefill_tokens: int
+    steps_by_phase: dict[str, int]
+    """"decode, triton" -> steps that it served."""
+    traced_steps: int
+    kernels_ms: dict[str, float]
+    """Of the traced steps: the device's kernels, or a CPU's operations, that took longest."""
+    trace: str | None = None
+    """The file, on the server's machine; None: there were too few steps, or nvtx was asked for."""
+
+
+class StepProfiler:
+    """Looks at the steps of one engine. `start` and `stop` are for the thread that steps it, between two steps."""
+
+    def __init__(self, driver: EngineDriver, folder: Path, asked: ProfileRequest) -> None:
+        """folder: of the trace."""
+        self._driver, self._folder, self._asked = driver, folder, asked
+        self._device = driver.assembly.device
+        self._begun = EngineStats()
+        self._started_at = self._traced_from = 0.0
+        self._traced_seconds = self._ending_seconds = 0.0
+        self._before_trace: EngineStats | None = None
+        self._traced = EngineStats()
+        self._num_steps = 0
+        self._profiler: profile | None = None
+        self._found: profile | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._begun, self._started_at = self._driver.engine.stats.snapshot(), time.perf_counter()
+        self._driver.listen(self._stepped)
+        if not self._asked.skip_steps:
+            self._begin_trace()
+
+    def stop(self) -> StepsProfile:
+        """End; what was found, but for the trace, which `write_trace` writes."""
+        if self._before_trace is not None and not self._traced.num_steps:
+            self._end_trace()
+        self._driver.leave(self._stepped)
+        seconds = time.perf_counter() - self._started_at - self._traced_seconds
+        done = self._driver.engine.stats.snapshot() - self._begun
+        plain = done - self._traced
+        plain.output_seconds -= self._ending_seconds  # that of a step's listeners, of which this is one
+        steps = plain.num_steps
+        parts = plain.host_parts
+        outputs = parts.pop("outputs")
+        parts |= {"wait": plain.wait_seconds, "outputs": outputs}
+        parts["between"] = max(seconds - sum(parts.values()), 0.0)
+        phases = {f"{phase}, {name}": count for (phase, name), count in sorted(done.steps_by_phase.items())}
+        return StepsProfile(
+            steps=done.num_steps,
+            step_ms=1e3 * seconds / steps if steps else 0.0,
+            parts_ms={name: 1e3 * value / steps for name, value in parts.items()} if steps else {},
+            output_tokens=done.num_output_tokens,
+            prefill_tokens=done.num_prefill_tokens,
+            steps_by_phase=phases,
+            traced_steps=self._traced.num_steps,
+            kernels_ms=self._kernels(),
+        )
+
+    def write_trace(self) -> str | None:
+        """Write the trace, in any thread; its path, or None where there is none.
+
+        :raises ConfigError: the folder cannot be written to.
+        """
+        if self._found is None:
+            return None
+        path = self._folder / f"headway-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}.trace.json.gz"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._found.export_chrome_trace(str(path))
+        except OSError as error:
+            raise ConfigError("profile_dir", "a folder that can be written to", str(error)) from error
+        return str(path)
+
+    def _stepped(self, _: list[OutputDelta]) -> tuple[tuple[str, int | None], ...]:
+        """Count a step; begin or end the trace."""
+        self._num_steps += 1
+        if self._before_trace is None and self._num_steps == self._asked.skip_steps:
+            self._begin_trace()
+        elif self._before_trace is not None and self._num_steps == self._asked.skip_steps + self._asked.num_steps:
+            began = time.perf_counter()
+            self._end_trace()
+            self._ending_seconds = time.perf_counter() - began
+        return ()
+
+    def _begin_trace(self) -> None:
+        cuda = self._device.type == "cuda"
+        self._before_trace, self._traced_from = self._driver.engine.stats.snapshot(), time.perf_counter()
+        if cuda:
+            torch.cuda.synchronize()
+        if self._asked.nvtx:
+            if cuda:
+                torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+        else:
+            self._profiler = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True
+            )
+            self._profiler.start()
+        self._driver.engine.mark = Marks(self._device)
+
+    def _end_trace(self) -> None:
+        assert self._before_trace is not None
+        self._driver.engine.mark("")
+        self._driver.engine.mark = no_mark
+        cuda = self._device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize()
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._found, self._profiler = self._profiler, None
+        elif cuda:
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+        self._traced = self._driver.engine.stats.snapshot() - self._before_trace
+        self._traced_seconds = time.perf_counter() - self._traced_from
+
+    def _kernels(self) -> dict[str, float]:
+        """Milliseconds of a traced step in what took longest on the device."""
+        if self._found is None or not self._traced.num_steps:
+            return {}
+        cuda, times = self._device.type == "cuda", Counter[str]()
+        if cuda:
+            for event in self._found.events() or []:  # type: ignore[no-untyped-call]
+                if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+                    times[event.name] += event.time_range.elapsed_us()
+        else:
+            for each in self._found.key_averages():
+                if not each.key.startswith("headway."):
+                    times[each.key] = each.self_cpu_time_total
+        return {name: 1e-3 * us / self._traced.num_steps for name, us in times.most_common(_MOST_KERNELS)}

@@ -1,0 +1,60 @@
+"""/start_profile and /stop_profile, under the names of vLLM's server: a look at the engine's steps while it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.profiling import ProfileRequest, StepProfiler
+from headway.server.body import read_text
+from headway.server.endpoints import endpoint
+from headway.server.errors import ApiError
+from headway.server.service import Service
+
+
+class ProfileRoutes:
+    """What the paths do. There are none unless a folder for traces is named: a profile slows the engine down for everybody."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._llm = service, service.llm
+        self._profiler: StepProfiler | None = None
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add both."""
+        schema = {"content": {"application/json": {"schema": ProfileRequest.model_json_schema()}}}
+        app.add_api_route("/start_profile", endpoint(self.start), methods=["POST"], openapi_extra={"requestBody": schema})
+        app.add_api_route("/stop_profile", endpoint(self.stop), methods=["POST"])
+
+    async def start(self, request: Request) -> Response:
+        """Begin to look at steps. The body may be empty."""
+        folder = self._folder()
+        asked = ProfileRequest.model_validate_json(await read_text(request, self._service.options) or b"{}")
+        if self._profiler is not None:
+            raise ApiError(409, "a profile is being taken already; /stop_profile ends it")
+        self._profiler = profiler = StepProfiler(self._llm.driver, folder, asked)
+        try:
+            await self._llm.ask(lambda _: profiler.start())
+        except BaseException:
+            self._profiler = None
+            raise
+        return Response(b"{}", media_type="application/json")
+
+    async def stop(self) -> Response:
+        """End that; tells where the time of a step went, and the file of the trace."""
+        self._folder()
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            raise ApiError(409, "no profile is being taken; /start_profile begins one")
+        found = await self._llm.ask(lambda _: profiler.stop())
+        found.trace = await self._llm.in_thread(profiler.write_trace)
+        return Response(orjson.dumps(found.model_dump()), media_type="application/json")
+
+    def _folder(self) -> Path:
+        folder = self._service.options.profile_dir
+        if folder is None:
+            raise ApiError(404, "this server takes no profiles; start it with --profile-dir FOLDER")
+        return folder

@@ -1,0 +1,155 @@
+"""What is handed to commands: numbers that are none, files that are none, requests for more than a machine holds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway import __main__ as entry
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import NHD
+from headway.core.contract.spec import AttentionSpec
+from headway.core.sampling.structured import StructuredOutputsParams
+from headway.core.select.workload import Workload
+from headway.core.system.files import read_text
+from headway.testing.cases import make_case, parse_case
+from headway.testing.json_files import write_json
+from headway.testing.runner import Child, Run
+from headway.tuning.files import read_table
+from tables import a_cell, a_table
+
+HUGE = "9" * 23
+FAILED = "an edited table has no time anywhere"
+REFUSED = {
+    "a whole number": (f"bench crossover --seed {HUGE}", "--seed: needs a whole number of at most 64 bits"),
+    "of a list": (f"build vllm_paged --head-dim {HUGE}", "--head-dim: needs a whole number of at most 64 bits"),
+    "an infinite time": ("check sdpa.math --timeout inf", "--timeout"),
+    "a time that is no number": ("bench serve --timeout nan", "--timeout"),
+    "an endless time": ("bench serve --burstiness 1e400", "--burstiness: needs a finite number, got inf"),
+    "a host": ("bench serve --url http://[red]x[/red]", "--url: needs a URL such as"),
+    "a port": ("bench serve --url 127.0.0.1:99999", "Port out of range"),
+    "half an address": ("bench serve --url http://[::1", "--url: needs a URL such as"),
+    "bytes in an address": ("bench serve --url \udcff", "--url: needs a URL such as"),
+    "no rate": ("bench serve --rate inf", "--rate: needs requests per second"),
+    "no limit": ("bench serve --goodput ttft:nan", "--goodput: needs limits"),
+    "a negative limit": ("bench serve --goodput ttft:-1", "--goodput: needs limits"),
+    "too many prompts": (
+        "bench throughput --load-format dummy --batch-size 1000000000 --input-len 4",
+        "--batch-size: needs whole",
+    ),
+}
+
+
+def run(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["headway", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    return int(ended.value.code or 0), " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_number_or_an_address_that_cannot_be(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command, words = REFUSED[name]
+    code, said = run(command, monkeypatch, capfd)
+    assert code == 2, said
+    assert words in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("text", ["0q1s8", "1048577q1s8", "600000q1s8_600000q1s9", "1q1s9999999999k"])
+def test_a_case_that_no_machine_holds(text: str) -> None:
+    with pytest.raises(ConfigError, match="case: needs"):
+        parse_case(text)
+
+
+def test_a_case_beyond_the_memory_is_refused_before_it_is_made() -> None:
+    layer = AttentionSpec(2, 1, 64, 0.125)
+    with pytest.raises(MemoryError, match="GiB of memory are needed"):
+        make_case([(1, 10**12)], layer, NHD, 16, lambda *_: None)
+
+
+@pytest.mark.parametrize("text", ["9999999999999x5+5", "1x99999999999+9", "1x1+99999999999"])
+def test_a_workload_that_nobody_serves(text: str) -> None:
+    with pytest.raises(ConfigError, match="workload: needs"):
+        Workload.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"json": '{"allOf":[' * 10**5}, "nested too deep"),
+        ({"choice": ["caf\udce9"]}, "choice: needs Unicode"),
+        ({"regex": "caf\udce9"}, "regex: needs a Unicode text"),
+    ],
+)
+def test_forms_that_nobody_can_read(form: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        StructuredOutputsParams(**form)  # type: ignore[arg-type]
+
+
+def test_what_was_found_is_cut_where_it_is_long() -> None:
+    assert len(str(ConfigError("device", "cpu", "x" * 10**6))) < 600
+
+
+@pytest.mark.timeout(20)
+def test_a_text_is_read_from_files_and_pipes_and_from_nothing_without_an_end(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert read_text(pipe) == ""  # nobody writes into it
+    reading, writing = os.pipe()
+    os.write(writing, "caf\u00e9".encode())
+    os.close(writing)
+    assert read_text(Path(f"/dev/fd/{reading}")) == "caf\u00e9"
+    os.close(reading)
+    with pytest.raises(OSError, match="It is no file"):
+        read_text(Path("/dev/zero"))
+    with pytest.raises(IsADirectoryError):
+        read_text(tmp_path)
+    large = tmp_path / "large"
+    large.touch()
+    os.truncate(large, 1 << 40)
+    with pytest.raises(OSError, match="larger than 256 MiB"):
+        read_text(large)
+    for path in (pipe, Path("/dev/zero"), large):
+        with pytest.raises(ConfigError, match="needs a file of schema"):
+            read_table(path)
+
+
+def test_a_table_without_a_time_is_shown_and_explained_and_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = [a_cell(None, backend=name, status="error", reason=FAILED) for name in ("sdpa", "sdpa.math")]
+    write_json(a_table(*cells), tmp_path / "failed.json")
+    write_json(a_table(cells=[]), tmp_path / "empty.json")
+    for name in ("failed", "empty"):
+        code, said = run(f"backends explain --crossover-table {name}.json --batch 1 --len 64", monkeypatch, capfd)
+        assert code in (0, 2), said
+        assert "Traceback" not in said
+        assert run(f"table show {name}.json", monkeypatch, capfd)[0] == 0
+    code, said = run("table plot empty.json picture.png", monkeypatch, capfd)
+    assert code == 2
+    assert "needs a table with points" in said
+
+
+def test_a_cell_without_a_result_has_not_passed() -> None:
+    class Broken(Child):
+        def run(self, cell: str) -> None:  # type: ignore[override]
+            raise OverflowError("a fault of the kit's own")
+
+    with pytest.raises(OverflowError, match="of the kit's own"):
+        Run([Broken("sdpa.math", "cpu", 1, 1.0), Broken("sdpa.math", "cpu", 1, 1.0)]).all(["a", "b", "c"])
+
+
+def test_a_layer_that_cannot_be_is_refused_in_a_table() -> None:
+    spec = a_table(a_cell()).spec
+    for changes in ({"softcap": -5.5}, {"alibi_slopes": [1.0]}, {"sinks": [1.0]}, {"k_scale": 2.0}, {"kv_dtype": "int4"}):
+        with pytest.raises(ValueError, match=r"soft-cap|slope|sink|scaled|kv_dtype"):
+            type(spec).model_validate(spec.model_dump() | changes)
+    assert spec.to_spec(torch.device("cpu")).num_heads == spec.num_heads

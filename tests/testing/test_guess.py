@@ -1,0 +1,72 @@
+"""Mistakes of a first kernel, each a variant of one right kernel, and the words that the kit finds for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headway.core.contract.layout import LayerCache
+from headway.core.contract.metadata import AttentionMetadata
+from headway.testing.broken import planted
+from headway.testing.broken.plain import Plain, PlainPlan
+from headway.testing.cells import Cell
+from headway.testing.kit import Kit
+from headway.testing.subject import load_subject
+
+CELL = Cell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
+
+
+class IgnoresTheTable(Plain):
+    def plan(self, metadata: AttentionMetadata) -> PlainPlan:
+        blocks = torch.arange(metadata.block_table.shape[1], dtype=torch.int32)
+        return super().plan(replace(metadata, block_table=blocks.expand_as(metadata.block_table)))
+
+
+class LeavesTheLastOut(Plain):
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        right = out.clone()
+        super().decode(q, cache, plan, right, lse)
+        out[:-1] = right[:-1]
+
+
+class KeepsElevenBits(Plain):
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        super().decode(q.half().float(), cache, plan, out, lse)
+
+
+class KeepsEightBits(Plain):
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        super().decode(q.bfloat16().float(), cache, plan, out, lse)
+
+
+class GroupsTheOtherWay(Plain):
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        heads = q.reshape(len(q), self.spec.group_size, self.spec.num_kv_heads, -1).transpose(1, 2).flatten(1, 2)
+        super().decode(heads, cache, plan, out, lse)
+
+
+class ClaimsAWindow(Plain):
+    def window(self) -> int:
+        return 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("made", "feature", "words"),
+    [
+        (IgnoresTheTable, "none", "ignores the block table: matches blocks 0, 1, ..."),
+        (LeavesTheLastOut, "none", "leaves rows of `out` unwritten, or parts of them: of the last sequence of the step"),
+        (KeepsElevenBits, "none", "float32 rounded to 11 bits"),
+        (KeepsEightBits, "none", "float32 rounded to 8 bits"),
+        (GroupsTheOtherWay, "none", "query heads in the order [group, kv head]"),
+        (ClaimsAWindow, "window", "matches the answer without the sliding window"),
+    ],
+)
+def test_a_first_mistake_is_named(made: type[Plain], feature: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(planted.PLANTED, "made", made)
+    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, feature=feature))
+    assert result.status == "failed"
+    assert words in result.guess, result
