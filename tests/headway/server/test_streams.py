@@ -64,7 +64,7 @@ def test_the_command_serves_for_a_while_in_the_same_memory_and_stops_when_told(t
                 sizes.append(server.memory_info().rss / 2**20)
             half = len(sizes) // 2
             print(f"{rounds} rounds of 300 requests; MiB after each: {[round(size) for size in sizes]}")
-            assert max(sizes[half:]) - max(sizes[:half]) < 12, sizes
+            assert max(sizes[half:]) < max(sizes[:half]) * (1.02 if seconds >= 300 else 1.06), sizes
             page = httpx.get(f"{url[1]}/metrics").text
             for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
                 assert re.search(rf"vllm:{gauge}\{{.*\}} 0.0", page), gauge
