@@ -52,12 +52,14 @@ class Command(TyperCommand):
             raise ConfigError(option, f"an option of {context.command_path}", f"{option!r}", hint) from error
 
     def _check_numbers(self, context: Any) -> None:
-        for parameter in self.params:
+        parameters: list[Any] = list(self.params)
+        for parameter in parameters:
             given = context.params.get(parameter.name)
             for value in given if isinstance(given, list | tuple) else [given]:
                 if isinstance(value, int) and not -(2**63) <= value < 2**63:
                     raise ConfigError(max(parameter.opts, key=len), "a whole number of at most 64 bits", shown(value))
-                if isinstance(value, float) and not math.isfinite(value):
+                bounded = (parameter.min, parameter.max) != (None, None)  # what has no bounds here is checked by the engine
+                if bounded and isinstance(value, float) and not math.isfinite(value):
                     raise ConfigError(max(parameter.opts, key=len), "a finite number", value)
 
 
