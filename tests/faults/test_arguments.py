@@ -41,9 +41,6 @@ REFUSED = {
     "no rate": ("bench serve --rate inf", "--rate: needs requests per second"),
     "no limit": ("bench serve --goodput ttft:nan", "--goodput: needs limits"),
     "a negative limit": ("bench serve --goodput ttft:-1", "--goodput: needs limits"),
-        "bench throughput --load-format dummy --batch-size 1000000000 --input-len 4",
-        "--batch-size: needs whole",
-    ),
 }
 
 
