@@ -32,6 +32,9 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.text import harmless, shown
 from headway.engine_args import VLLM_OPTIONS
 
+_MOST_SAID = 400
+"""Characters of an error."""
+
 
 class Command(TyperCommand):
     """A command that says what to write in place of an option that it does not have."""
@@ -44,6 +47,9 @@ class Command(TyperCommand):
             return left
         except Exception as error:
             if not hasattr(error, "possibilities"):  # click's NoSuchOption; typer brings a click of its own in some releases
+                said = getattr(error, "message", "")
+                if len(said) > _MOST_SAID:  # it repeats what was given
+                    error.message = f"{said[: _MOST_SAID // 2]}...{said[-_MOST_SAID // 2 :]}"  # type: ignore[attr-defined]
                 raise
             option: str = error.option_name  # type: ignore[attr-defined]
             near = [name for name in error.possibilities or () if name.startswith("--")]
