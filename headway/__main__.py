@@ -35,7 +35,7 @@ def main() -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()  # a full device shows here, and not when Python ends and can only complain
             # Once Python ends nothing is left to save, and Ctrl-C shall end it without a traceback of some library's.
-            atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+            atexit.register(_let_go, os.getpid())
     except BrokenPipeError:
         end_quietly(sys.stdout)
         sys.exit(_BROKEN_PIPE)
@@ -51,6 +51,11 @@ def main() -> None:
         trace("the command", error)
         _say("error: ", said)
         sys.exit(2)
+
+
+def _let_go(process: int) -> None:
+    if os.getpid() == process:  # and not a fork of it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _run() -> None:

@@ -181,7 +181,7 @@ def _files(folder: Path) -> list[Path]:
             raise ModelError(f"weights: {index} needs names of files in its folder, got {outside[0]!r}")
         names = [folder / name for name in listed]
         if others := [name for name, path in zip(listed, names, strict=True) if path.exists() and not path.is_file()]:
-            raise ModelError(f"weights: {index} needs names of files, got {shown(others[0])}, which is none")
+            raise ModelError(f"weights: {index} names {shown(others[0])}, and it is no file")
         missing = [path.name for path in names if not path.exists()]
         if missing:
             raise ModelError(f"weights: {folder} lacks {', '.join(missing)}, which {index.name} names; fetch the model again")

@@ -87,10 +87,11 @@ def entry_points(group: str, blocked: frozenset[str] = frozenset()) -> Iterator[
     seen = set()
     for distribution in distributions():
         # Of hundreds of distributions few have the group, and a name and version cost the most to read.
-        if f"[{group}]" not in (distribution.read_text("entry_points.txt") or ""):
-            continue
-        owner = f"{distribution.name} {distribution.version}"
+        owner = str(getattr(distribution, "_path", "a distribution"))
         try:
+            if f"[{group}]" not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            owner = f"{distribution.name} {distribution.version}"
             points = list(distribution.entry_points)
         except Exception as error:  # whatever somebody has written there
             yield FoundPlugin("entry_points.txt", owner, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from inspect import isabstract
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -158,9 +158,13 @@ def _check_methods(backend: type[AttentionBackend], claims: Capabilities, where:
             raise PluginError(f"{where}: capabilities.phases names {phase.value}, but class {backend.__name__} has no {method}()")
 
 
+_LONGEST: Final = 64
+"""Characters of a name, which stands in tables and on command lines."""
+
+
 def _check_name(name: object, what: str) -> None:
-    ok = isinstance(name, str) and name and not any(sign in name for sign in ",=") and not any(map(str.isspace, name))
-    _need(bool(ok), what, "a text without blanks, commas or equals signs", name)
+    ok = isinstance(name, str) and 0 < len(name) <= _LONGEST and not any(sign in ",=" or sign.isspace() for sign in name)
+    _need(ok, what, f"a text without blanks, commas or equals signs, of at most {_LONGEST} characters", name)
     _need(name not in RESERVED, what, f"none of the words {' and '.join(RESERVED)}", name)
 
 

@@ -16,8 +16,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
+
+import psutil
 
 from headway.core.system.child import answers, die_with_parent, how_it_ended, say
 from headway.registry.discovery import FoundPlugin, entry_points
@@ -28,6 +30,8 @@ from headway.tuning import trial_steps
 
 _DUMP_SECONDS = 0.5
 """For a process that hangs to write where."""
+_END_SECONDS = 1.0
+"""For what a plugin has started to end with it."""
 _MOST_OUTPUT = 20_000
 """Characters that are kept of what a plugin prints."""
 _MOST_MEMORY = 16 * 2**30
@@ -73,6 +77,8 @@ class Trial:
             with suppress(ProcessLookupError):
                 os.kill(self.pid or self.guard, signal.SIGABRT)
             time.sleep(_DUMP_SECONDS)
+        if self.ended is not None and not self.ended.fault and self._is_outlived():
+            self.ended = replace(self.ended, fault="leaves a process running that it has started")
         for end, pid in ((os.killpg, self.pid), (os.kill, self.guard)):
             with suppress(ProcessLookupError, PermissionError):
                 if pid:
@@ -80,6 +86,21 @@ class Trial:
         os.waitpid(self.guard, 0)
         os.close(self.pipe)
         return self._judged(self.ended or Verdict(f"hangs in {self.stage}: no answer within {seconds:.3g} s"))
+
+    def _is_outlived(self) -> bool:
+        """Whether a process that the plugin has started goes on when its own has ended."""
+        until = time.monotonic() + _END_SECONDS
+        while time.monotonic() < until:
+            try:
+                os.killpg(self.pid, 0)
+            except (ProcessLookupError, PermissionError):
+                return False
+            time.sleep(0.01)
+        for process in psutil.process_iter(["status"]):
+            with suppress(ProcessLookupError):
+                if os.getpgid(process.pid) == self.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
 
     def _judged(self, verdict: Verdict) -> Verdict:
         self.errors.seek(0)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import json
 import os
-import signal
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -25,27 +27,13 @@ from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.registry import Registry, create_registry
 from headway.registry.discovery import FoundPlugin
 from headway.registry.given import with_hooks
+from headway.tuning.belongings import Belongings
 from headway.tuning.selftest import self_test
 
 T = TypeVar("T")
 _HEADS = ((4, 2), (8, 1), (4, 4))
 """Query and kv heads of the layers that a backend is asked for, until it serves one."""
 _HEAD_DIMS = (64, 128)
-_STATE: dict[str, Callable[[], object]] = {
-    "the working folder": os.getcwd,
-    "torch's default dtype": torch.get_default_dtype,
-    "torch's default device": torch.get_default_device,
-    "torch's switch for gradients": torch.is_grad_enabled,
-    "what Ctrl-C does": lambda: signal.getsignal(signal.SIGINT),
-    "what SIGTERM does": lambda: signal.getsignal(signal.SIGTERM),
-    "sys.stdout": lambda: sys.stdout,
-    "sys.stderr": lambda: sys.stderr,
-    "sys.excepthook": lambda: sys.excepthook,
-    "the switch interval of threads": sys.getswitchinterval,
-    "print": lambda: print,
-    "the handlers of the root logger": lambda: tuple(__import__("logging").getLogger().handlers),
-}
-"""What belongs to the whole process, and is not a plugin's to change."""
 
 
 class Fault(Exception):
@@ -60,7 +48,7 @@ class Trial:
         self._out = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
         os.dup2(self._out.fileno(), 1)
         sys.stdout, sys.stderr = (open(handle, "w", closefd=False, buffering=1) for handle in (1, 2))  # noqa: SIM115
-        self._before = {what: read() for what, read in _STATE.items()}
+        self._belongings = Belongings()
         self.remarks: list[str] = []
         self.details: list[str] = []
 
@@ -98,9 +86,8 @@ class Trial:
             printed = os.pread(self._out.fileno(), 2000, 0).decode(errors="replace")
             self.details.append(printed)
             raise Fault(f"prints to standard output in {what}: {' '.join(printed.split())[:80]!r}")
-        for name, read in _STATE.items():
-            if (now := read()) != self._before[name]:
-                raise Fault(f"changes {name} in {what}: from {self._before[name]} to {now}")
+        if changed := self._belongings.changed():
+            raise Fault(f"changes {changed}, in {what}")
 
 
 def run(plugin: FoundPlugin, device: str, pipe: int) -> None:
@@ -119,6 +106,7 @@ def run(plugin: FoundPlugin, device: str, pipe: int) -> None:
 
 def _try(trial: Trial, plugin: FoundPlugin, device: str) -> None:
     registry = create_registry(load_entry_points=False)
+    modules = set(sys.modules)
     own = set(registry.backends), set(registry.layouts)
     loaded: object = None
     with trial.step("its import"):
@@ -132,7 +120,7 @@ def _try(trial: Trial, plugin: FoundPlugin, device: str) -> None:
             if name not in own[0]:
                 _try_backend(trial, registry, name, device)
         _try_rank(trial, registry, plugin.name)
-    _end(trial)
+    _end(trial, [module for name, module in sys.modules.items() if name not in modules and _is_of(module, plugin)])
 
 
 def _try_parts(trial: Trial, registry: Registry, brought: Any) -> None:
@@ -200,13 +188,22 @@ def _try_rank(trial: Trial, registry: Registry, name: str) -> None:
                 order(spec, phase, list(registry.backends))
 
 
-def _end(trial: Trial) -> None:
-    """What happens when Headway ends.
+def _is_of(module: object, plugin: FoundPlugin) -> bool:
+    file, own = getattr(module, "__file__", None), plugin.file
+    return bool(file and own) and (Path(str(file)) == own or own in Path(str(file)).parents)
+
+
+def _end(trial: Trial, modules: list[ModuleType]) -> None:
+    """What happens when Headway ends. modules: of the plugin, whose names Python drops then.
 
     :raises Fault: it would not, because of a thread.
     """
     with trial.step("what it does when Headway ends"):
         atexit._run_exitfuncs()
+        for module in modules:
+            for name in [name for name in vars(module) if not name.startswith("__")]:
+                setattr(module, name, None)
+        gc.collect()
     left = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
     if left:
         raise Fault(f"leaves a thread running that keeps Headway from ending: {left[0].name}")

@@ -30,6 +30,8 @@ _LENGTHS: dict[PhaseName, str] = {
 
 _LONG: Final = 500
 """Rows of a block from which on it is shown without colours."""
+_VERY_LONG: Final = 2000
+"""Rows of all blocks together from which on none has colours."""
 
 
 def print_view(view: View, console: Console) -> None:
@@ -41,10 +43,11 @@ def print_view(view: View, console: Console) -> None:
     console.print(Text("CROSSOVER ANALYSIS", "bold"), Text(f"{table.title} · {view.where}"), soft_wrap=True)
     console.print(Text(software(table.device), "dim"), soft_wrap=True)
     blocks = [_block(block, view.backends) for block in view.blocks]
-    shown = [_shown(block) for block in blocks]
+    longest = 0 if sum(block.row_count for block in blocks) > _VERY_LONG else _LONG
+    shown = [_shown(block, longest) for block in blocks]
     unbounded = console.options.update(width=10_000)
     fits = all(console.measure(block, options=unbounded).maximum <= console.width for block in shown)
-    for block in shown if fits else map(_shown, map(_narrow_block, view.blocks)):
+    for block in shown if fits else (_shown(_narrow_block(block), longest) for block in view.blocks):
         console.print(block)
     if not fits:
         console.print(Text("the two fastest of each row; a wider terminal, --json or --export shows every backend", "dim"))
@@ -52,9 +55,9 @@ def print_view(view: View, console: Console) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def _shown(block: Table) -> Table | Text:
-    """The same; a long one as plain lines, because rich takes 5 s for ten thousand rows of a table."""
-    if block.row_count <= _LONG:
+def _shown(block: Table, longest: int) -> Table | Text:
+    """The same; one of more rows than `longest` as plain lines, because rich takes 5 s for ten thousand rows of a table."""
+    if block.row_count <= longest:
         return block
     columns = [[" ".join(str(cell).split()) for cell in (column.header, *column.cells)] for column in block.columns]
     widths = [max(map(cell_len, column)) for column in columns]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,11 @@ class Terminal(Console):
     def status(self, status: Any, **options: Any) -> Status:
         """A spinner with a text, which is no markup either; `Status.update` takes a `Text`."""
         return super().status(Text(harmless(status)) if isinstance(status, str) else status, **options)
+
+
+def for_standard_output(text: str) -> str:
+    """What a model has written: as it is for a file or a pipe, and without what it would have obeyed for a terminal."""
+    return harmless(text, keep="\n\t") if sys.stdout.isatty() else text
 
 
 class _Hook(RenderHook):

@@ -33,6 +33,9 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.text import harmless, shown
 from headway.engine_args import VLLM_OPTIONS
 
+_MOST_SAID = 400
+"""Characters of an error."""
+
 
 class Command(TyperCommand):
     """A command that says what to write in place of an option that it does not have."""
@@ -45,6 +48,9 @@ class Command(TyperCommand):
             return left
         except Exception as error:
             if not hasattr(error, "possibilities"):  # click's NoSuchOption; typer brings a click of its own in some releases
+                said = getattr(error, "message", "")
+                if len(said) > _MOST_SAID:  # it repeats what was given
+                    error.message = f"{said[: _MOST_SAID // 2]}...{said[-_MOST_SAID // 2 :]}"  # type: ignore[attr-defined]
                 raise
             option: str = error.option_name  # type: ignore[attr-defined]
             near = [name for name in error.possibilities or () if name.startswith("--")]
@@ -53,12 +59,14 @@ class Command(TyperCommand):
             raise ConfigError(option, f"an option of {context.command_path}", f"{option!r}", hint) from error
 
     def _check_numbers(self, context: Any) -> None:
-        for parameter in self.params:
+        parameters: list[Any] = list(self.params)
+        for parameter in parameters:
             given = context.params.get(parameter.name)
             for value in given if isinstance(given, list | tuple) else [given]:
                 if isinstance(value, int) and not -(2**63) <= value < 2**63:
                     raise ConfigError(max(parameter.opts, key=len), "a whole number of at most 64 bits", shown(value))
-                if isinstance(value, float) and not math.isfinite(value):
+                bounded = (parameter.min, parameter.max) != (None, None)  # what has no bounds here is checked by the engine
+                if bounded and isinstance(value, float) and not math.isfinite(value):
                     raise ConfigError(max(parameter.opts, key=len), "a finite number", value)
 
 

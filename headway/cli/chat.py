@@ -17,7 +17,7 @@ from headway.cli.engine_options import takes_engine_options
 from headway.cli.sampling_options import takes_sampling_options
 from headway.core.contract.errors import BackendError, HeadwayError, PromptError
 from headway.core.sampling.params import SamplingParams
-from headway.core.system.terminal import Terminal
+from headway.core.system.terminal import Terminal, for_standard_output
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Conversation:
                 for piece, last in self._llm.stream(self._llm.chat_prompt(messages), self._params):
                     shown = piece if text else piece.lstrip()
                     text += shown
-                    sys.stdout.write(shown)
+                    sys.stdout.write(for_standard_output(shown))
                     sys.stdout.flush()
                     live.refresh()
                     if interrupts:  # it may have come before there was a request to end

@@ -16,8 +16,7 @@ from headway.cli.engine_options import takes_engine_options
 from headway.cli.sampling_options import takes_sampling_options
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.sampling.params import SamplingParams
-from headway.core.system.terminal import Terminal
-from headway.core.system.text import harmless
+from headway.core.system.terminal import Terminal, for_standard_output
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
@@ -98,14 +97,14 @@ def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool, after
 
     :raises BackendError: a backend raised in the middle of a step.
     """
-    begun, last, streamed, watched = False, None, shown and params.n == 1, sys.stdout.isatty()
+    begun, last, streamed = False, None, shown and params.n == 1
     for text, output in llm.stream(request, params):
         last = output
         after_step()
         text = text if begun else text.lstrip()  # a completion starts with the space after the prompt
         begun = begun or bool(text)
         if streamed:
-            sys.stdout.write(harmless(text, keep="\n\t") if watched else text)
+            sys.stdout.write(for_standard_output(text))
             sys.stdout.flush()
     assert last is not None  # a stream yields at least once
     failed = next((each.error for each in last.outputs if each.error is not None), None)
@@ -114,7 +113,7 @@ def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool, after
     if failed is not None:
         raise BackendError(failed)
     for completion in last.outputs if shown and not streamed else ():
-        print(f"[{completion.index}] {completion.text.lstrip()}", flush=True)
+        print(f"[{completion.index}] {for_standard_output(completion.text.lstrip())}", flush=True)
     return last
 
 

@@ -95,6 +95,7 @@ def test_a_gguf_header_with_impossible_sizes_is_refused_before_memory_is_taken()
         check_sizes(Path("m.gguf"), {**PLAIN, "num_hidden_layers": 2**31 - 1}, "its header")
 
 
+@pytest.mark.slow
 def test_what_a_library_in_rust_gives_up_over_is_the_file_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
         pass

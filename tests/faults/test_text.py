@@ -22,7 +22,7 @@ from headway.cli.app import _Harmless
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
-from headway.core.system.terminal import Terminal
+from headway.core.system.terminal import Terminal, for_standard_output
 from headway.core.system.text import csv_cell, harmless, markdown, page, picture
 from tables import a_cell, a_table
 
@@ -145,3 +145,10 @@ def test_two_contents_of_one_hash_are_not_taken_for_each_other(monkeypatch: pyte
     for each in (first, other, equal):
         blocks.release(each)
     blocks.check_integrity([])
+
+
+def test_what_a_model_writes_is_shown_to_a_terminal_and_left_as_it_is_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = "a\tb\n\x1b]0;title\x07\u202e"
+    for watched, shown in ((True, "a\tb\n\\x1b]0;title\\x07\\u202e"), (False, written)):
+        monkeypatch.setattr("sys.stdout.isatty", lambda watched=watched: watched)
+        assert for_standard_output(written) == shown
