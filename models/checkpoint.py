@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.spec import DTYPES
 from headway.core.system.files import read_text
 from headway.core.system.text import shown
 from headway.models.families import FAMILIES, known_architectures
@@ -77,8 +78,13 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
     if kind is not None and not isinstance(kind, str):
         raise ModelError(f"model {folder}: config.json cannot be used: model_type needs a text, got {shown(kind)}")
     for name in ("dtype", "torch_dtype"):
-        if not isinstance(config.get(name), (str, type(None))):
-            raise ModelError(f"model {folder}: config.json cannot be used: {name} needs a text, got {shown(config[name])}")
+        given = config.get(name)
+        if not isinstance(given, (str, type(None))):
+            raise ModelError(f"model {folder}: config.json cannot be used: {name} needs a text, got {shown(given)}")
+        if given is not None and given.removeprefix("torch.") not in ("auto", "float64", *DTYPES):
+            raise ModelError(
+                f"model {folder}: config.json cannot be used: {name} needs {' or '.join(DTYPES)}, got {shown(given)}"
+            )
     if kind is None:
         raise ModelError(f"model {folder}: config.json cannot be used: it names no model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None

@@ -170,7 +170,7 @@ def _check_name(name: object, what: str) -> None:
 
 def _need(ok: bool, what: str, need: str, got: object) -> None:
     if not ok:
-        raise PluginError(f"{what} must be {need}, got {got!r}")
+        raise PluginError(f"{what} must be {need}, got {shown(got)}")
 
 
 def _all_of(found: object, kind: type, container: tuple[type, ...] = (tuple,)) -> bool:

@@ -60,7 +60,7 @@ ABSURD: dict[str, list[Any]] = {
         ),
     ],
     "eos_token_id": [1.0, 1.5, NAN, -1, True, [1.0], [-3], "x"],
-    "torch_dtype": [[], 3],
+    "torch_dtype": [[], 3, "int32", "bool", "nn"],
     "model_type": [[], 3],
 }
 

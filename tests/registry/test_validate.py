@@ -61,8 +61,12 @@ def refused(plugin: object) -> str:
         (Plugin(backends=[SDPA]), "item 0 of headway_register_backends() must be a BackendInfo, got ABCMeta"),
         (Plugin(layouts=5), "headway_register_layouts() must return a list of LayoutInfo, got 5"),
         (Plugin(layouts=[info()]), "item 0 of headway_register_layouts() must be a LayoutInfo, got BackendInfo"),
-        (Plugin([info(name="")]), "BackendInfo.name must be a text without blanks, commas or equals signs, got ''"),
+        (
+            Plugin([info(name="")]),
+            "BackendInfo.name must be a text without blanks, commas or equals signs, of at most 64 characters, got ''",
+        ),
         (Plugin([info(name="a b")]), "BackendInfo.name must be a text without blanks"),
+        (Plugin([info(name="a" * 10**5)]), "of at most 64 characters, got 'aaaa"),
         (Plugin([info(name="a,b")]), "BackendInfo.name must be a text without blanks"),
         (Plugin([info(name=3)]), "BackendInfo.name must be a text without blanks"),
         (Plugin([info(name="auto")]), "BackendInfo.name must be none of the words auto and reference, got 'auto'"),
