@@ -16,6 +16,7 @@ from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.processors import LogitsProcessorInfo
 from headway.core.contract.proposers import ProposerInfo
+from headway.core.system.text import shown
 
 RESERVED = ("auto", "reference")
 """Words with a meaning of their own where a name is asked for."""
