@@ -10,7 +10,7 @@ import traceback
 from typing import Final
 
 from headway.core.contract.errors import HeadwayError
-from headway.core.system.faults import end_quietly, in_words, never_refuse_a_character, trace
+from headway.core.system.faults import end_quietly, in_words, never_refuse_a_character, open_what_is_closed, trace
 
 _NARROWEST: Final = 20
 """Columns."""
@@ -24,6 +24,7 @@ def main() -> None:
     A mistake of the user's and an error of the world (a full disk, a folder in a file's place, too little memory) end with one
     message and exit code 2. Only a fault of Headway's own shows a traceback.
     """
+    open_what_is_closed()
     never_refuse_a_character(sys.stdout, sys.stderr)
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) < _NARROWEST:  # some terminals say 0; nothing can be shown in a few columns
@@ -32,13 +33,17 @@ def main() -> None:
         try:
             _run()
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # a full device shows here, and not when Python ends and can only complain
+            sys.stdout.flush()  # a full device shows here, and not when Python ends and can only complain
             # Once Python ends nothing is left to save, and Ctrl-C shall end it without a traceback of some library's.
             atexit.register(_let_go, os.getpid())
     except BrokenPipeError:
         end_quietly(sys.stdout)
         sys.exit(_BROKEN_PIPE)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # which typer has made an exit of
+            end_quietly(sys.stdout)
+            sys.exit(_BROKEN_PIPE)
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

@@ -9,6 +9,7 @@ import shutil
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,7 +90,9 @@ def _convert(path: Path, target: Path) -> None:
             check_sizes(path, config.to_dict(), "its header")
             read_decoder_config(config)  # before what takes long
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-            model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+            made: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
+            model, found = made
     except ModelError:
         raise
     except BaseException as error:
@@ -97,6 +100,10 @@ def _convert(path: Path, target: Path) -> None:
             raise
         text = " ".join(str(error).split())
         raise ModelError(f"model {path}: transformers cannot read it ({type(error).__name__}: {text})") from error
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers would go on with random numbers
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"model {path}: it has no tensor {missing[0]}{more}, which its header implies")
     # The weights are plain float32 by now, but transformers still calls the model quantised and would refuse to save it.
     for name, value in (("hf_quantizer", None), ("is_quantized", False)):
         setattr(model, name, value)

@@ -7,6 +7,7 @@ import errno
 import io
 import logging
 import os
+import sys
 from functools import cache
 from typing import Final, TextIO
 
@@ -82,6 +83,16 @@ def in_words(error: BaseException) -> str | None:
 def is_panic(error: BaseException) -> bool:
     """Whether a library written in Rust has given up over what it was handed: such errors are no `Exception`."""
     return type(error).__name__ == "PanicException"
+
+
+def open_what_is_closed() -> None:
+    """Standard streams that whoever started Python has closed (`>&-`) become the null device.
+
+    Otherwise they are None, and the next file that is opened has their number: what a library prints would be written into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)
 
 
 def never_refuse_a_character(*streams: TextIO | None) -> None:

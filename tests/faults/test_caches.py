@@ -6,8 +6,10 @@ import json
 import os
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import save_file
 
 from headway.core.contract.errors import ModelError
@@ -43,6 +45,39 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(gguf, "_convert", convert)
     return asked
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lacking", ["blk.0.ffn_down.weight", ""])
+def test_a_gguf_file_without_a_tensor_is_refused_and_not_filled_with_random_numbers(
+    cache: Path, tmp_path: Path, lacking: str
+) -> None:
+    writer = GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_block_count(1)
+    for add, value in ((writer.add_context_length, 64), (writer.add_embedding_length, 32), (writer.add_feed_forward_length, 32)):
+        add(value)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*"abcdefghijklmnopqrstuvwxy", "ab"])
+    writer.add_token_types([1] * 26)
+    writer.add_token_merges(["a b"])
+    vectors = {f"{name}.weight": (32,) for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")}
+    squares = [f"blk.0.{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")]
+    shapes = vectors | dict.fromkeys(squares, (32, 32)) | dict.fromkeys(("token_embd.weight", "output.weight"), (26, 32))
+    for name, shape in shapes.items():
+        if name != lacking:
+            writer.add_tensor(name, numpy.full(shape, 0.01, numpy.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    if not lacking:
+        assert (gguf.convert(tmp_path / "tiny.gguf") / "model.safetensors").is_file()
+        return
+    with pytest.raises(ModelError, match=r"it has no tensor model\.layers\.0\.mlp\.down_proj\.weight, which its header implies"):
+        gguf.convert(tmp_path / "tiny.gguf")
+    assert not list(cache.glob("models/*"))
 
 
 @pytest.mark.parametrize(("file", "kept"), [("model.safetensors", 200), ("model.safetensors", 0), ("config.json", 9)])

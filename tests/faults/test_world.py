@@ -14,7 +14,7 @@ import pytest
 
 from headway import __main__ as entry
 from headway.core.contract.errors import ConfigError
-from headway.core.system.faults import in_words, never_refuse_a_character
+from headway.core.system.faults import in_words, never_refuse_a_character, open_what_is_closed
 from headway.core.system.text import shown
 from headway.engine_args import EngineArgs
 
@@ -72,6 +72,29 @@ def test_our_own_fault_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capf
 def test_a_reader_that_left_is_no_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, BrokenPipeError(errno.EPIPE, "Broken pipe")) == 141
     assert capfd.readouterr().err == ""
+
+
+def test_a_reader_that_left_a_command_of_typer_s_is_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave() -> None:
+        try:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        except BrokenPipeError:
+            sys.exit(1)  # as typer does
+
+    monkeypatch.setattr(entry, "_run", leave)
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 141
+
+
+def test_streams_that_were_closed_are_null_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    open_what_is_closed()
+    with sys.stdin, sys.stdout, sys.stderr:
+        assert sys.stdin.read() == ""
+        assert not sys.stdout.isatty()
+        print("nobody hears it", file=sys.stderr)
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "2", "3"])
@@ -138,6 +161,8 @@ def test_an_option_of_another_kind_is_refused_by_name(option: str) -> None:
         ("{headway} backends > /dev/full", 2, "standard output: No space left on device"),
         ("{headway} backends >&-", 0, ""),
         ("{headway} backends >&- 2>&-", 0, ""),
+        ("{headway} chat --load-format dummy --model qwen3-0.6b --num-threads 0 <&-", 2, "num_threads"),
+        ("{headway} backends | true; exit ${{PIPESTATUS[0]}}", 141, ""),
         ("set -o pipefail; {headway} --help | true", None, ""),
         ("PYTHONIOENCODING=ascii COLUMNS=0 {headway} backends", 0, ""),
         ("LC_ALL=C {headway} generate $'caf\\xe9' --load-format dummy --model qwen3-0.6b --num-threads 0", 2, "num_threads"),
