@@ -49,7 +49,7 @@ def test_lists_make_a_grid(inputs: str, outputs: str | None, labels: list[str]) 
 @pytest.mark.parametrize(
     ("lists", "words"),
     [
-        (("0", "8", None), "--batch-size: needs whole numbers of at least 1"),
+        (("0", "8", None), "--batch-size: needs whole numbers from 1 to 1,048,576"),
         (("1,", "8", None), "--batch-size"),
         (("1", "8k", None), "--input-len"),
         (("1", "8", "-3"), "--output-len"),
