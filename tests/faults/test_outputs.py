@@ -52,8 +52,12 @@ def test_a_fifo_is_written_into_and_one_that_nobody_reads_is_refused(tmp_path: P
 
     def reader() -> None:
         os.set_blocking(handle, True)
-        while chunk := os.read(handle, 1 << 16):
-            read.append(chunk)
+        while True:
+            over = not write_thread.is_alive()
+            if chunk := os.read(handle, 1 << 16):  # nothing, too, before the writer has opened it
+                read.append(chunk)
+            elif over:
+                return
 
     thread = threading.Thread(target=reader)
     write_thread = threading.Thread(target=write_whole, args=(fifo, NEW * 100))  # more than a pipe holds
