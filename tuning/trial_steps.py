@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -201,7 +201,9 @@ def _end(trial: Trial, modules: list[ModuleType]) -> None:
     with trial.step("what it does when Headway ends"):
         atexit._run_exitfuncs()
         for module in modules:
-            for name in [name for name in vars(module) if not name.startswith("__")]:
+            names = [name for name in vars(module) if not name.startswith("__")]
+            # Python calls __del__ while what it needs is still there, so instances go before what they may call.
+            for name in sorted(names, key=lambda name: isinstance(vars(module)[name], (ModuleType, type, FunctionType))):
                 setattr(module, name, None)
         gc.collect()
     left = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]

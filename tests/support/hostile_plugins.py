@@ -103,6 +103,11 @@ HOSTILE: dict[str, tuple[str, str, str]] = {
     "replaces-a-module": ("top", "sys.modules['json'] = type(sys)('json')", "changes the module json for another"),
     "empties-the-environment": ("top", "os.environ.clear()", "changes the environment: "),
     "leaves-a-process": ("top", "os.fork() or (time.sleep(60), os._exit(0))", "leaves a process running"),
+    "hangs-when-dropped": (
+        "top",
+        "kept = type('Kept', (), {'__del__': lambda self: time.sleep(600)})()",
+        "hangs in what it does when Headway ends",
+    ),
     "takes-ctrl-c": ("top", "signal.signal(signal.SIGINT, signal.SIG_IGN)", "changes what Ctrl-C does"),
     "replaces-stdout": ("top", "sys.stdout = open(os.devnull, 'w')", "changes sys.stdout"),
     "kills-its-parent": ("top", "os.kill(os.getppid(), 9); time.sleep(600)", "ends the process that tries it"),
