@@ -24,10 +24,10 @@ from headway.core.engine.limits import PromptLimits
 from headway.core.engine.marks import Mark, no_mark
 from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.prepare import prepare
-from headway.core.engine.reading import delta_of, keep_prompt_logprobs, reason_for, take_plain, with_logprobs
+from headway.core.engine.reading import delta_of, keep_prompt_logprobs, take_plain, take_sampled
 from headway.core.engine.schedule import ScheduledSequence
 from headway.core.engine.scheduler import Scheduler
-from headway.core.engine.sequence import Sequence, Status
+from headway.core.engine.sequence import Sequence
 from headway.core.engine.stats import EngineSnapshot, EngineStats
 from headway.core.engine.usage import CacheUsage, cache_usage
 from headway.core.sampling.params import SamplingParams
@@ -166,11 +166,11 @@ class EngineLoop:
                     self._offloader.clock.launched(prepared)
                 stats.launch_seconds += clock() - prepared - launched.wait_seconds
         ahead = self._ahead and bool(scheduled) and failure is None
-        self._read_until(1 if ahead else 0)
+        fault = self._read_until(1 if ahead else 0)
         if drafting is not None:
             drafting.stepped(scheduled, not ahead, stats)
         if failure is not None:
-            self._recover(list(scheduled), failure)
+            self._recover(list(scheduled), failure, fault)
         if self._offloader is not None and not self.scheduler.has_unfinished:
             self._read_until(0)  # the last step has written the token that ended a sequence, and may fail yet
             self._offloader.flush(idle=True)
@@ -208,17 +208,21 @@ class EngineLoop:
     def _num_offloaded_blocks(self) -> int:
         return 0 if self._offloader is None else self._offloader.num_blocks
 
-    def _read_until(self, left: int) -> None:
-        """Read the oldest steps until this many are left; an interrupt while the host waits loses none of them."""
-        stats, clock = self.stats, time.perf_counter
+    def _read_until(self, left: int) -> Exception | None:
+        """Read the oldest steps until this many are left; an interrupt while the host waits loses none of them.
+
+        Returns the fault of a step that has failed.
+        """
+        stats, clock, fault = self.stats, time.perf_counter, None
         while len(self._in_flight) > left:
             started, waited = clock(), stats.wait_seconds
-            self._read(*self._in_flight[0])
+            fault = self._read(*self._in_flight[0]) or fault
             self._in_flight.popleft()
             stats.read_seconds += clock() - started - (stats.wait_seconds - waited)
+        return fault
 
-    def _read(self, in_flight: InFlight, step: list[Sequence], sampling: list[Sequence]) -> None:
-        """Wait for a step's tokens and append them to the sequences that sample."""
+    def _read(self, in_flight: InFlight, step: list[Sequence], sampling: list[Sequence]) -> Exception | None:
+        """Wait for a step's tokens and append them to the sequences that sample; returns what it has failed for."""
         started = time.perf_counter()
         self.mark("wait")
         try:
@@ -230,47 +234,36 @@ class EngineLoop:
             if self._offloader is not None:
                 self._offloader.clock.forget()
             self._fail(lost, error)
-            return
+            return error
         if self._offloader is not None:
             self._offloader.clock.read()
         self.stats.wait_seconds += time.perf_counter() - started
         self.mark("read")
+        if sampled.found is not None:
+            keep_prompt_logprobs(step, sampled.found)
         plain = sampled.plain_tokens()
         if plain is not None:
             told, ended = take_plain(sampling, plain, self.scheduler.read)
-            self._unreported += told
-            self.stats.num_output_tokens += len(told)
-            self._remove(ended)
-            return
-        ended = []
-        read, report, found = self.scheduler.read, self._unreported.append, sampled.found
-        if found is not None:
-            keep_prompt_logprobs(step, found)
-        num_new = 0
-        for index, (seq, tokens) in enumerate(zip(sampling, sampled.token_lists(), strict=True)):
-            if seq.status is Status.FINISHED:
-                read(seq, [])
-                continue
-            fault, known = tokens[-1], len(seq.token_ids)
-            if seq.num_unverified and self._drafting is not None:
-                self.stats.num_accepted_tokens += len(tokens) - 1
-                self._drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
-            new = read(seq, tokens[:-1] if fault < 0 else tokens)
-            num_new += len(new)
-            if fault < 0 and not seq.finished:
-                seq.fail(reason_for(seq, fault, found.errors.get(index) if found else None, in_flight.first_nan))
-            if seq.finished:
-                ended.append(seq)
-            own = () if found is None else found.logprobs.get(index, ())
-            report(with_logprobs(delta_of(seq, new), seq, own, known))
-        self.stats.num_output_tokens += num_new
+        else:
+            told, ended = take_sampled(sampling, sampled, in_flight.first_nan, self.scheduler.read, self._verified)
+        self._unreported += told
+        self.stats.num_output_tokens += len(told) if plain is not None else sum(len(each.new_token_ids) for each in told)
         self._remove(ended)
+        return None
 
-    def _recover(self, step: list[ScheduledSequence], error: Exception) -> None:
-        """After a step that did not run: end its sequences, or let them wait for smaller steps where memory was too small."""
-        smaller = smaller_budget(step, error, self.config.enable_chunked_prefill)
+    def _verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        if self._drafting is not None:
+            self.stats.num_accepted_tokens += num_accepted
+            self._drafting.verified(seq, num_drafts, num_accepted)
+
+    def _recover(self, step: list[ScheduledSequence], error: Exception, fault: Exception | None) -> None:
+        """After a step that did not run: end its sequences, or let them wait for smaller steps where memory was too small.
+
+        fault: of the step before, whose prefixes they may have begun with.
+        """
+        smaller = None if fault else smaller_budget(step, error, self.config.enable_chunked_prefill)
         if smaller is None:
-            self._fail([scheduled.seq for scheduled in step], error)
+            self._fail([scheduled.seq for scheduled in step], fault or error)
         else:
             self.scheduler.max_num_batched_tokens = smaller
 

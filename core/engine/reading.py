@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.core.engine.deltas import OutputDelta
 from headway.core.engine.sequence import Sequence
-from headway.core.engine.step import Found
+from headway.core.engine.step import Found, Sampled
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.sampler import NOT_A_TOKEN
 
@@ -39,7 +39,7 @@ def with_logprobs(delta: OutputDelta, seq: Sequence, logprobs: Items[TokenLogpro
     return delta._replace(logprobs=tuple(logprobs[: len(delta.new_token_ids)]), prompt_logprobs=prompt)
 
 
-def reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:
+def _reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | None) -> str:
     """Why a sequence has no next token. fault: what stands in the token's place. error: what the sampler says of it."""
     if error is not None:
         return error
@@ -85,4 +85,34 @@ def take_plain(
         tell(delta)
         if seq.finish_reason is not None:
             ended.append(seq)
+    return told, ended
+
+
+def take_sampled(
+    sampling: Items[Sequence],
+    sampled: Sampled,
+    first_nan: str | None,
+    read: Callable[[Sequence, list[int]], list[int]],
+    verified: Callable[[Sequence, int, int], None],
+) -> tuple[list[OutputDelta], list[Sequence]]:
+    """Append whatever a step has brought to each sequence that has not ended; see `take_plain`.
+
+    first_nan: which layer made the first NaN. verified: told of a sequence's guesses, and of how many of them held.
+    """
+    told: list[OutputDelta] = []
+    ended: list[Sequence] = []
+    errors, logprobs = ({}, {}) if sampled.found is None else (sampled.found.errors, sampled.found.logprobs)
+    for index, (seq, tokens) in enumerate(zip(sampling, sampled.token_lists(), strict=True)):
+        if seq.finished:
+            read(seq, [])
+            continue
+        fault, known = tokens[-1], len(seq.token_ids)
+        if seq.num_unverified:
+            verified(seq, seq.num_unverified, len(tokens) - 1)
+        new = read(seq, tokens[:-1] if fault < 0 else tokens)
+        if fault < 0 and not seq.finished:
+            seq.fail(_reason_for(seq, fault, errors.get(index), first_nan))
+        if seq.finished:
+            ended.append(seq)
+        told.append(with_logprobs(delta_of(seq, new), seq, logprobs.get(index, ()), known))
     return told, ended

@@ -9,7 +9,6 @@ from operator import attrgetter
 
 from headway.core.contract.metadata import Phase
 from headway.core.engine.blocks import BlockManager
-from headway.core.engine.config import MAX_DRAFT_TOKENS
 from headway.core.engine.decode_batch import DecodeBatch
 from headway.core.engine.offload.offloader import Offloader
 from headway.core.engine.schedule import Schedule, ScheduledSequence
@@ -143,12 +142,13 @@ class Scheduler:
                 budget -= 1
                 position += 1
                 continue
+            budget = budget if prompts or decodes or joining or self._batch.members else self._alone(seq, budget)
             count = self._num_tokens(seq, budget)
             if count == 0:
                 skipped = skipped or seq.num_to_compute > 0
                 position += 1
                 continue
-            drafts = self._num_drafts(seq, budget - count) if seq.draft_token_ids else 0
+            drafts = seq.num_drafts(budget - count) if seq.draft_token_ids else 0
             while not self.blocks.reserve(seq, self._room(seq, count + drafts)):
                 if drafts:
                     drafts, seq.draft_token_ids = 0, []  # guesses are worth nobody's pages
@@ -171,8 +171,7 @@ class Scheduler:
             if self.offloader is not None and not gave_up and self.offloader.bring_back(seq):
                 self.waiting.popleft()
                 continue
-            if not self.enable_chunked_prefill and not (prompts or decodes or joining or self._batch.members):
-                budget = max(budget, seq.num_tokens)  # it must go whole, whatever lack of memory has left of a step
+            budget = budget if prompts or decodes or joining or self._batch.members else self._alone(seq, budget)
             count = self._admit(seq, budget)
             if count == 0:
                 coming = self.offloader is not None and self.offloader.loads.occupied
@@ -211,13 +210,13 @@ class Scheduler:
 
     def _num_tokens(self, seq: Sequence, budget: int) -> int:
         """Tokens that a sequence gets of what is left of a step."""
+        if seq.num_to_compute > budget and not self.enable_chunked_prefill:
+            return 0
         return self.blocks.fitting(seq, min(seq.num_to_compute, budget))
 
-    def _num_drafts(self, seq: Sequence, budget: int) -> int:
-        """Guesses that are verified beside the newest token, which must be known to the host."""
-        if seq.num_pending or seq.num_to_compute != 1:
-            return 0
-        return max(min(len(seq.draft_token_ids), MAX_DRAFT_TOKENS, budget, seq.max_len - seq.num_tokens - 1), 0)
+    def _alone(self, seq: Sequence, budget: int) -> int:
+        """Tokens of a step that begins with a sequence: where no prompt is cut, all of it, whatever lack of memory has left."""
+        return budget if self.enable_chunked_prefill else max(budget, seq.num_to_compute)
 
     def _room(self, seq: Sequence, count: int) -> int:
         """Tokens for which a sequence must hold pages when it gets `count`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from headway.core.engine.config import MAX_DRAFT_TOKENS
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 
@@ -199,6 +200,12 @@ class Sequence:
         """
         known = len(self.token_ids) + self.num_pending
         return known - self.num_computed if known < self.max_len and not self.num_unverified else 0
+
+    def num_drafts(self, budget: int) -> int:
+        """Guesses that are verified beside the newest token, which must be known to the host. budget: tokens left beside that."""
+        if self.num_pending or self.num_to_compute != 1:
+            return 0
+        return max(min(len(self.draft_token_ids), MAX_DRAFT_TOKENS, budget, self.max_len - self.num_tokens - 1), 0)
 
     @property
     def num_known(self) -> int:

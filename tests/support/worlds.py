@@ -148,8 +148,8 @@ class World:
         if draw.random() < 0.5:
             options |= {"kv_offload_dir": "a folder", "kv_offload_dir_size": draw.choice([1, num_pages, 10 * num_pages])}
         self.disk: dict[PageName, tuple[bytes, Any]] = {}
-        broken = draw.choice([0.0, 0.0, 0.02])
-        lost, latest, rate = draw.choice([0.0, 0.1]), draw.choice([0, 4, 30]), draw.choice([1e3, 1e6, 1e12])
+        broken = draw.choice([0.0, 0.05, 0.2])
+        lost, latest, rate = draw.choice([0.0, 0.3]), draw.choice([0, 4, 30]), draw.choice([1e3, 1e6, 1e12])
         self.transfers = {"faults": lost, "latest": latest, "rate": rate, "broken": broken}
         return options
 

@@ -76,7 +76,7 @@ class Shelf:
 
     def fetched(self, fetching: Pending[frozenset[PageName]]) -> frozenset[PageName]:
         """End a fetch; returns the pages that did not come."""
-        failed: frozenset[PageName] = frozenset()
+        failed: list[PageName] = []
         for pending, names in list(self._fetching):
             if pending is fetching:
                 self._fetching.remove((pending, names))
@@ -84,10 +84,9 @@ class Shelf:
                 failed = self._result(pending, names, "not read from disk")
                 for name in failed:
                     self._tier.drop(name)
-                    self._names.pop(name, None)
                 self._tier.unlock(names)
-                self._discard(list(failed))
-        return failed
+                self._forget(failed)
+        return frozenset(failed)
 
     def flush(self, idle: bool) -> None:
         """Write what may be written. idle: every step has been read."""
@@ -106,23 +105,30 @@ class Shelf:
                 self._names.update(dict.fromkeys(names))
             except Exception as error:
                 self._failures.count("not written to disk", len(names), error)
-                self._stored(names, frozenset(names))
+                self._stored(names, names)
         self._unwritten, self._unread = [] if idle else self._unread, []
         surplus = [name for name, _ in zip(self._names, range(len(self._names) - self._mover.max_stored), strict=False)]
         for name in surplus:
             del self._names[name]
         self._discard(surplus)
 
-    def _result(self, pending: Pending[frozenset[PageName]], names: list[PageName], what: str) -> frozenset[PageName]:
+    def _result(self, pending: Pending[frozenset[PageName]], names: list[PageName], what: str) -> list[PageName]:
         """The pages of which that is true."""
         error = None
         try:
-            failed = pending.result()
+            result = pending.result()
         except Exception as raised:
-            failed, error = frozenset(names), raised
+            result, error = frozenset(names), raised
+        failed = [name for name in names if name in result]
         if failed:
             self._failures.count(what, len(failed), error)
         return failed
+
+    def _forget(self, names: list[PageName]) -> None:
+        """Pages have not been written or read. What lies there under their names goes: a later attempt may have written it."""
+        for name in names:
+            self._names.pop(name, None)
+        self._discard(names)
 
     def _discard(self, names: list[PageName]) -> None:
         if names:
@@ -131,9 +137,8 @@ class Shelf:
             except Exception as error:
                 self._failures.count("not deleted from disk", len(names), error)
 
-    def _stored(self, names: list[PageName], failed: frozenset[PageName]) -> None:
-        for name in failed:
-            self._names.pop(name, None)
+    def _stored(self, names: list[PageName], failed: list[PageName]) -> None:
+        self._forget(failed)
         self._tier.unlock(names)
         self._stats.blocks_stored += len(names) - len(failed)
 

@@ -26,7 +26,8 @@ class Always(Random):
         return 0.0
 
 
-def test_what_was_launched_after_a_fault_ends_with_it() -> None:
+@pytest.mark.parametrize("ooms", [0, 1], ids=["launched", "without memory for it"])
+def test_what_followed_a_faulty_step_ends_with_it(ooms: int) -> None:
     prompt = [0, 1, 2] * 12
     histories = {seed: History(prompt, seed, MAX_MODEL_LEN) for seed in (8, 16, 24)}
     pool = PoolSize(64, PageFormat((CacheGroup(4),), 4, 1), MAX_MODEL_LEN)
@@ -35,7 +36,7 @@ def test_what_was_launched_after_a_fault_ends_with_it() -> None:
     engine = EngineLoop(device, config, PromptLimits(MAX_MODEL_LEN, VOCABULARY, ""))
     engine.add_request("first", prompt, SamplingParams(max_tokens=3, seed=8))
     assert engine.step() == []
-    device.faults = 0.0
+    device.faults, device.ooms = 0.0, ooms
     engine.add_request("second", prompt, SamplingParams(max_tokens=3, seed=16))  # finds the prompt of the first in the cache
     ended = {delta.request_id: (delta.finish_reason, delta.error) for delta in engine.step()}
     assert ended == dict.fromkeys(["first", "second"], ("error", "a fault of the device"))

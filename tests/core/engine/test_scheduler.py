@@ -256,3 +256,15 @@ def test_a_prompt_that_must_go_whole_goes_alone_where_lack_of_memory_has_left_le
     scheduler.max_num_batched_tokens = 8  # see EngineLoop._recover
     finish(scheduler, short, long)
     assert [seq.finish_reason for seq in (short, long)] == ["length", "length"]
+
+
+def test_a_prompt_that_did_not_run_for_lack_of_memory_goes_whole_in_a_smaller_step() -> None:
+    scheduler = Scheduler(BlockManager(64, 4), 40, 4, enable_chunked_prefill=False)
+    seqs = [sequence("short", [1] * 4, 2), sequence("long", [2] * 20, 1)]
+    for seq in seqs:
+        scheduler.add(seq)
+    assert [scheduled.num_new_tokens for scheduled in scheduler.schedule()] == [4, 20]
+    scheduler.max_num_batched_tokens = 2  # nothing was launched; see EngineLoop._recover
+    steps = [[scheduled.num_new_tokens for scheduled in step] for step in finish(scheduler)]
+    assert [seq.finish_reason for seq in seqs] == ["length", "length"]
+    assert steps == [[4], [1], [20]]
