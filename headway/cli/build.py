@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import product
 from typing import Annotated
 
@@ -39,6 +40,8 @@ def build(
             raise ConfigError("--dtype", f"one of {', '.join(DTYPES)}", repr(name))
     if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
         raise ConfigError("--kv-dtype", f"auto or one of {', '.join(KV_DTYPES)}", repr(kv_dtype))
+    if arch is not None and not re.fullmatch(r"sm_[1-9][0-9]{1,2}[af]?", arch):
+        raise ConfigError("--arch", "an architecture such as sm_90", repr(arch))
     compiler, support = find_compiler()
     if compiler is None:
         raise UnsupportedError(f"headway build {backend}", support.reasons)

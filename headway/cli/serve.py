@@ -73,6 +73,9 @@ def serve(
         from headway.server.service import ServerOptions
     except ImportError as error:
         raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
+    if api_key and (api_key != api_key.strip() or not api_key.isprintable()):  # not shown: it is a secret
+        got = "one with spaces around it or control characters"
+        raise ConfigError("--api-key", "a text that a header carries", got, "a file's last line break may belong to it")
     model = model_option or model
     options = ServerOptions(
         served_model_names=tuple(served_model_name or ()) or (model,),

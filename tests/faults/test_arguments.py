@@ -40,6 +40,7 @@ REFUSED = {
     "bytes in an address": ("bench serve --url \udcff", "--url: needs a URL such as"),
     "no rate": ("bench serve --rate inf", "--rate: needs requests per second"),
     "no limit": ("bench serve --goodput ttft:nan", "--goodput: needs limits"),
+    "a key that no header carries": ("serve --api-key a\x07", "--api-key: needs a text that a header carries"),
     "a negative limit": ("bench serve --goodput ttft:-1", "--goodput: needs limits"),
 }
 

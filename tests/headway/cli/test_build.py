@@ -38,6 +38,7 @@ def test_it_compiles_ahead_of_time_and_then_has_nothing_to_do(
         (("sdpa",), "backend: needs one with kernels to compile ahead of time: vllm_paged, got 'sdpa'"),
         (("vllm_paged", "--dtype", "int8"), "--dtype: needs one of float32"),
         (("vllm_paged", "--kv-dtype", "fp4"), "--kv-dtype: needs auto or one of fp8_e4m3, got 'fp4'"),
+        (("vllm_paged", "--arch", "90"), "--arch: needs an architecture such as sm_90, got '90'"),
     ],
     ids=str,
 )
