@@ -83,7 +83,7 @@ def make_case(
     poison: fills every slot that holds no token, in partly used blocks and in `spare_blocks` unused ones (NaN finds stray reads).
     padding_rows: rows of length 0 with slot -1 at the end, as a CUDA graph's unused rows are.
     """
-    _check_room(lens, spec, block_size)
+    check_room(lens, spec, block_size)
     generator = torch.Generator().manual_seed(seed)
     query_lens = [q for q, _ in lens] + [1] * padding_rows
     context_lens = [kv - q for q, kv in lens] + [-1] * padding_rows
@@ -118,7 +118,7 @@ def make_case(
     return Case(spec, metadata, cache, q, k, v)
 
 
-def _check_room(lens: Sequence[tuple[int, int]], spec: AttentionSpec, block_size: int) -> None:
+def check_room(lens: Sequence[tuple[int, int]], spec: AttentionSpec, block_size: int) -> None:
     """Refuse a case for which the host has no memory, before the system ends the process in the middle of it.
 
     :raises MemoryError: saying how much would be needed.

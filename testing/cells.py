@@ -73,6 +73,8 @@ class Cell:
                 raise ValueError
             for name in ("block_size", "head_dim", "group"):
                 values[name] = int(str(values[name])[1:])
+                if int(values[name]) < 1:
+                    raise ValueError
             return cls(**values)  # type: ignore[arg-type]
         except ValueError:
             raise ConfigError("--cell", "a cell's name as `headway check` prints it", repr(text)) from None

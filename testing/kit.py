@@ -80,8 +80,13 @@ class Kit:
         return list(dict.fromkeys(cells))
 
     def listed(self, quick: bool = False, layout: str = "") -> dict[str, Any]:
-        """The subject's name and owner, why it is not available on this device, and else the names of its cells."""
+        """The subject's name and owner, why it is not available on this device, and else the names of its cells.
+
+        :raises ConfigError: nobody registered that layout.
+        """
         subject = self.stage.subject
+        if layout:
+            subject.registry.layout(layout)
         here = subject.registry.availability(subject.name)
         unavailable = str(here).removeprefix("no: ") if not here else ""
         devices = subject.claims.devices

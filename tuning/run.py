@@ -124,7 +124,8 @@ def run_kernel_level(
             raise
         table.cut_short = False
         table.busy = table.busy or crowding()
-        _save(table, options.output)
+        if table.cells:  # nothing was measured: what lies there is worth more
+            _save(table, options.output)
     return table
 
 

@@ -18,7 +18,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cases import Case, parse_case
+from headway.testing.cases import Case, check_room, parse_case
 
 VERIFY_QUERY_LEN = 8
 """Most query tokens of a sequence that decodes (speculative verification)."""
@@ -203,6 +203,7 @@ def build_write(work: Work, layout: CacheLayout, block_size: int, seed: int) -> 
 
 def _empty_step(work: Work, layout: CacheLayout, block_size: int, seed: int) -> tuple[AttentionMetadata, LayerCache]:
     spec = work.spec
+    check_room(work.lens, spec, block_size)
     counts = [-(-kv_len // block_size) for _, kv_len in work.lens]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).tolist()
     tables: list[Sequence[int]] = []

@@ -45,11 +45,18 @@ FORMS: dict[str, Callable[[View, Path], None]] = {
 """By suffix. JSON and CSV hold every layout and block size, the others the view's."""
 
 
-def check_suffix(path: Path) -> None:
-    """Check before anything slow is done for it.
+def check_target(path: Path, table: Path | None) -> None:
+    """Check before anything slow is done for it. table: file of the table that is to be shown.
 
-    :raises ConfigError: a form that nobody writes.
+    :raises ConfigError: a form that nobody writes, or the file of the table itself, whose cells would be lost.
     """
+    if table is not None and path.resolve() == table.resolve():
+        raise ConfigError("--export", "another file than the table's", str(path))
+    check_suffix(path)
+
+
+def check_suffix(path: Path) -> None:
+    """:raises ConfigError: a form that nobody writes."""
     if path.suffix.lower() not in FORMS:
         raise ConfigError("--export", f"a file name that ends in {' or '.join(FORMS)}", str(path))
 

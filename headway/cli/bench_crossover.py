@@ -80,7 +80,7 @@ def crossover(
 ) -> None:
     """Measure which backend is fastest where, each checked against float64 first, and keep it as a table that auto obeys."""
     from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases, run_engine_level
-    from headway.bench.crossover.export import check_suffix
+    from headway.bench.crossover.export import check_target
     from headway.models.device_operations import compile_ahead
     from headway.registry import create_registry
     from headway.testing.origin import command_line
@@ -92,7 +92,10 @@ def crossover(
     from headway.tuning.schema import SpecRecord
 
     for path in export_to or ():
-        check_suffix(path)
+        check_target(path, output)
+    limit = parse_seconds("--cell-limit", cell_limit) or 0.0
+    if mixed and level is not Level.engine:
+        raise ConfigError("--mixed", "--level engine, which times whole generations", f"--level {level.value}")
     place, registry = resolve_device(device), create_registry(plugin or ())
     batches, lens = sizes_of("--batch-sizes", batch_sizes), sizes_of("--input-lens", input_lens)
     command = command_line()
@@ -113,7 +116,7 @@ def crossover(
             cases=[mixed] if mixed else cases(batches or usual[0], lens or usual[1]),
             backends=requests_of(backends),
             repeat=repeat,
-            cell_limit=parse_seconds("--cell-limit", cell_limit) or 0.0,
+            cell_limit=limit,
             seed=seed,
             budget=parse_seconds("--budget", budget),
             output=output,

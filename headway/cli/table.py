@@ -34,13 +34,13 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Print a table over one layout and block size: a column for each backend, the winner, and by how much."""
-    from headway.bench.crossover.export import check_suffix, export
+    from headway.bench.crossover.export import check_target, export
     from headway.bench.crossover.report import print_view, to_plain
     from headway.bench.crossover.view import view
     from headway.tuning.files import read_table
 
     for target in export_to or ():
-        check_suffix(target)
+        check_target(target, file)
     shown = view(read_table(_found(file)), layout, block_size)
     for target in export_to or ():
         export(shown, target)
@@ -62,11 +62,11 @@ def plot(
     block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
 ) -> None:
     """Draw the winners and their speed-ups as a heat-map, or with --curves time against length."""
-    from headway.bench.crossover.export import check_suffix, export
+    from headway.bench.crossover.export import check_target, export
     from headway.bench.crossover.view import view
     from headway.tuning.files import read_table
 
-    check_suffix(picture)
+    check_target(picture, file)
     shown = view(read_table(file), layout, block_size)
     if curves:
         from headway.bench.crossover.curves import to_curves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -24,8 +25,8 @@ _TYPES = {
 }
 """Status -> type; of those that are not here, below 500 `invalid_request_error` and from there on `server_error`."""
 
-_KINDS = ("str", "bool", "list[", "dict[", "function-", "[key]")
-"""Beginnings of parts of pydantic's places that name a type, not a field."""
+_KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)
+"""Parts of pydantic's places that name a type, not a field."""
 
 
 class ApiError(Exception):
@@ -81,7 +82,7 @@ def _invalid(error: ValidationError) -> ApiError:
     first = faults[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or not part.startswith(_KINDS))
+    place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or not _KINDS.fullmatch(part))
     more = f" ({len(faults)} faults)" if len(faults) > 1 else ""
     got = repr(first["input"])
     shown = got if len(got) <= 60 else f"{got[:60]}..."

@@ -48,7 +48,7 @@ class SamplingRequest(BaseModel):
 
     model: str | None = None
     """One of the names that the server goes by; None: the model that there is."""
-    stream: bool = False
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Count | None = 1
     best_of: Count | None = None
@@ -108,7 +108,7 @@ class CompletionRequest(SamplingRequest):
     """The body of /v1/completions."""
 
     prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
-    echo: bool = False
+    echo: bool | None = False
     """Begin each text with its prompt."""
     logprobs: int | None = Field(default=None, ge=0)
     suffix: str | None = None

@@ -24,6 +24,7 @@ from headway.testing.cases import make_case, parse_case
 from headway.testing.json_files import write_json
 from headway.testing.runner import Child, Run
 from headway.tuning.files import read_table
+from headway.tuning.work import Geometry, build_case, make_work
 from tables import a_cell, a_table
 
 HUGE = "9" * 23
@@ -40,6 +41,8 @@ REFUSED = {
     "bytes in an address": ("bench serve --url \udcff", "--url: needs a URL such as"),
     "no rate": ("bench serve --rate inf", "--rate: needs requests per second"),
     "no limit": ("bench serve --goodput ttft:nan", "--goodput: needs limits"),
+    "a limit that is no number": ("bench crossover --cell-limit nan", "--cell-limit: needs a time such as 120s"),
+    "requests of another level": ("bench crossover --mixed 1q8s16", "--mixed: needs --level engine"),
     "a key that no header carries": ("serve --api-key a\x07", "--api-key: needs a text that a header carries"),
     "a negative limit": ("bench serve --goodput ttft:-1", "--goodput: needs limits"),
 }
@@ -78,6 +81,27 @@ def test_a_case_beyond_the_memory_is_refused_before_it_is_made() -> None:
     layer = AttentionSpec(2, 1, 64, 0.125)
     with pytest.raises(MemoryError, match="GiB of memory are needed"):
         make_case([(1, 10**12)], layer, NHD, 16, lambda *_: None)
+    with pytest.raises(MemoryError, match="GiB of memory are needed"):
+        build_case(make_work("decode", "1q1s99999999k", Geometry(2, 1, 64), layer), NHD, 16, seed=0)
+
+
+def test_a_table_is_not_lost_to_its_own_picture_or_to_a_grid_without_a_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    write_json(a_table(a_cell()), path)
+    before = path.read_bytes()
+    too_long = f"bench crossover --geometry 2/1/16 --backends sdpa.math --phases decode --input-lens 10000000000 --output {path}"
+    for command, words in (
+        (f"table plot {path} {path}", "needs another file than the table's"),
+        (f"table show {path} --export {path}", "needs another file than the table's"),
+        (f"bench crossover --output {path} --export {path}", "needs another file than the table's"),
+        (too_long, "needs a point that this machine's memory holds"),
+    ):
+        code, said = run(command, monkeypatch, capfd)
+        assert code == 2, said
+        assert words in said
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("text", ["9999999999999x5+5", "1x99999999999+9", "1x1+99999999999"])

@@ -105,6 +105,8 @@ def test_every_cell_has_a_name_that_finds_it_again() -> None:
     assert {cell.check for cell in cells} <= set(CHECKS)
     with pytest.raises(ConfigError, match="a cell's name"):
         Cell.parse("answer:decode")
+    with pytest.raises(ConfigError, match="--cell"):
+        Cell.parse("long:long:nhd:own:b0:d0:g0:float32:none:-")
 
 
 def test_every_pair_of_claimed_values_is_in_a_cell() -> None:
@@ -138,6 +140,11 @@ def test_the_built_in_layouts_keep_their_rows(layout: str) -> None:
 def test_a_mistaken_target_is_one_line(target: str, words: str) -> None:
     with pytest.raises(HeadwayError, match=words):
         load_subject(target, torch.device("cpu"))
+
+
+def test_a_layout_that_nobody_registered_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="one of nhd, hnd, vllm_5d, latent, got 'zz'"):
+        Kit(load_subject("sdpa.math", torch.device("cpu"))).listed(layout="zz")
 
 
 def test_a_report_comes_back_and_shows_one_line_a_check(tmp_path: Path) -> None:

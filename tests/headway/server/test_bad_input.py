@@ -33,6 +33,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a bias beyond the vocabulary": (TEXT, {"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias"),
     "an empty stop": (TEXT, {"prompt": "a", "stop": ""}, "stop"),
     "a stop that is a number": (TEXT, {"prompt": "a", "stop": 5}, "stop"),
+    "stream options that are a text": (TEXT, {"prompt": "a", "stream": True, "stream_options": "x"}, "stream_options"),
     "too many logprobs": (TEXT, {"prompt": "a", "logprobs": 1000}, "logprobs"),
     "top_logprobs alone": (CHAT, {"messages": ASK, "top_logprobs": 3}, "top_logprobs"),
     "no prompt": (TEXT, {}, "prompt"),
@@ -84,7 +85,15 @@ def test_a_body_that_is_not_json_is_told_where(served: Running, http: httpx.Clie
 
 
 def test_unknown_fields_are_ignored(served: Running, http: httpx.Client) -> None:
-    body = {"prompt": "a", "max_tokens": 2, "stop": None, "frobnicate": {"deep": [1]}, "service_tier": "auto", "logprobs": None}
+    body = {
+        "prompt": "a",
+        "max_tokens": 2,
+        "stop": None,
+        "stream": None,
+        "frobnicate": {"deep": [1]},
+        "service_tier": "auto",
+        "logprobs": None,
+    }
     assert http.post(TEXT, json=body).status_code == 200
 
 
