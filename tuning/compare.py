@@ -96,25 +96,32 @@ def diff(first: CrossoverTable, second: CrossoverTable, at_least: float) -> list
     return changes
 
 
-def merge(tables: Sequence[CrossoverTable]) -> CrossoverTable:
+def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> CrossoverTable:
     """One table of several parts of the same machine and layer; where two have the same cell, the later date's counts.
 
     Parts that share no layout and block size have measured the same thing twice where no cache is read (a dense prefill): there
     the shorter time counts, since a busy host only ever adds to it. A refusal holds for the layouts of its own part alone: it is
     dropped where another part has measured that backend at that point.
 
-    :raises UnsupportedError: they are of different machines, software, layers or levels.
+    names: of the tables' files, in the same order.
+
+    :raises UnsupportedError: they are of different machines, software, layers or levels than the newest.
     """
-    ordered = sorted(tables, key=lambda table: table.date)
-    newest = ordered[-1]
+    named = dict(enumerate(names)) or {number: f"table {number + 1}" for number in range(len(tables))}
+    *older, last = sorted(range(len(tables)), key=lambda number: tables[number].date)
+    newest = tables[last]
     reasons = []
-    for table in ordered[:-1]:
-        reasons += differences(table, newest.device, newest.spec)
-        for what in ("level", "graph_len", "model"):
-            if getattr(table, what) != getattr(newest, what):
-                reasons.append(Reason(what, str(getattr(newest, what)), str(getattr(table, what))))
+    for number in older:
+        rows = [(row.what, row.got, row.need) for row in differences(tables[number], newest.device, newest.spec)]
+        rows += [(what, getattr(newest, what), getattr(tables[number], what)) for what in ("level", "graph_len", "model")]
+        reasons += [
+            Reason(f"{what} of {named[number]}", f"{need or 'none'} as {named[last]} has", str(got or "none"))
+            for what, need, got in rows
+            if need != got
+        ]
     if reasons:
         raise UnsupportedError("these tables put together", list(dict.fromkeys(reasons)), "keep them as files of their own")
+    ordered = [tables[number] for number in (*older, last)]
     cells: dict[tuple[object, ...], Cell] = {}
     places: set[tuple[str | None, int | None]] = set()
     for table in ordered:

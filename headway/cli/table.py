@@ -147,7 +147,7 @@ def merge(
 
     if len(files) < 2:
         raise ConfigError("headway table merge", "two files or more", len(files))
-    merged = compare.merge([read_table(path) for path in files])
+    merged = compare.merge([read_table(path) for path in files], files)
     write_json(merged, output)
     console = _console()
     console.print(Text(f"{len(merged.cells)} cells written to {output}"), soft_wrap=True)

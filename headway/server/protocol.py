@@ -106,6 +106,19 @@ def limited_protocol(options: ServerOptions, most_open: int) -> type[HttpToolsPr
             self._rest_writing()
             super().resume_writing()
 
+        def shutdown(self) -> None:
+            """The server ends: requests that have come whole go on, one that is still being sent is refused, an answer that is
+            given has a moment to be read."""
+            cycle = self.cycle
+            if cycle is not None and cycle.more_body and not cycle.response_started:
+                self._refuse(ApiError(503, "the server is shutting down", retry_after=1))
+                cycle.disconnected = True  # for what reads the body
+                cycle.message_event.set()
+                return
+            super().shutdown()
+            if self.transport.is_closing():
+                self._expect(_LINGER, self.transport.abort)
+
         def send_400_response(self, msg: str) -> None:
             self._refuse(ApiError(400, msg))
 

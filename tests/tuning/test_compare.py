@@ -109,12 +109,16 @@ def test_parts_that_measured_a_dense_prefill_twice_keep_the_faster() -> None:
     assert {cell.backend: cell.median_us for cell in merge(again).cells if cell.layout is None}["a"] == 30.0
 
 
-def test_tables_of_different_machines_are_not_merged() -> None:
-    with pytest.raises(UnsupportedError, match="driver: needs"):
-        merge([a_table(), a_table(device=a_device(driver="x"))])
-    with pytest.raises(UnsupportedError, match="attention layer"):
+def test_tables_of_different_machines_are_not_merged_and_the_odd_one_is_named() -> None:
+    old, new = a_table(device=a_device(driver="x")), a_table(date="2026-12-01T00:00:00+00:00")
+    for tables, names in (([old, new], ["a.json", "b.json"]), ([new, old], ["b.json", "a.json"])):
+        with pytest.raises(UnsupportedError, match="driver of a.json: needs none as b.json has, got x"):
+            merge(tables, names)
+    with pytest.raises(UnsupportedError, match="driver of table 1: needs none as table 3 has"):
+        merge([old, new, new])
+    with pytest.raises(UnsupportedError, match="attention layer of table 1"):
         merge([a_table(), a_table(spec=SpecRecord.of(replace(SPEC, head_dim=64)))])
-    with pytest.raises(UnsupportedError, match="graph_len"):
+    with pytest.raises(UnsupportedError, match="graph_len of table 1: needs 5 as table 2 has"):
         merge([a_table(), a_table(graph_len=5)])
 
 

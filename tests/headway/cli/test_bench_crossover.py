@@ -127,6 +127,9 @@ def test_two_tables_are_compared_and_put_together(headway: Headway, path: Path, 
     assert merged.code == 0
     assert len(read_table(tmp_path / "m.json").cells) == len(other.cells)
     assert_refused(headway("table", "merge", str(path), "-o", str(tmp_path / "m.json")), "two files or more")
+    write_json(other.model_copy(update={"device": a_device(driver="1.0")}), tmp_path / "u.json")
+    odd = headway("table", "merge", str(path), str(tmp_path / "u.json"), "-o", str(tmp_path / "m.json"))
+    assert_refused(odd, f"driver of {path}: needs 1.0 as {tmp_path / 'u.json'} has, got none")
 
 
 @pytest.mark.parametrize("command", [("table", "show"), ("table", "check"), ("table", "diff"), ("table", "plot")])

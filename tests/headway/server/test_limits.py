@@ -12,6 +12,7 @@ import pytest
 from openai import OpenAI
 
 from headway import LLM
+from headway.server import protocol
 from headway.server.launch import is_local
 from headway.server.service import ServerOptions
 from serving import raw, running
@@ -131,6 +132,35 @@ def test_a_server_that_is_told_to_stop_lets_requests_end(llm: LLM) -> None:
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{served.url}/health")
     assert '"completion_tokens":200' in texts[0]
+
+
+def test_and_does_not_wait_for_requests_that_never_came_nor_for_answers_that_nobody_reads(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_LINGER", 0.2)
+    with running(llm, ServerOptions(shutdown_timeout=20)) as served:
+        idle, half, unread = (served.connect() for _ in range(3))
+        for sock in (idle, unread):
+            sock.sendall(raw("GET", "/health"))
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+        last = unread.getsockname()
+        (answered,) = (each for each in served.server.server_state.connections if each.client == last)  # type: ignore[union-attr]
+        answered.loop.call_soon_threadsafe(answered.transport.write, bytes(32 * 2**20))  # type: ignore[union-attr]
+        half.sendall(raw("POST", TEXT).replace(b"content-length: 0", b"content-length: 50") + b'{"prompt"')
+        while not served.server.server_state.tasks:
+            time.sleep(0.002)
+        began = time.monotonic()
+        served.server.should_exit = True
+        refused = half.recv(4096)
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b"shutting down" in refused
+        assert idle.recv(100) == b""
+        half.close()
+        while served.server.server_state.connections:
+            time.sleep(0.01)
+        assert time.monotonic() - began < 5
+        unread.close()
+        idle.close()
 
 
 def test_and_ends_them_when_their_time_is_over(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
