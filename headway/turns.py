@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from threading import Lock
 
+from headway.interrupts import Interrupts
+
 
 class Turns:
-    """A lock for `with`, first come first served.
+    """A lock for `with`, first come first served; Ctrl-C waits until whoever holds it lets it go.
 
     threading.Lock may give itself to the thread that has just released it, again and again: a call that steps an engine in a
     loop would keep all others out until it has finished.
@@ -17,8 +19,10 @@ class Turns:
         self._guard = Lock()
         self._taken = False
         self._waiting: deque[Lock] = deque()
+        self._interrupts = Interrupts()
 
     def __enter__(self) -> None:
+        self._interrupts.put_off()
         with self._guard:
             if not self._taken:
                 self._taken = True
@@ -27,7 +31,9 @@ class Turns:
             turn.acquire()
             self._waiting.append(turn)
         try:
+            self._interrupts.let_through()
             turn.acquire()
+            self._interrupts.put_off()
         except BaseException:  # an interrupt while it waits
             with self._guard:
                 if turn in self._waiting:
@@ -38,6 +44,7 @@ class Turns:
 
     def __exit__(self, *_: object) -> None:
         self._pass_on()
+        self._interrupts.let_through()
 
     def _pass_on(self) -> None:
         with self._guard:

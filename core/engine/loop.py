@@ -118,6 +118,9 @@ class EngineLoop:
         for seq in ended:
             seq.finish("abort")
         self._remove(ended)
+        if self._unreported:  # since an interrupt
+            given_up = [each for each in self._unreported if each.request_id == request_id and index in (None, each.completion)]
+            self._unreported = [each for each in self._unreported if each not in given_up]
 
     def abort_all(self) -> None:
         """End every request."""

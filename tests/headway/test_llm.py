@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +15,7 @@ import pytest
 
 from headway import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.engine.deltas import OutputDelta
 from headway.turns import Turns
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -165,6 +168,32 @@ def test_turns_are_taken_in_order_and_an_interrupt_gives_its_turn_back() -> None
         raise KeyboardInterrupt
     with turns:
         pass
+
+
+@pytest.mark.parametrize(("strokes", "whole_steps"), [(1, 3), (2, 2)])
+def test_ctrl_c_waits_for_the_end_of_a_step_and_the_second_does_not(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, strokes: int, whole_steps: int
+) -> None:
+    """Else it would leave the engine half-way: pages without an owner, tokens of the next call that are another's."""
+    ids, real, begun, ended = [list(range(1, 30)), [5]], llm.engine.step, [], []
+    expected = [output.outputs[0].token_ids for output in llm.generate(ids, GREEDY, use_tqdm=False)]
+
+    def step() -> list[OutputDelta]:
+        begun.append(1)
+        if len(begun) == 3:
+            for _ in range(strokes):
+                os.kill(os.getpid(), signal.SIGINT)
+        deltas = real()
+        ended.append(1)
+        return deltas
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(ids, GREEDY, use_tqdm=False)
+    assert (len(begun), len(ended)) == (3, whole_steps)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.engine.blocks.num_free == llm.engine.blocks.num_pages
+    assert [output.outputs[0].token_ids for output in llm.generate(ids, GREEDY, use_tqdm=False)] == expected
 
 
 def test_an_llm_is_freed_with_its_last_holder_without_a_collection(tiny_model_folder: Path) -> None:

@@ -70,8 +70,13 @@ class Flight:
     waited_for: tuple[str, ...] = ()
     wait_seconds: float = 0.0
     first_nan: str | None = None
+    interrupted: bool = False
+    """Whether Ctrl-C breaks the first wait."""
 
     def wait(self) -> Sampled:
+        if self.interrupted:
+            self.interrupted = False
+            raise KeyboardInterrupt
         demand(not self.spoiled, "tokens are taken of a step that has read what a fault has left")
         if self.faulty:
             self.device.faulty = False
@@ -92,6 +97,8 @@ class FakeDevice:
     """Share of steps that fail."""
     ooms: int = 0
     """Steps for which memory will be too small."""
+    interrupts: float = 0.0
+    """Share of steps whose first wait is interrupted."""
     mover: Moving | None = field(default=None, init=False)
     faulty: bool = field(default=False, init=False)
     num_steps: int = field(default=0, init=False)
@@ -148,7 +155,7 @@ class FakeDevice:
         self._copy(step)
         self._write(step, *places)
         self._check_reads(step)
-        return Flight(self, self._sample(step), faulty=False, spoiled=False)
+        return Flight(self, self._sample(step), faulty=False, spoiled=False, interrupted=self.draw.random() < self.interrupts)
 
     def _take_in(self, step: StepInput) -> None:
         for started in step.started:

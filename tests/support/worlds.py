@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -158,7 +159,7 @@ class World:
         draw, config = self.draw, self.config
         faults, ooms = (0.04, draw.randint(0, 2)) if self.failing else (0.0, 0)
         seed = draw.randrange(2**32)
-        self.device = FakeDevice(self.capacity, self.histories, Random(seed), faults, ooms)
+        self.device = FakeDevice(self.capacity, self.histories, Random(seed), faults, ooms, draw.choice([0.0, 0.0, 0.05]))
         num_slots, max_stored = config.offload_bytes
         if num_slots:
             disk = max_stored if config.kv_offload_dir else 0
@@ -205,7 +206,9 @@ class World:
     def look_at_what_is_left(self) -> None:
         engine, stats = self.engine, self.engine.stats
         offloader, mover = engine.scheduler.offloader, self.device.mover
-        engine._read_until(0)  # steps of sequences that were aborted since
+        while engine._in_flight:
+            with suppress(KeyboardInterrupt):
+                engine._read_until(0)  # steps of sequences that were aborted since
         if offloader is not None and mover is not None:
             mover.finish()
             for _ in range(self.transfers["latest"] + 3):  # what is still to be stored, what has been, and what has failed
@@ -246,7 +249,12 @@ class World:
         self.engine.add_request(request_id, prompt, params, draw.choice([-1, 0, 0, 5]) if self.priorities else 0)
 
     def take(self) -> None:
-        for delta in self.engine.step():
+        try:
+            deltas = self.engine.step()
+        except KeyboardInterrupt:  # what was read before it comes with the next step
+            self.counts["interrupts"] += 1
+            return
+        for delta in deltas:
             expected = self.completions[delta.request_id, delta.completion]
             assert not expected.ended, "a delta after the last"
             expected.tokens += delta.new_token_ids

@@ -46,6 +46,20 @@ def test_what_followed_a_faulty_step_ends_with_it(ooms: int) -> None:
     assert written.token_ids == histories[24].tokens[36:39].tolist()
 
 
+def test_what_an_interrupt_kept_back_is_not_told_of_a_request_that_was_given_up() -> None:
+    pool = PoolSize(64, PageFormat((CacheGroup(4),), 4, 1), MAX_MODEL_LEN)
+    device = FakeDevice(Capacity(pool, 4, MAX_MODEL_LEN), {8: History([0, 1], 8, MAX_MODEL_LEN)}, Random(0), interrupts=1.0)
+    config = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64, async_scheduling=True)
+    engine = EngineLoop(device, config, PromptLimits(MAX_MODEL_LEN, VOCABULARY, ""))
+    engine.add_request("first", [0, 1], SamplingParams(max_tokens=9, seed=8))
+    assert engine.step() == []
+    for _ in range(2):  # the second time after a step was read
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.abort("first")
+    assert not engine.has_unfinished
+
+
 def run_worlds(first: int, num_worlds: int, num_requests: int) -> Counter[str]:
     """Returns what has happened in all of them."""
     counts: Counter[str] = Counter()
@@ -71,5 +85,5 @@ def test_200_random_requests() -> None:
 @pytest.mark.parametrize("first", [1000, 2000])
 def test_10_000_random_requests(first: int) -> None:
     counts = run_worlds(first, num_worlds=100, num_requests=100)
-    never = [what for what in ("swap", "recompute", "hits", "stored", *FAULTS) if not counts[what]]
+    never = [what for what in ("swap", "recompute", "hits", "stored", "interrupts", *FAULTS) if not counts[what]]
     assert not never, "requests as random as these should have come to that"
