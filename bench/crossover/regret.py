@@ -21,6 +21,7 @@ from headway.core.select.costs import StepCosts
 from headway.core.select.selection import Measured
 from headway.core.select.selector import Selector
 from headway.core.select.workload import Workload
+from headway.core.system.files import read_text
 from headway.registry import Registry, create_registry
 from headway.testing.cases import parse_case
 from headway.testing.origin import Origin, command_line
@@ -158,9 +159,11 @@ def read_report(path: Path) -> RegretReport:
     :raises ConfigError: missing, or not of this schema.
     """
     try:
-        return RegretReport.model_validate_json(path.read_text(encoding="utf-8"))
+        return RegretReport.model_validate_json(read_text(path))
     except OSError as error:
         got = error.strerror or str(error)
+    except UnicodeDecodeError:
+        got = "a file that is no text"
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         got = ": ".join(part for part in (".".join(map(str, first["loc"])), first["msg"]) if part)

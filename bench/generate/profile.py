@@ -81,7 +81,9 @@ class Window:
         :raises ConfigError: no step to look at, or a file that cannot be written.
         """
         if not self.open:
-            raise ConfigError("--profile", "outputs of at least 8 tokens, and a pool that holds them", "too few steps to look at")
+            raise ConfigError(
+                "--profile", "outputs of at least 16 tokens, and a pool that holds them", "too few steps to look at"
+            )
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
         with profile(activities=activities, acc_events=True) as profiler:
             self._run()

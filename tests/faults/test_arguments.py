@@ -11,6 +11,7 @@ import torch
 
 from headway import __main__ as entry
 from headway.bench.crossover.plot import to_png
+from headway.bench.crossover.regret import read_report
 from headway.bench.crossover.view import view
 from headway.bench.generate.workloads import parse_sizes
 from headway.core.contract.errors import ConfigError
@@ -152,6 +153,8 @@ def test_a_text_is_read_from_files_and_pipes_and_from_nothing_without_an_end(
     for path in (pipe, Path("/dev/zero"), large):
         with pytest.raises(ConfigError, match="needs a file of schema"):
             read_table(path)
+        with pytest.raises(ConfigError, match="report .*: needs a file that headway table regret --output wrote"):
+            read_report(path)
 
 
 def test_a_table_without_a_point_is_not_drawn() -> None:

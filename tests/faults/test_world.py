@@ -7,6 +7,8 @@ import io
 import os
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +184,39 @@ def test_the_command_line(command: str, code: int | None, words: str, tmp_path: 
     assert "Exception ignored" not in said
     assert words in " ".join(said.split())
     assert code is None or done.returncode == code, said
+
+
+def test_a_working_folder_that_was_removed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(sys, "argv", ["headway", "backends"])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith("headway: error: the working folder: needs one that exists")
+
+
+def test_an_interrupt_that_hits_a_callback_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched:
+        pass
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    def fail() -> None:
+        watched = Watched()
+        reference = weakref.ref(watched, interrupted)
+        del watched
+        time.sleep(5)
+        raise AssertionError(reference)
+
+    monkeypatch.setattr(entry, "_run", fail)
+    before = sys.unraisablehook
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 130
+    assert sys.unraisablehook is before

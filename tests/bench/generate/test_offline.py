@@ -167,7 +167,7 @@ def test_the_window_opens_halfway_and_leaves_nothing_behind(llm: LLM, tmp_path: 
 
 
 def test_a_trace_of_too_short_outputs_is_refused(llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--profile: needs outputs of at least 8 tokens"):
+    with pytest.raises(ConfigError, match="--profile: needs outputs of at least 16 tokens"):
         run(llm, RandomTokens(2, 8, 4), repeat=1, trace=tmp_path / "t.json")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--profile: needs a file in a folder"):
