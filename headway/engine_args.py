@@ -111,7 +111,7 @@ class EngineArgs(EngineConfig):
 
         if self.registry is not None:
             return self.registry
-        backends = list(self.backends)
+        backends = _classes(self.backends)
         return create_registry([*self.plugins, *backends] if backends else self.plugins, policy=self.plugin_policy)
 
     def engine_config(self) -> EngineConfig:
@@ -145,6 +145,20 @@ def takes_arguments_of(args: Callable[P, object]) -> Callable[[Callable[..., Non
         return function
 
     return decorate
+
+
+def _classes(backends: object) -> list[type[AttentionBackend]]:
+    """:raises ConfigError: what was given as `backends` is no list of backend classes."""
+    from headway.core.contract.backend import AttentionBackend
+
+    need, hint = "a list of subclasses of AttentionBackend", "plugins=[...] takes files and objects with hooks"
+    if not isinstance(backends, Iterable) or isinstance(backends, str):
+        raise ConfigError("backends", need, shown(backends), hint)
+    found = list(backends)
+    for each in found:
+        if not (isinstance(each, type) and issubclass(each, AttentionBackend)):
+            raise ConfigError("backends", need, f"{shown(each)} among them", hint)
+    return found
 
 
 _ONE_DEVICE: Final = "not supported yet, because Headway runs a model on one device"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Final, TypedDict
 
+from headway.chat_template import rendered
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.system.text import shown
 
@@ -179,7 +180,7 @@ def chat_prompt(
     apply_chat_template.
 
     :raises ConfigError: the tokenizer brings no chat template.
-    :raises PromptError: messages of another form, or that the template refuses.
+    :raises PromptError: messages of another form, or that the template refuses; or a template that never ends.
     """
     if not (getattr(tokenizer, "chat_template", None) or (options.get("chat_template") and tokenizer is not None)):
         raise ConfigError("chat", "a model whose tokenizer has a chat template", model, "leave --chat out")
@@ -187,8 +188,9 @@ def chat_prompt(
     if not listed:
         raise PromptError("messages", "at least one message", "none")
     try:
-        options = {"add_generation_prompt": add_generation_prompt, **options, "tokenize": False}
-        text: str = tokenizer.apply_chat_template(listed, **options)
+        text = rendered(tokenizer, listed, **{"add_generation_prompt": add_generation_prompt, **options})
+    except PromptError:
+        raise
     except Exception as error:  # a template is the model's own program, and raises what it likes
         line = " ".join(str(error).split())
         raise PromptError(

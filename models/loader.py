@@ -150,6 +150,7 @@ def _read_tokenizer(folder: Path) -> Any:
                 f"model {folder}: the tokenizer needs code of the model's own (auto_map in tokenizer_config.json), which Headway "
                 "never runs; skip_tokenizer_init=True takes token ids instead of texts"
             ) from error
+        _check_templates(folder)  # transformers does not say which file it was
         raise ModelError(f"model {folder}: the tokenizer cannot be read ({_first_line(error)})") from error
     longest = tokenizer.model_max_length
     if not isinstance(longest, int | float) or not longest > 0:
@@ -158,6 +159,17 @@ def _read_tokenizer(folder: Path) -> Any:
             f"got {shown(longest)}"
         )
     return tokenizer
+
+
+def _check_templates(folder: Path) -> None:
+    """:raises ModelError: a chat template cannot be read, or is no UTF-8."""
+    for path in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
+        try:
+            read_text(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"model {folder}: the chat template {path.name} cannot be read ({_first_line(error)})") from error
 
 
 def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:

@@ -176,7 +176,13 @@ class Registry:
                 trace(f"available() of backend {name}", error)
                 info = self.backends[name].info
                 hint = f"pip install '{info.extra}'" if info.extra else ""
-                self._support[name] = Support.no("import", "a backend that loads and answers", error, hint)
+                missing = error.__cause__ if isinstance(error, PluginError) else error
+                if isinstance(missing, ModuleNotFoundError) and missing.name:
+                    self._support[name] = Support.no(
+                        "import", f"the package {missing.name.partition('.')[0]}", "not installed", hint
+                    )
+                else:
+                    self._support[name] = Support.no("import", "a backend that loads and answers", error, hint)
         return self._support[name]
 
     def layout(self, name: str) -> LayoutInfo:

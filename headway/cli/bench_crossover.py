@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +26,13 @@ GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
 """Of the model that `headway generate` takes on a CPU, and of an 8B model."""
 _FILE_WIDTH = 160
 """Columns of the table where no terminal says how many it has."""
+
+
+_OWN_OPTIONS = {
+    "engine": ("model", "load_format", "mixed", "repeat", "cell_limit", "crossover_table", "workload"),
+    "kernel": ("geometry", "kv_dtype", "layouts", "block_sizes", "phases", "refine", "graph_len"),
+}
+"""What only one level reads."""
 
 
 class Level(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
@@ -79,6 +88,7 @@ def crossover(
     ] = None,
 ) -> None:
     """Measure which backend is fastest where, each checked against float64 first, and keep it as a table that auto obeys."""
+    given = locals()
     from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases, run_engine_level
     from headway.bench.crossover.export import check_target
     from headway.models.device_operations import compile_ahead
@@ -91,6 +101,7 @@ def crossover(
     from headway.tuning.run import BLOCK_SIZES, GRAPH_LEN, CrossoverOptions, run_kernel_level
     from headway.tuning.schema import SpecRecord
 
+    _refuse_other_level(level, given)
     for path in export_to or ():
         check_target(path, output)
     limit = parse_seconds("--cell-limit", cell_limit) or 0.0
@@ -151,6 +162,16 @@ def crossover(
         compile_ahead=compile_ahead(place),
     )
     finish(run_kernel_level(options, registry, Terminal(stderr=True)), options.output, export_to or [])
+
+
+def _refuse_other_level(level: Level, given: Mapping[str, object]) -> None:
+    """:raises ConfigError: an option is given that the level would pass over."""
+    usual = inspect.signature(crossover).parameters
+    for other, names in _OWN_OPTIONS.items():
+        for name in names if other != level.value else ():
+            if given[name] != usual[name].default:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(flag, f"--level {other}", f"--level {level.value}, which does not read {flag}")
 
 
 def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> None:

@@ -67,8 +67,10 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve MODEL with OpenAI's API: chats, completions, and Prometheus' metrics."""
+    from headway.server.address import bound_socket
+
+    sock = bound_socket(host, port)
     try:
-        from headway.server.launch import bound_socket
         from headway.server.launch import serve as listen
         from headway.server.service import ServerOptions
     except ImportError as error:
@@ -90,7 +92,6 @@ def serve(
         profile_dir=profile_dir,
     )
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    sock = bound_socket(host, port)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
         from headway.async_llm import AsyncLLM

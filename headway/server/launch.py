@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import socket
@@ -16,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headway.async_llm import AsyncLLM
-from headway.core.contract.errors import ConfigError
+from headway.server.address import bound_socket, is_local
 from headway.server.app import create_app
 from headway.server.protocol import limited_protocol
 from headway.server.service import ServerOptions
@@ -115,33 +114,6 @@ def serve(
             "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
         )
     Server(llm, options, host, 0, log_requests, started_at).run([sock])
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that has an address and does not listen yet: whoever loads a model first and then finds the port taken has waited
-    for nothing.
-
-    :raises ConfigError: the address is taken, or not of this machine.
-    """
-    try:
-        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        raise ConfigError("--host and --port", "an address of this machine that is free", f"{host}:{port} ({error})") from error
-    return sock
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches what listens on a host."""
-    if host == "localhost":
-        return True
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def most_connections() -> int:

@@ -40,6 +40,8 @@ REFUSED = {
     "a port": ("bench serve --url 127.0.0.1:99999", "Port out of range"),
     "half an address": ("bench serve --url http://[::1", "--url: needs a URL such as"),
     "bytes in an address": ("bench serve --url \udcff", "--url: needs a URL such as"),
+    "another machine's address": ("serve no/such/model --host 192.0.2.1", "--host and --port: needs an address of"),
+    "a proposer": ("serve no/such/model --speculate nonsense", "speculate: needs one of ngram, suffix, got 'nonsense'"),
     "no rate": ("bench serve --rate inf", "--rate: needs requests per second"),
     "no limit": ("bench serve --goodput ttft:nan", "--goodput: needs limits"),
     "a limit that is no number": ("bench crossover --cell-limit nan", "--cell-limit: needs a time such as 120s"),
@@ -54,6 +56,14 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
     with pytest.raises(SystemExit) as ended:
         entry.main()
     return int(ended.value.code or 0), " ".join(capfd.readouterr().err.split())
+
+
+def test_an_address_is_refused_before_a_servers_libraries_are_imported(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "headway.server.launch", None)
+    assert "--host and --port" in run("serve --host 192.0.2.1", monkeypatch, capfd)[1]
+    assert "its libraries" in run("serve --port 0", monkeypatch, capfd)[1]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -346,6 +346,10 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     ),
     "no tokenizer": (remove("tokenizer.json"), ("the tokenizer cannot be read",)),
     "broken tokenizer": (write("tokenizer.json", "{"), ("the tokenizer cannot be read",)),
+    "a chat template of bytes": (
+        lambda folder: (folder / "chat_template.jinja").write_bytes(b"caf\xe9"),
+        ("the chat template chat_template.jinja cannot be read", "UnicodeDecodeError"),
+    ),
     "broken generation config": (write("generation_config.json", "{"), ("generation_config.json is not JSON",)),
     "generation config of another kind": (write("generation_config.json", "[]"), ("generation_config.json",)),
     "end of text by name": (

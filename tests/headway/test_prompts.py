@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BatchEncoding
 
-from headway import LLM, SamplingParams
+from headway import LLM, SamplingParams, chat_template
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.prompts import ParsedPrompt, chat_prompt, parse_prompts
 
@@ -134,6 +135,32 @@ def test_a_template_that_refuses_says_why_in_one_line(bos_tokenizer: Any, monkey
     monkeypatch.setattr(bos_tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(PromptError, match="the chat template accepts, got TemplateError: roles must alternate"):
         chat_prompt(bos_tokenizer, "tiny", "hello")
+
+
+@pytest.mark.parametrize(
+    ("template", "got"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.1 s of processor time"),
+        ("{% for a in range(99999) %}{{ range(9999) | sum }}{% endfor %}", "more than 0.1 s of processor time"),
+        ("{% for a in range(99999) %}{% for b in messages[0].content %}{{ messages }}{% endfor %}{% endfor %}", "characters"),
+        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "macros that call each other without end"),
+        ("{{ 9 ** 9 ** 9 }}", r"a power \(\*\*\)"),
+        ("{{ 'a' * 10_000_000_000 }}", r"a product \(\*\) and the number 10_000_000_000"),
+        ("{% for a in range(1000000000) %}{% endfor %}", "OverflowError: Range too big"),
+    ],
+)
+def test_a_template_without_end_is_refused_in_one_line(
+    bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str, got: str
+) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
+    monkeypatch.setattr(chat_template, "CHARACTERS", 10_000)
+    monkeypatch.setattr(bos_tokenizer, "chat_template", template)
+    with pytest.raises(PromptError, match=f"got .*{got}") as caught:
+        chat_prompt(bos_tokenizer, "tiny", "hello")
+    assert "\n" not in str(caught.value)
+    assert sys.gettrace() is None
+    monkeypatch.setattr(bos_tokenizer, "chat_template", "{{ '=' * 40 }}{% for m in messages * 3 %}{{ m.content }}{% endfor %}")
+    assert chat_prompt(bos_tokenizer, "tiny", "hello")["prompt"] == "=" * 40 + "hello" * 3  # type: ignore[call-overload, index]
 
 
 def test_the_llm_takes_them_all_and_chats(tiny_model_folder: Path, bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,6 +287,16 @@ def test_a_backend_that_does_not_load_is_unavailable_with_its_reason_and_the_oth
         registry.backend("broken")
 
 
+@pytest.mark.parametrize("probe", [False, True], ids=["its module", "its probe"])
+def test_a_backend_whose_package_is_not_installed_says_so_and_what_installs_it(probe: bool) -> None:
+    def missing(*_: object) -> type[SDPA]:
+        raise ModuleNotFoundError("No module named 'libkernel.core'", name="libkernel.core")
+
+    load = (lambda: answers(available=missing)) if probe else missing
+    support = make(mine=Plugin([info("odd", load, extra="headway[kernel]")])).availability("odd")
+    assert str(support) == "no: import: needs the package libkernel, got not installed (pip install 'headway[kernel]')"
+
+
 @pytest.mark.parametrize("loaded", [None, SDPA(spec(), NHD, 16), int, "sdpa"], ids=["None", "an instance", "int", "a text"])
 def test_load_must_return_a_backend_class(loaded: object) -> None:
     registry = make(mine=Plugin([info("odd", lambda: loaded)]))

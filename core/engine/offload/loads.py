@@ -231,9 +231,16 @@ class Loads:
         """Its copies fail, and would the next time."""
         self._failures.count(what, num_pages, error)
         self.unlucky.add(load.seq)
+        load.moving = None
         self._cancel(load)
 
     def _cancel(self, load: Load) -> None:
+        if load.moving is not None and load.moving.done():
+            try:
+                load.moving.result()
+            except Exception as error:  # and nobody has looked yet
+                self._fail(load, "not copied back", len(load.back), error)
+                return
         for page in load.to_fetch:
             self._tier.drop(page.name)
         if load.fetching is not None:

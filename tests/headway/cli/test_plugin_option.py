@@ -68,6 +68,12 @@ def test_a_registry_and_plugins_beside_it_are_refused(tiny_model_folder: Path) -
         LLM(str(tiny_model_folder), backends=5)
 
 
+@pytest.mark.parametrize("given", [5, None, "sdpa", int, [5], ["sdpa"], [int], [object()], {"sdpa": 1}])
+def test_backends_that_are_no_list_of_backend_classes_are_refused_by_name(given: Any) -> None:
+    with pytest.raises(ConfigError, match="backends: needs a list of subclasses of AttentionBackend, got"):
+        LLM("no/such/model", backends=given)
+
+
 def test_names_and_pairs_are_read_from_one_text() -> None:
     assert requests_of(None) is None
     assert requests_of("a, b") == ["a", "b"]

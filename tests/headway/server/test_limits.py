@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from headway import LLM
 from headway.server import protocol
-from headway.server.launch import is_local
+from headway.server.address import is_local
 from headway.server.service import ServerOptions
 from serving import raw, running
 

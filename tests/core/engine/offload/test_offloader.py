@@ -175,3 +175,21 @@ def test_a_page_whose_copy_failed_late_is_found_nowhere_and_the_others_are() -> 
     again = sequence("again", [2] * 30, 1)
     tiers.finish(again)
     assert tiers.stats.offload_failures["not copied out"] == lost
+
+
+@pytest.mark.parametrize("asked", [0, 9], ids=["has failed", "under way"])
+def test_a_copy_back_that_has_failed_is_counted_though_its_load_is_called_off(asked: int) -> None:
+    tiers = Tiers(num_pages=8, num_slots=16)
+    tiers.finish(sequence("first", [1] * 24, 1), sequence("in its place", [2] * 30, 1))
+    tiers.settle()
+    tiers.mover.move_back = lambda moves: Later(None, asked, RuntimeError("an event has failed"))
+    again, loads = sequence("again", [1] * 25, 1), tiers.offloader.loads
+    assert tiers.offloader.bring_back(again)
+    assert loads.move(tiers.mover) == 6
+    assert loads.give_up()
+    failed = asked == 0
+    assert tiers.stats.offload_failures["not copied back"] == 6 * failed
+    assert (again in loads.unlucky) == failed
+    assert loads.arrived() == [again]
+    assert not loads.occupied
+    tiers.offloader.tier.check_integrity(idle=True)

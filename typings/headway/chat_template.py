@@ -1,0 +1,1 @@
+../../headway/chat_template.py
