@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from types import FrameType
 from typing import Any, Final
 
@@ -81,9 +82,10 @@ def _check_arithmetic(template: str) -> None:
     """
     from jinja2 import Environment
 
-    tokens = [(kind, text) for _, kind, text in Environment().lex(template)]
-    if ("operator", "**") in tokens:
-        raise _refused("a power (**)")
+    tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
+    for before, token in pairwise(tokens):
+        if token == ("operator", "**") and before[1] not in "(,":  # else it hands on the arguments of a call
+            raise _refused("a power (**)")
     if ("operator", "*") in tokens:
         for kind, text in tokens:
             if kind in ("integer", "float") and (len(text) > 20 or float(int(text, 0) if kind == "integer" else text) > _LARGEST):

@@ -159,7 +159,10 @@ def test_a_template_without_end_is_refused_in_one_line(
         chat_prompt(bos_tokenizer, "tiny", "hello")
     assert "\n" not in str(caught.value)
     assert sys.gettrace() is None
-    monkeypatch.setattr(bos_tokenizer, "chat_template", "{{ '=' * 40 }}{% for m in messages * 3 %}{{ m.content }}{% endfor %}")
+    harmless = (
+        "{{ '=' * 40 }}{% macro f(x) %}{{ x }}{% endmacro %}{% for m in messages * 3 %}{{ f( **{'x': m.content}) }}{% endfor %}"
+    )
+    monkeypatch.setattr(bos_tokenizer, "chat_template", harmless)
     assert chat_prompt(bos_tokenizer, "tiny", "hello")["prompt"] == "=" * 40 + "hello" * 3  # type: ignore[call-overload, index]
 
 
