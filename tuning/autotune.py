@@ -55,15 +55,18 @@ class TableRequest:
     def seconds(self, device: torch.device) -> float:
         """The budget that holds on a device.
 
-        :raises ConfigError: the environment variable is no number.
+        :raises ConfigError: the environment variable is no number, or below 0.
         """
         text = os.environ.get("HEADWAY_AUTOTUNE_BUDGET", "").strip()
         if self.budget is not None or not text:
             return self.budget if self.budget is not None else DEFAULT_BUDGET.get(device.type, 20.0)
         try:
-            return float(text)
+            seconds = float(text)
         except ValueError:
-            raise ConfigError("HEADWAY_AUTOTUNE_BUDGET", "seconds, 0 for none", repr(text)) from None
+            seconds = -1.0
+        if not seconds >= 0:  # NaN is refused, too
+            raise ConfigError("HEADWAY_AUTOTUNE_BUDGET", "seconds, 0 for none", repr(text))
+        return seconds
 
 
 def costs_for(

@@ -66,9 +66,10 @@ def test_without_a_budget_nothing_is_measured(registry: Registry, cache: Path, m
     monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "0")
     assert costs_for([SPEC], registry, "auto", TableRequest()) is None
     assert not (cache / "crossover").exists()
-    monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "soon")
-    with pytest.raises(ConfigError, match="HEADWAY_AUTOTUNE_BUDGET: needs seconds"):
-        costs_for([SPEC], registry, "auto", TableRequest())
+    for text in ("soon", "-1", "nan"):
+        monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", text)
+        with pytest.raises(ConfigError, match="HEADWAY_AUTOTUNE_BUDGET: needs seconds"):
+            costs_for([SPEC], registry, "auto", TableRequest())
 
 
 def test_named_backends_need_no_table(registry: Registry, cache: Path) -> None:
