@@ -86,12 +86,13 @@ def _convert(path: Path, target: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            here = {"gguf_file": path.name, "local_files_only": True}
+            config = AutoConfig.from_pretrained(path.parent, **here)
             check_sizes(path, config.to_dict(), "its header")
             read_decoder_config(config)  # before what takes long
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)
             options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
-            made: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
+            made: Any = AutoModelForCausalLM.from_pretrained(path.parent, **here, **options)
             model, found = made
     except ModelError:
         raise
