@@ -65,9 +65,8 @@ class EngineArgs(EngineConfig):
         name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is as good as its name
         object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(name, name))
         super().__post_init__()
-        for field, such in (("plugins", '["my_backend.py"]'), ("backends", "[MyBackend]")):
-            if isinstance(given := getattr(self, field), (str, PathLike)) or not isinstance(given, Iterable):
-                raise ConfigError(field, f"a list, such as {such}", shown(given))
+        if isinstance(self.plugins, (str, PathLike)) or not isinstance(self.plugins, Iterable):
+            raise ConfigError("plugins", 'a list, such as ["my_backend.py"]', shown(self.plugins))
         if self.registry is not None and not hasattr(self.registry, "failures"):
             raise ConfigError("registry", "a Registry or None", shown(self.registry))
         if self.registry is not None and (self.plugins or self.backends):

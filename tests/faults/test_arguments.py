@@ -44,7 +44,7 @@ REFUSED = {
     "a proposer": ("serve no/such/model --speculate nonsense", "speculate: needs one of ngram, suffix, got 'nonsense'"),
     "no rate": ("bench serve --rate inf", "--rate: needs requests per second"),
     "no limit": ("bench serve --goodput ttft:nan", "--goodput: needs limits"),
-    "a limit that is no number": ("bench crossover --cell-limit nan", "--cell-limit: needs a time such as 120s"),
+    "a limit that is no number": ("bench crossover --level engine --cell-limit nan", "--cell-limit: needs a time such as 120s"),
     "requests of another level": ("bench crossover --mixed 1q8s16", "--mixed: needs --level engine"),
     "a key that no header carries": ("serve --api-key a\x07", "--api-key: needs a text that a header carries"),
     "a negative limit": ("bench serve --goodput ttft:-1", "--goodput: needs limits"),

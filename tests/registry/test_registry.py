@@ -293,8 +293,8 @@ def test_a_backend_whose_package_is_not_installed_says_so_and_what_installs_it(p
         raise ModuleNotFoundError("No module named 'libkernel.core'", name="libkernel.core")
 
     load = (lambda: answers(available=missing)) if probe else missing
-    support = make(mine=Plugin([info("odd", load, extra="headway[kernel]")])).availability("odd")
-    assert str(support) == "no: import: needs the package libkernel, got not installed (pip install 'headway[kernel]')"
+    support = make(mine=Plugin([info("odd", load, extra="libkernel[cuda]")])).availability("odd")
+    assert str(support) == "no: import: needs the package libkernel, got not installed (pip install 'libkernel[cuda]')"
 
 
 @pytest.mark.parametrize("loaded", [None, SDPA(spec(), NHD, 16), int, "sdpa"], ids=["None", "an instance", "int", "a text"])
