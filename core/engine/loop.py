@@ -119,8 +119,8 @@ class EngineLoop:
             seq.finish("abort")
         self._remove(ended)
         if self._unreported:  # since an interrupt
-            given_up = [each for each in self._unreported if each.request_id == request_id and index in (None, each.completion)]
-            self._unreported = [each for each in self._unreported if each not in given_up]
+            told = self._unreported
+            self._unreported = [each for each in told if each.request_id != request_id or index not in (None, each.completion)]
 
     def abort_all(self) -> None:
         """End every request."""

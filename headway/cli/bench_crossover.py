@@ -105,8 +105,6 @@ def crossover(
     for path in export_to or ():
         check_target(path, output)
     limit = parse_seconds("--cell-limit", cell_limit) or 0.0
-    if mixed and level is not Level.engine:
-        raise ConfigError("--mixed", "--level engine, which times whole generations", f"--level {level.value}")
     place, registry = resolve_device(device), create_registry(plugin or ())
     batches, lens = sizes_of("--batch-sizes", batch_sizes), sizes_of("--input-lens", input_lens)
     command = command_line()

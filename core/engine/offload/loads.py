@@ -231,16 +231,19 @@ class Loads:
         """Its copies fail, and would the next time."""
         self._failures.count(what, num_pages, error)
         self.unlucky.add(load.seq)
-        load.moving = None
-        self._cancel(load)
+        self._let_go(load)
 
     def _cancel(self, load: Load) -> None:
+        """Its pages are not wanted any more."""
         if load.moving is not None and load.moving.done():
             try:
                 load.moving.result()
             except Exception as error:  # and nobody has looked yet
                 self._fail(load, "not copied back", len(load.back), error)
                 return
+        self._let_go(load)
+
+    def _let_go(self, load: Load) -> None:
         for page in load.to_fetch:
             self._tier.drop(page.name)
         if load.fetching is not None:
