@@ -37,6 +37,14 @@ _MOST_SAID = 400
 """Characters of an error."""
 
 
+def _bounded(parameter: Any) -> bool:
+    """Whether a least or a greatest value is declared, in the parameter or, before typer 0.27, in its type.
+
+    What has neither is checked by the engine.
+    """
+    return any(getattr(at, end, None) is not None for at in (parameter, parameter.type) for end in ("min", "max"))
+
+
 class Command(TyperCommand):
     """A command that says what to write in place of an option that it does not have."""
 
@@ -65,8 +73,7 @@ class Command(TyperCommand):
             for value in given if isinstance(given, list | tuple) else [given]:
                 if isinstance(value, int) and not -(2**63) <= value < 2**63:
                     raise ConfigError(max(parameter.opts, key=len), "a whole number of at most 64 bits", shown(value))
-                bounded = (parameter.min, parameter.max) != (None, None)  # what has no bounds here is checked by the engine
-                if bounded and isinstance(value, float) and not math.isfinite(value):
+                if _bounded(parameter) and isinstance(value, float) and not math.isfinite(value):
                     raise ConfigError(max(parameter.opts, key=len), "a finite number", value)
 
 
