@@ -93,9 +93,9 @@ def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best
 
 def _filtered(logits: Tensor, draws: Draws, filters: NDArray[numpy.float32], ops: SamplingOps, best: Tensor | None) -> Tensor:
     assert ops.filter is not None
-    keys, *numbers = upload(
-        torch.from_numpy(numpy.concatenate([draws.keys[None], filters.astype(numpy.float64).view(numpy.int64)])), logits.device
-    )
+    # Columns that were picked lie one after another: what kernels read are rows.
+    bits = filters.astype(numpy.float64, order="C").view(numpy.int64)
+    keys, *numbers = upload(torch.from_numpy(numpy.concatenate([draws.keys[None], bits])), logits.device)
     others = keys if filters[0].all() else sample(logits, draws._replace(filters=None), ops, best)
     return ops.filter(logits, others, keys, torch.stack(numbers).view(torch.float64).float())
 
