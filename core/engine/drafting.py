@@ -20,8 +20,9 @@ FIRST_ACCEPTANCE = 0.8
 """Share of guesses that hold, before any was verified: so high that some are, for nothing is learnt from those that are not."""
 _HOPE = 0.5
 """Share of guesses that a trial after a rest hopes for."""
-_PRIOR, _MEMORY, _LONG_MEMORY = 4, 10, 50
-"""Guesses that a sequence's own must outweigh; guesses that the running means of a sequence and of all reach back."""
+_PRIOR, _MEMORY, _LONG_MEMORY = 4, 20, 50
+"""Guesses that a sequence's own must outweigh; guesses that the running means of a sequence and of all reach back: so many that
+chance alone seldom makes good guesses look as if they did not pay."""
 _SHORT_REST, _LONG_REST = 4, 64
 """Steps without guesses after which they are tried again: the first number, doubled each time they do not pay, to the second.
 A trial hopes for half of the guesses, so it takes at most twice as long as a step without: one in 64 costs less than 2 %."""
@@ -116,7 +117,8 @@ class Drafting:
         if not any(guesses):
             return NO_GUESS
         if times is not None:
-            most = self._best(seconds, likely, [len(guess) for guess in guesses]) - 1
+            if any(len(guess) < most for guess in guesses):
+                most = self._best(seconds, likely, [len(guess) for guess in guesses]) - 1
             if most < 1:
                 return self._start_rest(count, COSTLY)
             if not self._trial:  # a trial has still to show that guesses hold

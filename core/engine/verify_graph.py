@@ -7,11 +7,9 @@ is read that belongs to nobody; a sequence needs as many tokens as the graph is 
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -20,107 +18,20 @@ from torch import Tensor
 
 from headway.core.contract.backend import Backends
 from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.model import Attention
 from headway.core.contract.transfer import upload
 from headway.core.engine.graph import GraphStep, name_of, recorded, replans
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
-from headway.core.engine.sent_tables import SentTables
 from headway.core.engine.step import StepInput
-from headway.core.sampling.filtering import NO_FILTER
+from headway.core.engine.verify_inputs import VerifyFields, VerifyInputs
 from headway.core.sampling.sampler import Draws
-
-log = logging.getLogger("headway")
 
 FILL_CONTEXT = 1
 """Cached tokens of a padding sequence: its lengths are legal ones, its blocks are the pool's first, and it writes nothing."""
-_ALIGN = 4
-"""Fields begin at multiples of 16 bytes, which kernels may rely on."""
-
-
-class _Fields(NamedTuple):
-    """The inputs of a step in one piece of int32 memory. n sequences of w query tokens, g cache groups."""
-
-    ids: Tensor
-    """int64 [n, w]; the host knows all of them, for guesses are made from tokens that have been read."""
-    keys: Tensor
-    """int64 [n, w]: of the draws."""
-    slots: Tensor
-    """int64 [g, n, w]"""
-    rows: Tensor
-    """int64 [n]: places in `newest`."""
-    fill: Tensor
-    """int64 [n]: how many of a sequence's tokens stand before its new ones."""
-    positions: Tensor
-    """int32 [n, w]"""
-    scales: Tensor
-    """float32 [n, w]: of the draws."""
-    filters: Tensor
-    """float32 [4, n, w]: a `TokenFilter` each."""
-    seq_lens: Tensor
-    """int32 [n]"""
-    context_lens: Tensor
-    """int32 [n]"""
-    tables: Tensor
-    """int32 [g, n, blocks]"""
-
-    @classmethod
-    def of(cls, flat: Tensor, size: int, width: int, groups: int, blocks: int) -> tuple[_Fields, int]:
-        """Views of a flat buffer, and how much of it they take."""
-        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
-            *[(torch.int64, (size, width))] * 2,
-            (torch.int64, (groups, size, width)),
-            *[(torch.int64, (size,))] * 2,
-            (torch.int32, (size, width)),
-            (torch.float32, (size, width)),
-            (torch.float32, (len(NO_FILTER), size, width)),
-            *[(torch.int32, (size,))] * 2,
-            (torch.int32, (groups, size, blocks)),
-        ]
-        views, end = [], 0
-        for dtype, shape in shapes:
-            length = math.prod(shape) * dtype.itemsize // 4
-            views.append(flat[end : end + length].view(dtype).view(shape))
-            end += -(-length // _ALIGN) * _ALIGN
-        return cls(*views), end
-
-
-class _HostBuffer:
-    """Host memory from which a step's inputs are sent, as arrays for one graph at a time."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self._shape: tuple[int, int, int, int] | None = None
-
-    def lay_out(self, shape: tuple[int, int, int, int]) -> None:
-        """Become arrays for (size, width, groups, blocks), if it is not that already."""
-        if self._shape != shape:
-            self._shape = shape
-            self.fields, length = _Fields.of(self.flat, *shape)
-            self.arrays = [field.numpy() for field in self.fields]
-            self.sent, self.sent_tables = self.flat[:length], SentTables(self.arrays[-1])
-
-
-class VerifyInputs:
-    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
-
-    def __init__(self, largest: Sequence[tuple[int, int]], step: GraphStep) -> None:
-        """largest: (size, width) of graphs, none of which may need more than the buffer has."""
-        blocks = -(-step.max_model_len // step.block_size)
-        self.groups, self.blocks = len(step.num_blocks), -(-blocks // _ALIGN) * _ALIGN
-        tokens, fields = max(size * width for size, width in largest), 11
-        most = max(size for size, _ in largest)
-        length = (
-            (2 * (2 + self.groups) + 2 + len(NO_FILTER)) * tokens
-            + (2 * 2 + 2 + self.groups * self.blocks) * most
-            + fields * _ALIGN
-        )
-        device = step.newest.device
-        self.device = torch.zeros(length, dtype=torch.int32, device=device)
-        pinned = device.type == "cuda"
-        assert step.logits is not None, "decode is captured first"
-        self.logits = step.logits if len(step.logits) >= tokens else step.logits.new_empty(tokens, step.logits.shape[1])
-        """[tokens of the largest, vocab_size]: every graph computes its own into its first rows."""
-        self.host = [_HostBuffer(torch.zeros(length, dtype=torch.int32, pin_memory=pinned)) for _ in range(2)]
+_FIRST_LAYERS = 3
+"""Layers of a graph of their own, which the device runs while the host launches the rest: nothing else hides a launch where the
+host has waited for the step before."""
 
 
 class VerifyGraph:
@@ -128,9 +39,10 @@ class VerifyGraph:
 
     def __init__(self, step: GraphStep, inputs: VerifyInputs, size: int, width: int, backends: Backends) -> None:
         self._step, self._inputs, self.size, self.width, self._by_spec = step, inputs, size, width, backends
+        self._attend: Attention = step.attention
         self.backends = (name_of(backends),)
         self._shape = size, width, inputs.groups, inputs.blocks
-        self._given, _ = _Fields.of(inputs.device, *self._shape)
+        self._given, _ = VerifyFields.of(inputs.device, *self._shape)
         self._places: NDArray[numpy.int32] = numpy.arange(width, dtype=numpy.int32)
         self._metadata = self._worst_case()
         self._plans = step.attention.begin_graph(self._metadata, backends)
@@ -149,7 +61,26 @@ class VerifyGraph:
         :raises BackendError: something in it cannot be captured.
         """
         what = f"verification of {self.width - 1} drafts for each of {self.size} sequences with {self.backends[0]}"
-        self._replay = recorded(recorder, self.run, what)
+        attention, parts = self._step.attention, list[Callable[[], None]]()
+
+        def parting(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = attention(layer, q, k, v)
+            if layer == _FIRST_LAYERS - 1:
+                parts.append(recorder.end())
+                recorder.begin()
+            return out
+
+        self._attend = parting
+        try:
+            parts.append(recorded(recorder, self.run, what))
+        finally:
+            self._attend = attention
+
+        def replay() -> None:
+            for part in parts:
+                part()
+
+        self._replay = replay
         if self._step.filters:
             self._replay_filter = recorded(recorder, self.filter, what)
 
@@ -195,7 +126,7 @@ class VerifyGraph:
         step, given = self._step, self._given
         count = self.size * self.width
         step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
-        hidden = step.model(given.ids.view(count), given.positions.view(count), step.attention)
+        hidden = step.model(given.ids.view(count), given.positions.view(count), self._attend)
         logits = step.model.compute_logits(hidden, self._inputs.logits[:count])
         self._sampled = step.choose(logits, given.scales.view(count), given.keys.view(count))
         self.tokens = self._hold(self._sampled)

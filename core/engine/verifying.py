@@ -12,7 +12,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.graph import GraphStep, name_of
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.step import StepInput
-from headway.core.engine.verify_graph import FILL_CONTEXT, VerifyGraph, VerifyInputs
+from headway.core.engine.verify_graph import FILL_CONTEXT, VerifyGraph
+from headway.core.engine.verify_inputs import VerifyInputs
 from headway.core.select.selector import Selector
 from headway.core.speculation.times import WIDTHS
 

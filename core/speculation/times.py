@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 WIDTHS = (2, 4, 8)
 """Query tokens of a sequence whose guesses are verified, rounded up to what graphs are captured for."""
@@ -28,6 +29,7 @@ def width_of(query_len: int) -> int:
     return next((width for width in WIDTHS if width >= query_len), query_len)
 
 
+@cache
 def size_class(num_seqs: int) -> int:
     """Steps of a class take about the same time: two classes to an octave."""
     return round(2 * math.log2(num_seqs))
