@@ -50,7 +50,14 @@ def prepare(step: Schedule, groups: Sequence[CacheGroup]) -> StepInput:
     seqs, counts, contexts, samples, drafts_of = zip(*step.apart, strict=True)
     batch = _plain(step)
     # Where drafts are made all tokens have been read, and a graph that verifies takes none from the device.
-    newest = numpy.array([seq.token_ids[-1] for seq in step.members], dtype=numpy.int64) if any(drafts_of) else batch.token_ids
+    drafting = any(drafts_of)
+    newest = numpy.array([seq.token_ids[-1] for seq in step.members], dtype=numpy.int64) if drafting else batch.token_ids
+    decodes = (
+        drafting
+        and all(samples)
+        and all(contexts)
+        and all(one == drafts + 1 for one, drafts in zip(counts, drafts_of, strict=True))
+    )
 
     def joined(own: Iterable[int | bool], others: NDArray[Any]) -> NDArray[Any]:
         numbers = numpy.array(own, dtype=others.dtype)
@@ -64,6 +71,7 @@ def prepare(step: Schedule, groups: Sequence[CacheGroup]) -> StepInput:
         joined(samples, batch.samples),
         joined(token_ids, newest),
         num_newest == len(step),
+        decodes,
         tuple(started),
         tuple(new_pages),
         tuple(copies),

@@ -244,7 +244,7 @@ class Runner:
         """The graph that runs a step: captured for its size and for the backend that is fastest at its lengths; or why none."""
         if self._graphs is None or self._prompts is None or self._verifying is None:
             return None, ""
-        if step.num_draft_tokens.any():
+        if step.verifies or step.num_draft_tokens.any():
             return self._verifying.for_step(step)
         prompt = self._prompts.for_step(step)
         if self._prompt_scorer.wants(step):

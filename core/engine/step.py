@@ -69,6 +69,8 @@ class StepInput:
     """[num_tokens]: the new tokens of all sequences, one sequence after the other; NEWEST for what only the device knows."""
     goes_on: bool
     """Whether every sequence has one new token, the one that was sampled last: what a captured decode runs."""
+    verifies: bool = False
+    """Whether drafts are verified, and nothing else is done but to decode: what a captured verification runs."""
     started: tuple[StartedRow, ...] = ()
     new_pages: tuple[NewPages, ...] = ()
     copies: tuple[PageCopy, ...] = ()

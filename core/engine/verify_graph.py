@@ -18,7 +18,6 @@ from torch import Tensor
 
 from headway.core.contract.backend import Backends
 from headway.core.contract.metadata import AttentionMetadata
-from headway.core.contract.model import Attention
 from headway.core.contract.transfer import upload
 from headway.core.engine.graph import GraphStep, name_of, recorded, replans
 from headway.core.engine.recorder import Recorder
@@ -29,9 +28,6 @@ from headway.core.sampling.sampler import Draws
 
 FILL_CONTEXT = 1
 """Cached tokens of a padding sequence: its lengths are legal ones, its blocks are the pool's first, and it writes nothing."""
-_FIRST_LAYERS = 3
-"""Layers of a graph of their own, which the device runs while the host launches the rest: nothing else hides a launch where the
-host has waited for the step before."""
 
 
 class VerifyGraph:
@@ -39,10 +35,10 @@ class VerifyGraph:
 
     def __init__(self, step: GraphStep, inputs: VerifyInputs, size: int, width: int, backends: Backends) -> None:
         self._step, self._inputs, self.size, self.width, self._by_spec = step, inputs, size, width, backends
-        self._attend: Attention = step.attention
         self.backends = (name_of(backends),)
         self._shape = size, width, inputs.groups, inputs.blocks
-        self._given, _ = VerifyFields.of(inputs.device, *self._shape)
+        self._given, length = VerifyFields.of(inputs.device, *self._shape)
+        self._sent_to = inputs.device[:length]
         self._places: NDArray[numpy.int32] = numpy.arange(width, dtype=numpy.int32)
         self._metadata = self._worst_case()
         self._plans = step.attention.begin_graph(self._metadata, backends)
@@ -61,26 +57,7 @@ class VerifyGraph:
         :raises BackendError: something in it cannot be captured.
         """
         what = f"verification of {self.width - 1} drafts for each of {self.size} sequences with {self.backends[0]}"
-        attention, parts = self._step.attention, list[Callable[[], None]]()
-
-        def parting(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = attention(layer, q, k, v)
-            if layer == _FIRST_LAYERS - 1:
-                parts.append(recorder.end())
-                recorder.begin()
-            return out
-
-        self._attend = parting
-        try:
-            parts.append(recorded(recorder, self.run, what))
-        finally:
-            self._attend = attention
-
-        def replay() -> None:
-            for part in parts:
-                part()
-
-        self._replay = replay
+        self._replay = recorded(recorder, self.run, what)
         if self._step.filters:
             self._replay_filter = recorded(recorder, self.filter, what)
 
@@ -126,7 +103,7 @@ class VerifyGraph:
         step, given = self._step, self._given
         count = self.size * self.width
         step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
-        hidden = step.model(given.ids.view(count), given.positions.view(count), self._attend)
+        hidden = step.model(given.ids.view(count), given.positions.view(count), step.attention)
         logits = step.model.compute_logits(hidden, self._inputs.logits[:count])
         self._sampled = step.choose(logits, given.scales.view(count), given.keys.view(count))
         self.tokens = self._hold(self._sampled)
@@ -205,16 +182,16 @@ class VerifyGraph:
         seq_lens[:count], seq_lens[count:] = step.context_lens + step.query_lens, FILL_CONTEXT + self.width
         numpy.subtract(seq_lens, self.width, out=context_lens)
         numpy.add(context_lens[:, None], self._places, out=all_positions)
-        if draws is None:
-            scales.fill(0)
+        if draws is None or not (draws.scales.any() or draws.filters is not None):
+            scales.fill(0)  # and the keys are not looked at
         else:
             put(keys, draws.keys)
             put(scales, draws.scales)
-            if draws.filters is not None:  # else they are not looked at
+            if draws.filters is not None:
                 for array, numbers in zip(filters, draws.filters, strict=True):
                     put(array, numbers)
         for group, array in enumerate(slots):
             put(array, rows.slots(at, positions, self._step.block_size, group))
         buffer.sent_tables.fill(places, rows)
-        self._inputs.device[: len(buffer.sent)].copy_(buffer.sent, non_blocking=True)
+        self._sent_to.copy_(buffer.sent, non_blocking=True)
         return buffer.fields.seq_lens, buffer.fields.tables
