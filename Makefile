@@ -24,6 +24,7 @@ test-all: test test-slow  ## everything that runs without a GPU
 
 test-lowest: .venv-lowest/.ready  ## the everyday subset with the oldest library that each lower bound in pyproject.toml allows; 2 GB on the disk
 	$(subst $(BIN),.venv-lowest/bin,$(PYTEST)) -m "not slow"
+	$(subst $(BIN),.venv-lowest/bin,$(PYTEST)) -m slow tests/packaging  # a wheel, and the text of a real model out of a .gguf file
 
 # Whatever is installed would stay, so it is made from nothing. torch comes first, as the one that is not the oldest: older builds are for GPUs
 # alone, and of gigabytes. A release without a wheel for this Python is passed over.
