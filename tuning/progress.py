@@ -8,8 +8,6 @@ import rich.progress as bars
 import torch
 from rich.console import Console
 
-from headway.core.system.terminal import Terminal
-
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches, and times, on the current GPU."""
@@ -18,7 +16,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def progress_bar(console: Console | None) -> bars.Progress:
     """A bar with the time left; hidden where nobody watches a terminal."""
-    hidden = console is None or not console.is_terminal
+    shown = console if console is not None and console.is_terminal else None
     return bars.Progress(
         bars.SpinnerColumn(),
         bars.TextColumn("{task.description}", markup=False),
@@ -26,7 +24,7 @@ def progress_bar(console: Console | None) -> bars.Progress:
         bars.MofNCompleteColumn(),
         bars.TimeElapsedColumn(),
         bars.TimeRemainingColumn(),
-        console=console or Terminal(stderr=True),
-        disable=hidden,
+        console=shown or Console(quiet=True),  # rich before 14.3 ends a bar with an empty line, a hidden one too
+        disable=shown is None,
         transient=True,
     )

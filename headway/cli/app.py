@@ -38,13 +38,12 @@ _MOST_SAID = 400
 
 
 def _bounded(parameter: Any) -> bool:
-    """Whether a least or a greatest value is declared, in the parameter or, before typer 0.27, in its type.
+    """Whether a least or a greatest value is declared, in the parameter or, before typer 0.27, in the type it then had.
 
     What has neither is checked by the engine.
     """
-    return any(
-        getattr(at, end, None) is not None for at in (parameter, getattr(parameter, "type", None)) for end in ("min", "max")
-    )
+    places = parameter, getattr(parameter, "type", None)
+    return any(getattr(place, end, None) is not None for place in places for end in ("min", "max"))
 
 
 class Command(TyperCommand):

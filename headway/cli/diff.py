@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from headway.cli.engine_options import takes_engine_options
 from headway.core.system.terminal import Terminal
@@ -65,6 +64,7 @@ def diff(
     from headway.testing.origin import Origin, command_line
     from headway.threads import set_threads
     from headway.tuning.device import identify_device, resolve_device
+    from headway.tuning.progress import progress_bar
 
     if picture is not None:
         from headway.bench.charts import new_figure
@@ -90,9 +90,8 @@ def diff(
     side_a, side_b = make_side(a, registry, stored, options), make_side(b, registry, specs, options)
     prompts = _token_ids(loaded, texts)
     check_prompts(decoder, prompts, max_tokens)
-    columns = TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task: Any = bar.add_task("", total=num_steps(prompts, max_tokens, extend))
+    with progress_bar(err) as bar:
+        task = bar.add_task("comparing", total=num_steps(prompts, max_tokens, extend))
         phases = compare(decoder, side_a, side_b, prompts, max_tokens, extend, lambda: bar.advance(task))
     titles = (a if kv_cache_dtype == "auto" else f"{a} with a {kv_cache_dtype} cache"), b
     sides = [

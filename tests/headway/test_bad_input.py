@@ -284,7 +284,7 @@ VIT = json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassificat
 T5 = json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True})
 MAMBA = json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
-NEOX = json.dumps({"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], **SIZES})
+OLMO = json.dumps({"model_type": "olmo", "architectures": ["OlmoForCausalLM"], **SIZES})
 INDEX = json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}})
 NORM = "model.norm.weight"
 
@@ -300,7 +300,7 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "a state of its own": (write("config.json", MAMBA), ("MambaForCausalLM", "keeps a state of each sequence")),
     "an encoder with a decoder": (write("config.json", T5), ("needs causal attention", "is_encoder_decoder=true")),
     "a model of images": (write("config.json", VIT), ("ViTForImageClassification", "generates none")),
-    "another architecture's weights": (write("config.json", NEOX), ("lm_head.weight", "[50432, 32]", "got [300, 32]")),
+    "another architecture's weights": (write("config.json", OLMO), ("lm_head.weight", "[50304, 32]", "got [300, 32]")),
     "hidden_act": (edit_config(hidden_act="gleu"), ("transformers cannot make it", "gleu")),
     "rope_type": (
         edit_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),

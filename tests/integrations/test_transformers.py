@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Gemma2Config, GenerationConfig, GPT2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig, GPT2Config, Qwen3Config
 
 import headway.integrations.transformers as integration
 from headway.core.contract.errors import ConfigError, HeadwayError
+from released import needs
+
+needs("generate with Headway's attention")
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": None, "eos_token_id": None}
@@ -88,6 +91,9 @@ def test_a_second_turn_goes_on_with_the_cache_of_the_first() -> None:
 @pytest.mark.slow  # a thread of transformers' own
 @pytest.mark.parametrize("name", CONFIGS)
 def test_continuous_batching_gives_the_same_tokens(name: str) -> None:
+    needs("continuous batching with Headway's attention")
+    from transformers import ContinuousBatchingConfig
+
     model, own = a_model(name)
     generator = torch.Generator().manual_seed(2)
     requests = [torch.randint(1, 97, (count,), generator=generator).tolist() for count in (5, 17, 9)]

@@ -24,6 +24,7 @@ from headway.models.transformers_adapter.compile import compile_layers
 from headway.models.transformers_adapter.interface import NAME, attend
 from headway.models.transformers_adapter.model import TransformersModel
 from headway.registry import Registry
+from released import needs
 from taping import PiecesTape
 from watching import logits_of, watched
 
@@ -110,6 +111,7 @@ COMPILED = ("Gemma2ForCausalLM",)
 
 
 def config_of(architecture: str, **changes: Any) -> PreTrainedConfig:
+    needs(architecture)
     settings = {**SIZES, **CONFIGS.get(architecture, {}), **changes}
     config: PreTrainedConfig = getattr(transformers, architecture).config_class(**settings)
     return config

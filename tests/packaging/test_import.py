@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from headway.core.contract.errors import ModelError
 from headway.models import gguf, locate
@@ -97,3 +98,14 @@ def test_nothing_is_announced_where_no_reader_is_installed(
         gguf.convert(file)
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "cache").exists()
+
+
+def test_every_requirement_names_its_oldest_release_and_the_same_one_wherever_it_stands() -> None:
+    """`make test-lowest` installs these; what has no bound would be tested with its very first release."""
+    oldest: dict[str, set[str]] = {}
+    for each in map(Requirement, [*PROJECT["dependencies"], *(each for extra in EXTRAS.values() for each in extra)]):
+        if each.name != PROJECT["name"]:
+            bounds = {bound.version for bound in each.specifier if bound.operator in (">=", "==")}
+            oldest.setdefault(each.name, set()).update(bounds or {"none"})
+    assert oldest["transformers"]
+    assert {name: bounds for name, bounds in oldest.items() if len(bounds) != 1 or "none" in bounds} == {}
