@@ -35,7 +35,6 @@ from launching import (
     GPU,
     ROWS,
     attend,
-    attend_once,
     choose_tokens,
     family,
     run_model,
@@ -47,7 +46,10 @@ from launching import (
 if INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-HOPPER = 9, 0
+HOPPER, ADA = (9, 0), (8, 9)
+TOO_LARGE = {(8, 9): {"grouped_product"}, (12, 0): {"grouped_product"}}
+"""Kernels some tiles of which these GPUs have too little shared memory for. Where times are measured (tuning/experts.py) other
+tiles serve; the one for deterministic answers with experts has no other."""
 PACKAGES = headway.backends.triton, headway.models.experts, headway.models.fused
 
 
@@ -69,12 +71,13 @@ def launch_every_kernel() -> None:
     run_model(with_experts(), BF16, (2, 600), every=7)
     run_model(with_latents(), BF16, (2,))
     for name in ("head 128", "head 64, sinks and window", "fp8 cache, vllm_5d", "576/512"):
-        attend_once(*ATTENTION[name])
+        attend(*ATTENTION[name])
 
 
 def check(found: Compilations) -> None:
     assert found.variants
     assert not found.faults, "\n".join(found.faults)
+    assert found.too_large.keys() == TOO_LARGE.get(found.capability, set()), found.too_large
     assert found.early == {found.capability >= PDL_CAPABILITY}, "the constant PDL"
 
 
@@ -117,8 +120,18 @@ def test_what_stands_between_attentions_compiles(model: str) -> None:
 @pytest.mark.parametrize(("spec", "layout", "block_size"), ATTENTION.values(), ids=ATTENTION)
 def test_attention_compiles(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
     with absent_gpu(HOPPER) as found:
-        attend(spec, layout, block_size)
+        attend(spec, layout, block_size, every=True)
     check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "layout", "block_size"), ATTENTION.values(), ids=ATTENTION)
+def test_attention_compiles_for_a_gpu_of_little_shared_memory(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
+    with absent_gpu(ADA) as found:
+        attend(spec, layout, block_size)
+    assert found.variants
+    assert not found.faults, "\n".join(found.faults)
+    assert not found.too_large
 
 
 @triton.jit
@@ -146,13 +159,13 @@ def spacious(y, count, SIZE: tl.constexpr):
     [
         (changing, {}, "Loop-carried variable total has initial type int32 but is re-assigned to fp32"),
         (unassembled, {}, "Not a name of any known instruction: 'nonsense'"),
-        pytest.param(spacious, {"SIZE": 512}, "bytes of shared memory, of which there are 101376", marks=pytest.mark.slow),
+        pytest.param(spacious, {"SIZE": 256}, "bytes of shared memory, of 101376", marks=pytest.mark.slow),
     ],
 )
 def test_a_kernel_that_a_gpu_would_refuse_is_told_in_a_line(kernel, constants, said, capfd: pytest.CaptureFixture[str]) -> None:
     with absent_gpu((8, 9)) as found:
         Launcher(kernel)("key", (1, 1, 1), (torch.empty(1, dtype=torch.float16, device=GPU), 3), constants, num_warps=4)
-    (fault,) = found.faults
+    (fault,) = [*found.faults, *found.too_large.get(kernel.__name__, [])]
     assert fault.startswith(f"{kernel.__name__} for 8.9 (")
     assert said in fault
     assert "\n" not in fault

@@ -40,6 +40,8 @@ class Compilations:
     """What Triton makes of each kernel and all that it is compiled for; None where that is not machine code."""
     faults: list[str] = field(default_factory=list)
     """A line each: the kernel, the capability, its constants, and the compiler's last line."""
+    too_large: dict[str, list[str]] = field(default_factory=dict)
+    """Such lines of the kernels that ask for more shared memory than there is, by their names."""
 
     @property
     def kernels(self) -> set[object]:
@@ -57,19 +59,19 @@ class Compilations:
         if variant in self.variants:
             return
         self.variants[variant] = None
-        fault = ""
+        given = ", ".join(f"{name}={value}" for name, value in constants.items())
+        where = f"{kernel.__name__} for {'{}.{}'.format(*self.capability)} ({given})"
         with _written() as written:
             try:
                 self.variants[variant] = compiled = warmup(kernel, *arguments, grid=(1,), **constants)
-                shared, most = compiled.metadata.shared, SHARED_MEMORY[self.capability]
-                fault = f"{shared} bytes of shared memory, of which there are {most}" if shared > most else ""
             except _EnoughError:
-                pass
+                return
             except Exception as error:
-                fault = f"{type(error).__name__}: {_told(str(error), _read(written))}"
-        if fault:
-            given = ", ".join(f"{name}={value}" for name, value in constants.items())
-            self.faults.append(f"{kernel.__name__} for {'{}.{}'.format(*self.capability)} ({given}): {fault}")
+                self.faults.append(f"{where}: {type(error).__name__}: {_told(str(error), _read(written))}")
+                return
+        shared, most = compiled.metadata.shared, SHARED_MEMORY[self.capability]
+        if shared > most:
+            self.too_large.setdefault(kernel.__name__, []).append(f"{where}: {shared} bytes of shared memory, of {most}")
 
 
 @contextmanager

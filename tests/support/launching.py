@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from attention_layer import AttentionLayer
+from headway.backends.triton.backend import TritonAttention
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout
+from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.warmup import StepLimits
 from headway.models.config import DecoderConfig, LatentConfig, RopeConfig
@@ -104,14 +106,13 @@ def choose_tokens(vocab_size: int, dtype: torch.dtype, rows: int = 4) -> None:
     FusedFilter(GPU)(logits, sampling.draw(logits, scales, keys), keys, torch.ones(4, rows, device=GPU))
 
 
-def attend(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
-    """All steps that the backend says its kernels are chosen by."""
-    AttentionLayer(spec, layout, block_size, LIMITS).warm_up()
-
-
-def attend_once(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
-    """A step of each kind."""
+def attend(spec: AttentionSpec, layout: CacheLayout, block_size: int, every: bool = False) -> None:
+    """A step of each kind; every: all that the backend says its kernels are chosen by. None where it refuses the layer."""
+    if not TritonAttention.supports(spec, layout, block_size, Phase.PREFILL):
+        return
     layer = AttentionLayer(spec, layout, block_size, LIMITS)
+    if every:
+        layer.warm_up()
     for lengths in (*PROMPTS, *([] if spec.dense else CACHED)):
         layer.step(*map(list, zip(*lengths, strict=True)))
 
