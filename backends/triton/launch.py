@@ -89,7 +89,7 @@ class Launcher:
         """Run the kernel. arguments: in the kernel's order; constants: its compile-time constants by name, all of them.
 
         options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
-        for those before it. Products are added without rounding between: Triton's default, which changes with its release 3.10.
+        for those before it. Multiplications and additions are always fused (FMA): Triton's default changes with its release 3.10.
         """
         known = self._compiled.get(key)
         ahead = AHEAD.get() is not None

@@ -49,9 +49,9 @@ class Compilations:
         return {variant[0] for variant in self.variants}
 
     @property
-    def early(self) -> set[bool]:
-        """Whether kernels were launched programmatically dependent: what their constants PDL say."""
-        return {value == "True" for variant in self.variants for name, value in variant[1] if name == "PDL"}
+    def constants(self) -> list[dict[str, str]]:
+        """Of each launch, options among them."""
+        return [dict(variant[1]) for variant in self.variants]  # type: ignore[call-overload]
 
     def compile(self, warmup: Any, kernel: Any, arguments: Any, constants: dict[str, Any]) -> None:
         """warmup: Triton's, which compiles and launches nothing."""
