@@ -52,7 +52,7 @@ def family(model_type: str) -> DecoderConfig:
     """The model that a family's configuration class has the sizes of, with one layer of each kind."""
     from transformers import AutoConfig
 
-    missing = {"num_experts_per_tok": 6} if model_type == "deepseek_v2" else {}
+    missing = {"num_experts_per_tok": 6, "moe_intermediate_size": 1408} if model_type == "deepseek_v2" else {}
     config = read_decoder_config(AutoConfig.for_model(model_type, **missing))
     return replace(config, layers=tuple(dict.fromkeys(config.layers)))
 
