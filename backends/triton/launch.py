@@ -89,20 +89,19 @@ class Launcher:
         """Run the kernel. arguments: in the kernel's order; constants: its compile-time constants by name, all of them.
 
         options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
-        for those before it.
+        for those before it. Multiplications and additions are always fused (FMA): Triton's default changes with its release 3.10.
         """
-        if AHEAD.get() is not None:
-            if key not in self._ahead:
-                self._ahead.add(key)
-                options |= {"launch_pdl": True} if constants.get("PDL") else {}
-                self._kernel.warmup(*arguments, grid=grid, **constants, **options)
-            return
         known = self._compiled.get(key)
-        if known is not None:
+        ahead = AHEAD.get() is not None
+        if known is not None and not ahead:
             known(grid, *arguments)
             return
-        if constants.get("PDL"):
-            options["launch_pdl"] = True
+        options |= {"enable_fp_fusion": True, **({"launch_pdl": True} if constants.get("PDL") else {})}
+        if ahead:
+            if key not in self._ahead:
+                self._ahead.add(key)
+                self._kernel.warmup(*arguments, grid=grid, **constants, **options)
+            return
         kernel = self._kernel[grid](*arguments, **constants, **options)
         if not INTERPRETED:
             names = self._kernel.arg_names[len(arguments) :]

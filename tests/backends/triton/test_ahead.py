@@ -64,6 +64,7 @@ def test_inside_launches_start_nothing_and_each_key_is_compiled_once() -> None:
             launch(key, (1, 1, 1), (5,), {"PDL": True}, num_warps=4)
         assert launch.bind("b", (1, 1, 1), (5,), (5,), (), {"PDL": True}, num_warps=4) is None
     assert AHEAD.get() is None
-    assert compiled == [{"arguments": (5,), "PDL": True, "num_warps": 4, "launch_pdl": True}] * 2
+    options = {"num_warps": 4, "launch_pdl": True, "enable_fp_fusion": True}
+    assert compiled == [{"arguments": (5,), "PDL": True, **options}] * 2
     with pytest.raises(AssertionError, match="launched"):
         launch("a", (1, 1, 1), (5,), {"PDL": True}, num_warps=4)

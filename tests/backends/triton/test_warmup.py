@@ -11,16 +11,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from attention_layer import AttentionLayer, variant_of
 from headway.backends.triton import backend as triton_backend
 from headway.backends.triton import launch
-from headway.backends.triton.backend import TritonAttention
 from headway.backends.triton.configs import SM_90
 from headway.backends.triton.layer import INTERPRETED
-from headway.backends.triton.writer import Writer
-from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
-from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.layout import NHD, VLLM_5D, CacheLayout
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.warmup import Lengths, StepLimits, fits
+from headway.core.contract.warmup import StepLimits
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(max_num_tokens=2100, max_num_seqs=70, max_model_len=9000, max_decode_len=4)
@@ -40,26 +38,11 @@ class Compilations:
         def call(
             self: Any, key: object, grid: object, arguments: Sequence[Any], constants: Mapping[str, Any], **options: int
         ) -> None:
-            compilations.note(self._kernel, arguments, constants, options)
+            compilations.note(variant_of(self._kernel, arguments, {**constants, **options}))
 
         monkeypatch.setattr(launch.Launcher, "__call__", call)
 
-    def note(self, kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], options: Mapping[str, int]) -> None:
-        parts: list[object] = [kernel.__name__, tuple(sorted((name, str(value)) for name, value in constants.items()))]
-        parts += [tuple(sorted(options.items()))]
-        for parameter, argument in zip(kernel.params, arguments, strict=False):
-            if isinstance(argument, torch.Tensor):
-                aligned = not parameter.do_not_specialize_on_alignment and argument.data_ptr() % 16 == 0
-                parts.append((str(argument.dtype), aligned))
-            elif isinstance(argument, int) and not parameter.do_not_specialize:
-                parts.append((argument == 1, argument % 16 == 0))
-            elif isinstance(argument, int):
-                parts.append("int")
-            elif isinstance(argument, float):
-                parts.append("float")
-            else:  # a tensor descriptor
-                parts.append((type(argument).__name__, tuple(argument.block_shape)))
-        found = tuple(parts)
+    def note(self, found: tuple[object, ...]) -> None:
         if found not in self.seen:
             self.seen.add(found)
             self.new.append(found)
@@ -72,50 +55,10 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
     return Compilations(monkeypatch)
 
 
-class Layer:
-    """One attention layer of an engine: its backend, its writer, and a step's tensors with the strides of a merged product."""
-
-    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
-        self.spec, self.block_size = spec, block_size
-        self.backend, self.writer = TritonAttention(spec, layout, block_size), Writer()
-        self.backend._decode._multiprocessors = self.backend._prefill._multiprocessors = 132
-        num_blocks = -(-LIMITS.max_model_len // block_size) + 1
-        self.cache: LayerCache = layout.allocate(CacheGeometry.of(spec, num_blocks, block_size))
-        self.num_heads, self.kv_heads = spec.num_heads, spec.num_kv_heads
-        self.qkv = torch.empty(LIMITS.max_num_tokens, self.num_heads + 2 * self.kv_heads, spec.head_dim, dtype=spec.dtype)
-
-    def step(self, query_lens: list[int], context_lens: list[int], drafts: list[int]) -> None:
-        ends = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
-        tables = [list(range(-(-end // self.block_size))) for end in ends]
-        step = AttentionMetadata.build(query_lens, context_lens, tables, self.block_size, CPU, num_draft_tokens=drafts)
-        q, k, v = self.qkv[: step.num_tokens].split([self.num_heads, self.kv_heads, self.kv_heads], dim=1)
-        out = q.new_empty((step.num_tokens, self.num_heads, self.spec.v_head_dim))
-        alone = step.num_prefills == 0 and step.max_query_len == 1
-        if not (alone and self.backend.decode_writes):
-            self.writer(k, v, self.cache, step.slot_mapping)
-        start = 0
-        for view in (step.prefill, step.decode):
-            if view is None:
-                continue
-            rows = slice(start, start + view.num_tokens)
-            plan = self.backend.plan(view)
-            if view.phase is not Phase.DECODE:
-                self.backend.prefill(q[rows], k[rows], v[rows], self.cache, plan, out[rows])
-            elif alone and self.backend.decode_writes:
-                self.backend.write_and_decode(q, k, v, self.cache, plan, out)
-            else:
-                self.backend.decode(q[rows], self.cache, plan, out[rows])
-            start += view.num_tokens
-
-    def warm_up(self) -> None:
-        """As core/engine/warming.py does."""
-        for phase in Phase:
-            for step in self.backend.warmup_steps(phase, LIMITS):
-                for whole in (step, [Lengths(1, 0), *step]) if phase is Phase.DECODE else (step,):
-                    if fits(whole, LIMITS):
-                        self.step(*map(list, zip(*whole, strict=True)))
-        for count in range(1, LIMITS.max_num_tokens + 1, 7):
-            self.step([count], [0], [0])
+def layer_of(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> AttentionLayer:
+    layer = AttentionLayer(spec, layout, block_size, LIMITS)
+    layer.backend._decode._multiprocessors = layer.backend._prefill._multiprocessors = 132
+    return layer
 
 
 def random_step(draw: random.Random) -> tuple[list[int], list[int], list[int]]:
@@ -151,7 +94,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_step_compiles_after_the_warm_up(compilations: Compilations, kind: str) -> None:
-    layer = Layer(*KINDS[kind])
+    layer = layer_of(*KINDS[kind])
     layer.warm_up()
     assert len(compilations.seen) > 5
     draw = random.Random(7)

@@ -1,0 +1,173 @@
+"""A GPU that is not there: what is launched on it is compiled for it, by the compilers that Triton brings, and never runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import IO, Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+from triton import JITFunction, knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import driver
+
+from attention_layer import variant_of
+from headway.core.contract.compiled import AHEAD
+
+Capability = tuple[int, int]
+_ERROR = re.compile(r"\berror *:")
+META, CUDA = torch.device("meta"), torch.device("cuda", 0)
+MULTIPROCESSORS = {(8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 188}
+"""By compute capability: of A100, L40S, H100, B200 and RTX PRO 6000."""
+SHARED_MEMORY = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448, (12, 0): 101_376}
+"""Bytes that a program may ask for (CUDA C++ Programming Guide, Technical Specifications per Compute Capability)."""
+
+
+@dataclass
+class Compilations:
+    """What was compiled for one GPU."""
+
+    capability: Capability
+    variants: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    """What Triton makes of each kernel and all that it is compiled for; None where that is not machine code."""
+    faults: list[str] = field(default_factory=list)
+    """A line each: the kernel, the capability, its constants, and the compiler's last line."""
+    too_large: dict[str, list[str]] = field(default_factory=dict)
+    """Such lines of the kernels that ask for more shared memory than there is, by their names."""
+
+    @property
+    def kernels(self) -> set[object]:
+        """Names of those that were launched."""
+        return {variant[0] for variant in self.variants}
+
+    @property
+    def constants(self) -> list[dict[str, str]]:
+        """Of each launch, options among them."""
+        return [dict(variant[1]) for variant in self.variants]  # type: ignore[call-overload]
+
+    def compile(self, warmup: Any, kernel: Any, arguments: Any, constants: dict[str, Any]) -> None:
+        """warmup: Triton's, which compiles and launches nothing."""
+        variant = variant_of(kernel, arguments, constants)
+        if variant in self.variants:
+            return
+        self.variants[variant] = None
+        given = ", ".join(f"{name}={value}" for name, value in constants.items())
+        where = f"{kernel.__name__} for {'{}.{}'.format(*self.capability)} ({given})"
+        with _written() as written:
+            try:
+                self.variants[variant] = compiled = warmup(kernel, *arguments, grid=(1,), **constants)
+            except _EnoughError:
+                return
+            except Exception as error:
+                self.faults.append(f"{where}: {type(error).__name__}: {_told(str(error), _read(written))}")
+                return
+        shared, most = compiled.metadata.shared, SHARED_MEMORY[self.capability]
+        if shared > most:
+            self.too_large.setdefault(kernel.__name__, []).append(f"{where}: {shared} bytes of shared memory, of {most}")
+
+
+@contextmanager
+def absent_gpu(capability: Capability, whole: bool = True) -> Iterator[Compilations]:
+    """Inside, "cuda" is a GPU of this compute capability; a launch of a Triton kernel compiles it, if that variant is new.
+
+    whole: down to machine code, whose shared memory is compared with what there is; else as far as Triton's front end goes, which
+    finds most of what its interpreter cannot: types that change in a loop, shapes that do not fit.
+    """
+    number, found = capability[0] * 10 + capability[1], Compilations(capability)
+    gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", number, 32),
+        get_current_device=lambda: 1000 + number,  # where no kernel is kept for a GPU that is there
+        get_current_stream=lambda device=None: 0,
+    )
+    properties = SimpleNamespace(
+        multi_processor_count=MULTIPROCESSORS[capability], shared_memory_per_block_optin=SHARED_MEMORY[capability]
+    )
+    warmup, stages = JITFunction.warmup, CUDABackend.add_stages
+
+    def compile_variant(kernel: Any, *arguments: Any, grid: Any, **constants: Any) -> None:
+        found.compile(warmup, kernel, arguments, constants)
+
+    def add_front_end(backend: Any, into: dict[str, Any], *rest: Any, **more: Any) -> None:
+        stages(backend, into, *rest, **more)
+        front = into["ttir"]
+        into.clear()
+        into |= {"ttir": front, "ttgir": _stop}
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        given: list[tuple[Any, str, Any]] = [
+            (knobs.cache, "dir", folder),
+            (tempfile, "tempdir", folder),  # an assembler that fails leaves its input there
+            (driver, "_active", gpu),
+            (JITFunction, "warmup", compile_variant),
+            (CUDABackend, "add_stages", stages if whole else add_front_end),
+            (torch.cuda, "get_device_capability", lambda device=None: capability),
+            (torch.cuda, "get_device_properties", lambda device=None: properties),
+        ]
+        for owner, name, value in given:
+            stack.enter_context(patch.object(owner, name, value, create=True))
+        stack.callback(AHEAD.reset, AHEAD.set(SimpleNamespace()))  # type: ignore[arg-type]
+        stack.enter_context(_OnMeta())
+        yield found
+
+
+class _OnMeta(TorchFunctionMode):
+    """Tensors of the absent GPU are torch's meta tensors, which have shapes, strides and types, and no memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _AS_IT_IS:
+            return args[0]
+        result = func(*map(_there, args), **{name: _there(value) for name, value in (kwargs or {}).items()})
+        return CUDA if isinstance(result, torch.device) and result == META else result
+
+
+_AS_IT_IS = torch.Tensor.pin_memory, torch.Tensor.addmm_
+"""What gives its own tensor back. (torch's way of computing addmm_ without numbers begins with an import of seconds.)"""
+
+
+def _there(value: Any) -> Any:
+    cuda = (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value.startswith("cuda"))
+    return META if cuda else value
+
+
+class _EnoughError(Exception):
+    """Compiled as far as was asked for."""
+
+
+def _stop(*_: Any) -> None:
+    raise _EnoughError
+
+
+@contextmanager
+def _written() -> Iterator[IO[str]]:
+    """A file that takes what is written meanwhile, by libraries and other programs too: a compiler that fails shows its input."""
+    with tempfile.TemporaryFile("w+", errors="replace") as file, ExitStack() as stack:
+        for number in (1, 2):
+            kept = os.dup(number)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, number)
+            os.dup2(file.fileno(), number)
+        stack.enter_context(redirect_stdout(file))
+        stack.enter_context(redirect_stderr(file))
+        yield file
+
+
+def _told(*texts: str) -> str:
+    """The line that says what is wrong: the last that a compiler marks as an error, else the last of the exception."""
+    lines = [line.strip() for text in texts for line in text.strip().splitlines()]
+    errors = [line for line in lines if _ERROR.search(line)]
+    return (errors or texts[0].strip().splitlines() or [""])[-1].strip()[:300]
+
+
+def _read(file: IO[str]) -> str:
+    file.flush()
+    file.seek(0)
+    return file.read()

@@ -1,0 +1,178 @@
+"""Every Triton kernel compiles for NVIDIA's GPUs, with the constants that launches have in life. None is needed, and none runs.
+
+The interpreter, in which kernels are compared with float64, runs them as Python: it cannot see what Triton's compiler refuses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+import triton.language as tl
+
+import headway.backends.triton
+import headway.models.experts
+import headway.models.fused
+from absent_gpu import SHARED_MEMORY, Capability, Compilations, absent_gpu
+from headway.backends.triton.launch import PDL_CAPABILITY, Launcher
+from headway.backends.triton.layer import INTERPRETED
+from headway.models.families import FAMILIES
+from launching import (
+    ATTENTION,
+    BF16,
+    FEW_ROWS,
+    FP16,
+    FP32,
+    GPU,
+    ROWS,
+    attend,
+    choose_tokens,
+    family,
+    run_model,
+    shipped,
+    with_experts,
+    with_latents,
+)
+
+if INTERPRETED:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+HOPPER, ADA = (9, 0), (8, 9)
+TOO_LARGE = {(8, 9): {"grouped_product"}, (12, 0): {"grouped_product"}}
+"""Kernels some tiles of which these GPUs have too little shared memory for. Where times are measured (tuning/experts.py) other
+tiles serve; the one for deterministic answers with experts has no other."""
+PACKAGES = headway.backends.triton, headway.models.experts, headway.models.fused
+
+
+def launched_kernels() -> set[str]:
+    """Names of all functions that Triton compiles but those that others of them call."""
+
+    def modules(package: ModuleType) -> list[ModuleType]:
+        return [importlib.import_module(each.name) for each in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+
+    members = [value for package in PACKAGES for module in modules(package) for value in vars(module).values()]
+    functions = [value for value in members if isinstance(value, triton.JITFunction)]
+    called = {id(each.fn.__globals__.get(name)) for each in functions for name in each.fn.__code__.co_names}
+    return {each.__name__ for each in functions if id(each) not in called}
+
+
+def launch_every_kernel(
+    attention: Iterable[str] = ("head 128", "head 64, sinks and window", "fp8 cache, vllm_5d", "576/512"),
+) -> None:
+    choose_tokens(151_936, BF16)
+    run_model(shipped("qwen3-0.6b"), FP16, (1, 16, 40))
+    run_model(with_experts(), BF16, (2, 600), every=7)
+    run_model(with_latents(), BF16, (2,))
+    for name in attention:
+        attend(*ATTENTION[name])
+
+
+def check(found: Compilations) -> None:
+    assert found.variants
+    assert not found.faults, "\n".join(found.faults)
+    assert found.too_large.keys() == TOO_LARGE.get(found.capability, set()), found.too_large
+    early = {constants["PDL"] for constants in found.constants if "PDL" in constants}
+    assert early == {str(found.capability >= PDL_CAPABILITY)}
+    assert {constants.get("enable_fp_fusion") for constants in found.constants} == {"True"}, "Triton 3.10 has another default"
+
+
+def test_every_kernel_passes_the_compilers_front_end() -> None:
+    with absent_gpu(HOPPER, whole=False) as found:
+        launch_every_kernel(("head 128", "576/512"))
+    check(found)
+    assert found.kernels == launched_kernels()
+    assert len(found.kernels) == 35, "so many there were when this was written"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_MEMORY, ids="{0[0]}.{0[1]}".format)
+def test_every_kernel_compiles(capability: Capability) -> None:
+    with absent_gpu(capability) as found:
+        launch_every_kernel()
+    check(found)
+    assert found.kernels == launched_kernels()
+    assert all(found.variants.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_size", [512, 50_257, 128_256, 151_936])
+def test_the_choice_of_tokens_compiles(vocab_size: int) -> None:
+    with absent_gpu(HOPPER) as found:
+        for dtype in (BF16, FP16, FP32):
+            choose_tokens(vocab_size, dtype)
+    check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES)
+def test_what_stands_between_attentions_compiles(model: str) -> None:
+    with absent_gpu(HOPPER) as found:
+        run_model(family(model), BF16, FEW_ROWS if model == "deepseek_v3" else ROWS)
+    check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [ADA, HOPPER], ids="{0[0]}.{0[1]}".format)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_compiles(name: str, capability: Capability) -> None:
+    with absent_gpu(capability) as found:
+        attend(*ATTENTION[name])
+    assert found.variants
+    assert not found.faults, "\n".join(found.faults)
+    lacking = {"varlen_attention"} if (name, capability) == ("576/512, float32", ADA) else set()
+    assert found.too_large.keys() == lacking, found.too_large
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ATTENTION)
+def test_all_that_attention_chooses_from_passes_the_front_end(name: str) -> None:
+    with absent_gpu(HOPPER, whole=False) as found:
+        attend(*ATTENTION[name], every=True)
+    check(found)
+
+
+@triton.jit
+def changing(y, count):
+    total = 0
+    for _ in range(count):
+        total = total + 0.5
+    tl.store(y, total)
+
+
+@triton.jit
+def unassembled(y, count):
+    number = tl.inline_asm_elementwise("nonsense $0, $1;", "=r,r", [count], dtype=tl.int32, is_pure=True, pack=1)
+    tl.store(y, number)
+
+
+@triton.jit
+def spacious(y, count, SIZE: tl.constexpr):
+    tile = tl.zeros((SIZE, SIZE), tl.float16) + count
+    tl.store(y, tl.sum(tl.sum(tl.dot(tile, tl.trans(tile)), 0), 0))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "said"),
+    [
+        (changing, {}, "Loop-carried variable total has initial type int32 but is re-assigned to fp32"),
+        (unassembled, {}, "Not a name of any known instruction: 'nonsense'"),
+        pytest.param(spacious, {"SIZE": 256}, "bytes of shared memory, of 101376", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kernel_that_a_gpu_would_refuse_is_told_in_a_line(kernel, constants, said, capfd: pytest.CaptureFixture[str]) -> None:
+    with absent_gpu((8, 9)) as found:
+        Launcher(kernel)("key", (1, 1, 1), (torch.empty(1, dtype=torch.float16, device=GPU), 3), constants, num_warps=4)
+    (fault,) = [*found.faults, *found.too_large.get(kernel.__name__, [])]
+    assert fault.startswith(f"{kernel.__name__} for 8.9 (")
+    assert said in fault
+    assert "\n" not in fault
+    assert len(fault) < 500
+    assert capfd.readouterr() == ("", "")
