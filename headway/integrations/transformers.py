@@ -19,7 +19,8 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.selector import check_names
-from headway.integrations.dense import Sequences, attend, cache_over, plan_parts, registry, selector_of, slots_of
+from headway.integrations.call import Call
+from headway.integrations.selectors import registry, selector_of
 from headway.integrations.sight import OWN_WAY, Sight, SightMask, mask_of
 
 NAME = "headway"
@@ -76,7 +77,6 @@ def register(request: str) -> str:
     return capital if any(word in plain for word in _RESERVED) else plain
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     request: str,
     module: Any,
@@ -94,6 +94,9 @@ def _attend(
 
     :raises ConfigError: what Headway does not compute, in one line.
     """
+    if torch.compiler.is_dynamo_compiling():  # asked here, since a disabled function costs more to call at all times
+        apart: tuple[Tensor, None] = _apart(request, module, query, key, value, attention_mask, scaling, **options)
+        return apart
     _check(module, query, options)
     paged = options.get("cache")
     if paged is not None:
@@ -103,19 +106,32 @@ def _attend(
     else:
         sight = _sight(attention_mask, query, key)
         window = sight.window
-    spec = AttentionSpec(
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim=query.shape[3],
-        v_head_dim=value.shape[3],
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
-        dtype=query.dtype,
-        device=query.device,
-        sliding_window=window,
-        softcap=options.get("softcap") or None,
-        sinks=_sinks(module, options.get("s_aux")),
+    softcap, sinks = options.get("softcap") or None, _sinks(module, options.get("s_aux"))
+    # All that a plan depends on beside the mask: a layer that differs in any of it is another kind.
+    kind = (
+        *(request, scaling, window, softcap, sinks, query.dtype, query.device, query.shape, query.stride()),
+        *(key.dtype, key.shape, key.stride(), key.storage_offset(), key.untyped_storage().nbytes()),
+        *(value.dtype, value.shape, value.stride(), value.storage_offset(), value.untyped_storage().nbytes()),
     )
-    return _run(request, spec, query, key, value, sight), None
+    call = sight.calls.get(kind)
+    if call is None:
+        spec = AttentionSpec(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[3],
+            v_head_dim=value.shape[3],
+            scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+            dtype=query.dtype,
+            device=query.device,
+            sliding_window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        call = sight.calls[kind] = Call.of(sight, spec, selector_of(spec, request), query, key, value)
+    return call(query, key, value), None
+
+
+_apart = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
 
 def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:
@@ -180,44 +196,6 @@ def _sinks(module: Any, sinks: Tensor | None) -> tuple[float, ...] | None:
         module._headway_sinks = known
     found: tuple[float, ...] = known[2]
     return found
-
-
-def _run(request: str, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
-    batch, heads, length, _ = query.shape
-    out = query.new_empty(batch * length, heads, spec.v_head_dim)
-    rows = sight.rows
-    if len(rows.rows) == 0:
-        return out.zero_().view(batch, length, heads, -1)
-    selector = selector_of(spec, request)
-    size = selector.selection.block_size
-    keys, values, firsts = slots_of(key, value, rows.rows, rows.keys, rows.kv_lens, size)
-    cache = cache_over(keys, values, spec, size)
-    known = spec, request, keys.row, cache.geometry.num_blocks
-    parts = sight.plans.get(known)
-    if parts is None:
-        sequences = Sequences(rows.queries, rows.query_lens, firsts, rows.kv_lens)
-        parts = sight.plans[known] = plan_parts(sequences, selector, spec, cache.geometry.num_blocks, sight.padded)
-    if sight.padded:
-        out.zero_()
-    k, v = _new_rows(key, sight), _new_rows(value, sight)
-    attend(parts, spec, _by_token(query), k, v, cache, out)
-    return out.view(batch, length, heads, -1)
-
-
-def _new_rows(tensor: Tensor, sight: Sight) -> Tensor:
-    """The rows [batch * q_length, heads, dim] of this call's tokens among all that are cached."""
-    if sight.new_keys is not None:
-        return _by_token(tensor)[sight.new_keys.to(tensor.device)]
-    first = sight.q_offset - sight.kv_offset
-    return _by_token(tensor[:, :, first : first + sight.q_length])
-
-
-def _by_token(tensor: Tensor) -> Tensor:
-    """[batch, heads, length, dim] as [batch * length, heads, dim], whose heads lie together: a view where they do already."""
-    batch, heads, length, dim = tensor.shape
-    tokens = tensor[:, :, 0] if length == 1 else tensor.transpose(1, 2).reshape(batch * length, heads, dim)
-    whole = tokens.stride(2) == 1 and tokens.stride(0) >= tokens.stride(1) * (heads - 1) + dim
-    return tokens if whole else tokens.contiguous()
 
 
 def _join_continuous_batching() -> None:
