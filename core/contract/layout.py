@@ -173,7 +173,8 @@ class LayerCache:
         """The same cache of another layer, whose tensors the caller knows to have these shapes and element types: nothing is
         checked again, which costs more than a launch."""
         other = object.__new__(LayerCache)
-        other.__dict__.update({name: self.__dict__[name] for name in _FIELDS}, tensors=tensors)
+        own = self.__dict__
+        other.__dict__.update({name: own[name] for name in _SIZES}, tensors=tensors)
         return other
 
     @property
@@ -226,7 +227,7 @@ class LayerCache:
         return k, _gather(self.logical_value, rows, self.block_size).view(*slots.shape, heads, self.geometry.v_head_dim)
 
 
-_FIELDS = tuple(each.name for each in fields(LayerCache))
+_SIZES = tuple(each.name for each in fields(LayerCache) if each.name != "tensors")
 _ROWS = ("block", "slot", "head", "dim")
 NHD = CacheLayout("nhd", {"key": _ROWS, "value": _ROWS})
 """FlashAttention's paged layout: the slots of a block are consecutive rows."""

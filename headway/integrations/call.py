@@ -39,6 +39,8 @@ class Call:
     """Of the result: batch, q_length, num_heads, v_head_dim."""
     padded: bool
     """Whether some queries are of padding, whose results are zero."""
+    in_place: bool
+    """Whether queries are single tokens whose heads lie together."""
     new: slice | Tensor
     """Where this call's tokens lie among the keys: in each row of the batch, or (int64 [q_length]) in the only one."""
     kind: LayerCache | None = None
@@ -48,8 +50,8 @@ class Call:
     def of(cls, sight: Sight, spec: AttentionSpec, selector: Selector, query: Tensor, key: Tensor, value: Tensor) -> Call:
         """Choose backends, lay out blocks and plan; query: [batch, num_heads, q_length, head_dim], key and value as they lie."""
         rows, size = sight.rows, selector.selection.block_size
-        shares = Share.all_of(Sequences(rows.queries, rows.query_lens, rows.rows, rows.keys, rows.kv_lens), selector)
-        blocks = Blocks.of(key, value, shares, spec, size)
+        shares = Share.all_of(Sequences(rows.queries, rows.query_lens, rows.rows, rows.keys, rows.kv_lens), selector, spec)
+        blocks = Blocks.of(key, value, shares, size)
         padded = sight.padded
         whole = len(shares) == 1 and not padded
         parts = []
@@ -58,12 +60,12 @@ class Call:
             metadata = sight.metadata.get(place)
             if metadata is None:  # kinds that differ in a number alone, such as their sinks, share it
                 metadata = sight.metadata[place] = blocks.metadata(share.sequences, spec.device)
-            backend = share.backends[spec]
             index = None if whole else _tokens(share.sequences).to(spec.device)
-            parts.append(Part(backend, backend.plan(metadata), share.phase is Phase.DECODE, index))
+            parts.append(Part(share.backend, share.backend.plan(metadata), share.phase is Phase.DECODE, index))
         first = sight.q_offset - sight.kv_offset
         new = slice(first, first + sight.q_length) if sight.new_keys is None else sight.new_keys.to(spec.device)
-        return cls(spec, blocks, parts, (sight.batch, sight.q_length, spec.num_heads, spec.v_head_dim), padded, new)
+        in_place = sight.q_length == 1 and by_token(query).data_ptr() == query.data_ptr()
+        return cls(spec, blocks, parts, (sight.batch, sight.q_length, spec.num_heads, spec.v_head_dim), padded, in_place, new)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of a layer of this kind; returns [batch, q_length, num_heads, v_head_dim]."""
@@ -72,7 +74,7 @@ class Call:
         if self.padded:
             out.zero_()
         if self.parts:
-            q = by_token(query)
+            q = query.select(2, 0) if self.in_place else by_token(query)
             cache = self._cache(key, value)
             for part in self.parts:
                 if part.decodes and part.tokens is None:

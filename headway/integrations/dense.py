@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headway.core.contract.backend import Backends
-from headway.core.contract.layout import NHD, LayerCache
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layout import NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import Shape
@@ -52,30 +52,33 @@ class Share:
 
     sequences: Sequences
     phase: Phase
-    backends: Backends
+    backend: AttentionBackend
 
     @classmethod
-    def all_of(cls, sequences: Sequences, selector: Selector) -> list[Share]:
+    def all_of(cls, sequences: Sequences, selector: Selector, spec: AttentionSpec) -> list[Share]:
         """Prompts first, each share with the backend that `selector` chooses."""
         decodes = (sequences.query_lens == 1) & (sequences.kv_lens > 1)
+        count = int(decodes.sum())
+        prompts = [] if count == len(decodes) else [sequences.part(~decodes) if count else sequences]
+        phases = [(Phase.EXTEND if (part.kv_lens > part.query_lens).any() else Phase.PREFILL, part) for part in prompts]
+        if count:
+            phases.append((Phase.DECODE, sequences.part(decodes) if prompts else sequences))
         shares = []
-        for chosen in (~decodes, decodes):
-            if chosen.any():
-                part = sequences.part(chosen)
-                cached = bool((part.kv_lens > part.query_lens).any())
-                phase = Phase.DECODE if chosen is decodes else Phase.EXTEND if cached else Phase.PREFILL
-                shape = Shape.of(phase, part.query_lens.tolist(), part.kv_lens.tolist())
-                shares.append(cls(part, phase, selector.backends_for(phase, shape.batch, shape.query_len, shape.kv_len)))
+        for phase, part in phases:
+            shape = Shape.of(phase, part.query_lens.tolist(), part.kv_lens.tolist())
+            backends = selector.backends_for(phase, shape.batch, shape.query_len, shape.kv_len)
+            shares.append(cls(part, phase, backends[spec]))
         return shares
 
-    def reads(self, spec: AttentionSpec) -> bool:
+    @property
+    def reads(self) -> bool:
         """Whether the cache is read, and not the new tokens' keys alone."""
-        return not (self.phase is Phase.PREFILL and self.backends[spec].capabilities.dense_prefill)
+        return not (self.phase is Phase.PREFILL and self.backend.capabilities.dense_prefill)
 
-    def reads_whole(self, spec: AttentionSpec) -> bool:
+    @property
+    def reads_whole(self) -> bool:
         """Whether whole blocks may be read, past a sequence's end."""
-        live = self.phase is Phase.DECODE and self.backends[spec].capabilities.reads_live_slots
-        return self.reads(spec) and not live
+        return self.reads and not (self.phase is Phase.DECODE and self.backend.capabilities.reads_live_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +99,12 @@ class Blocks:
     """Slots that a copy must have behind each row; 0: there is no copy."""
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor, shares: Sequence[Share], spec: AttentionSpec, size: int) -> Blocks:
+    def of(cls, key: Tensor, value: Tensor, shares: Sequence[Share], size: int) -> Blocks:
         """The tensors' own memory, where the blocks that are read lie in it; else copies."""
-        reading = [share for share in shares if share.reads(spec)]
+        reading = [share for share in shares if share.reads]
         own = cls._over(key, value, size)
         if own is not None:
-            whole = [share.sequences.last_blocks(own.row, size).max() for share in reading if share.reads_whole(spec)]
+            whole = [share.sequences.last_blocks(own.row, size).max() for share in reading if share.reads_whole]
             if (own.num_blocks or not reading) and all(last < own.num_blocks for last in whole):
                 return own
         if not reading:  # nothing is; the tables name slots as if rows lay one behind the other
@@ -140,21 +143,19 @@ class Blocks:
 
     def cache(self, key: Tensor, value: Tensor, spec: AttentionSpec) -> LayerCache:
         """As a cache, checked."""
-        return replace(LayerCache.wrap(self.views(key, value), NHD, spec), open_blocks=self.open_blocks)
+        geometry = CacheGeometry.of(spec, self.num_blocks, self.block_size)
+        return LayerCache(self.views(key, value), NHD, geometry, open_blocks=self.open_blocks)
 
     def metadata(self, sequences: Sequences, device: torch.device) -> AttentionMetadata:
         """What a share's sequences ask of attention over these blocks."""
         size = self.block_size
         firsts = (sequences.rows * self.row + sequences.keys)[:, None]
         columns = -(-sequences.kv_lens // size)
-        table = firsts + numpy.arange(0, int(columns.max()) * size, size)
-        table[numpy.arange(table.shape[1]) >= columns[:, None]] = 0
-        context_lens = sequences.kv_lens - sequences.query_lens
-        tables = table.astype(numpy.int32)
-        return AttentionMetadata.build(
-            sequences.query_lens.astype(numpy.int32), context_lens.astype(numpy.int32), tables, size, device,
-            num_blocks=self.num_blocks,
-        )  # fmt: skip
+        offsets = numpy.arange(0, int(columns.max()) * size, size)
+        table = numpy.where(offsets < (columns * size)[:, None], firsts + offsets, 0)
+        lens = sequences.query_lens, sequences.kv_lens - sequences.query_lens
+        query_lens, context_lens, tables = (each.astype(numpy.int32) for each in (*lens, table))
+        return AttentionMetadata.build(query_lens, context_lens, tables, size, device, num_blocks=self.num_blocks)
 
 
 def _row(tensor: Tensor) -> int | None:

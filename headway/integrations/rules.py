@@ -20,6 +20,8 @@ _DEPTH = 6
 
 def known(rule: Rule, window: int | None) -> bool:
     """Whether a rule is the one that transformers makes for causal attention, or for that within a window, which was tried."""
+    if torch.compiler.is_dynamo_compiling():  # which would look through what is kept
+        return False
     causal = _causal(window)
     return causal is not None and bool(_written(rule) == causal)
 

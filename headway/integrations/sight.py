@@ -61,21 +61,19 @@ class Sight:
     @cached_property
     def rows(self) -> Rows:
         """:raises ConfigError: padding in the middle of a sequence."""
-        first = numpy.zeros(self.batch, dtype=numpy.int64)
-        end = numpy.full(self.batch, self.q_offset + self.q_length)
-        if self.padding is not None:
-            seen = self.padding[:, : self.q_offset + self.q_length]
-            end = numpy.full(self.batch, seen.shape[1])
-            if not seen.all():
-                first, end = seen.argmax(1), seen.shape[1] - seen[:, ::-1].argmax(1)
-                end = numpy.where(seen.any(1), end, first)
-                if (seen.sum(1) != end - first).any():
-                    raise ConfigError("attention_mask", "padding before or behind a sequence", "padding inside it", OWN_WAY)
+        batch, length = numpy.arange(self.batch), self.q_offset + self.q_length
+        seen = None if self.padding is None else self.padding[:, :length]
+        if seen is None or (seen.shape[1] == length and seen.all()):  # nothing is padding
+            query_lens, kv_lens = (numpy.full(self.batch, count) for count in (self.q_length, length - self.kv_offset))
+            return Rows(batch * self.q_length, query_lens, numpy.zeros_like(batch), kv_lens, batch)
+        first, end = seen.argmax(1), seen.shape[1] - seen[:, ::-1].argmax(1)
+        end = numpy.where(seen.any(1), end, first)
+        if (seen.sum(1) != end - first).any():
+            raise ConfigError("attention_mask", "padding before or behind a sequence", "padding inside it", OWN_WAY)
         query_first = numpy.maximum(first, self.q_offset)
         query_lens = numpy.maximum(end - query_first, 0)
         key_first = numpy.maximum(first - self.kv_offset, 0)
         kv_lens = end - self.kv_offset - key_first
-        batch = numpy.arange(self.batch)
         queries = batch * self.q_length + query_first - self.q_offset
         live = query_lens > 0
         return Rows(queries[live], query_lens[live], key_first[live], kv_lens[live], batch[live])

@@ -8,6 +8,7 @@ method, so that transformers' continuous batching takes these names: `Continuous
 from __future__ import annotations
 
 import inspect
+import threading
 from functools import partial
 from typing import Any
 
@@ -154,13 +155,31 @@ def _sight(mask: Any, query: Tensor, key: Tensor) -> Sight:
             got = "a mask of its own" if mask is not None else f"none for {lengths[0]} queries of {lengths[1]} keys"
             hint = f"{OWN_WAY}; beside torch.compile, generate takes disable_compile=True"
             raise ConfigError("attention_mask", "a padding mask [batch, length], or none", got, hint)
-        return Sight(len(query), *lengths, lengths[1] - lengths[0], 0, None, None)
+        return _without_mask((len(query), *lengths))
     if found.refusal:
         raise ConfigError("attention_mask", "causal attention, perhaps within a window, and padding", found.refusal, OWN_WAY)
     if (found.q_length, found.kv_length) != lengths:
         got = f"{lengths[0]} and {lengths[1]}"
         raise ConfigError("attention_mask", f"{found.q_length} queries and {found.kv_length} keys, as it has", got, OWN_WAY)
     return found
+
+
+class _Maskless(threading.local):
+    """The sight of the last call without a mask: lengths are all that such a plan depends on, and layers of a step share them."""
+
+    sizes: tuple[int, ...] = ()
+    sight: Sight
+
+
+_MASKLESS = _Maskless()
+
+
+def _without_mask(sizes: tuple[int, int, int]) -> Sight:
+    """sizes: batch, queries, keys."""
+    if _MASKLESS.sizes != sizes:
+        _MASKLESS.sight = Sight(*sizes, sizes[2] - sizes[1], 0, None, None)
+        _MASKLESS.sizes = sizes
+    return _MASKLESS.sight
 
 
 def _packed(paged: Any, layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Sight:
