@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Plan
+from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import YES
 from headway.core.select.selector import Selector
 from headway.integrations.dense import Blocks, Sequences, Share
 from headway.integrations.sight import Sight
@@ -26,6 +28,8 @@ class Part(NamedTuple):
     decodes: bool
     tokens: Tensor | None
     """int64: which of the packed tokens are theirs; None: all."""
+    reads: bool
+    """Whether it reads the cache."""
 
 
 @dataclass(slots=True)
@@ -61,14 +65,17 @@ class Call:
             if metadata is None:  # kinds that differ in a number alone, such as their sinks, share it
                 metadata = sight.metadata[place] = blocks.metadata(share.sequences, spec.device)
             index = None if whole else _tokens(share.sequences).to(spec.device)
-            parts.append(Part(share.backend, share.backend.plan(metadata), share.phase is Phase.DECODE, index))
+            parts.append(Part(share.backend, share.backend.plan(metadata), share.phase is Phase.DECODE, index, share.reads))
         first = sight.q_offset - sight.kv_offset
         new = slice(first, first + sight.q_length) if sight.new_keys is None else sight.new_keys.to(spec.device)
         in_place = sight.q_length == 1 and by_token(query).data_ptr() == query.data_ptr()
         return cls(spec, blocks, parts, (sight.batch, sight.q_length, spec.num_heads, spec.v_head_dim), padded, in_place, new)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of a layer of this kind; returns [batch, q_length, num_heads, v_head_dim]."""
+        """Attention of a layer of this kind; returns [batch, q_length, num_heads, v_head_dim].
+
+        :raises UnsupportedError: a backend that cannot read such a cache, with the reasons.
+        """
         batch, length, heads, dim = self.shape
         out = query.new_empty((batch * length, heads, dim))
         if self.padded:
@@ -105,6 +112,10 @@ class Call:
     def _cache(self, key: Tensor, value: Tensor) -> LayerCache:
         if self.kind is None:  # the first layer's is checked, for all
             cache = self.blocks.cache(key, value, self.spec)
+            for part in self.parts:
+                support = part.backend.accepts(cache) if part.reads else YES
+                if not support:
+                    raise UnsupportedError(f"attention backend {part.backend.name} over dense tensors", support.reasons)
             self.kind = cache.over({})
             return cache
         return self.kind.over(self.blocks.views(key, value))

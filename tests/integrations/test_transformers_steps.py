@@ -17,8 +17,9 @@ from transformers.masking_utils import sliding_window_causal_mask_function as sl
 
 import headway.integrations.transformers  # noqa: F401 -- registers the names
 from headway.backends.sdpa import SDPA
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.support import Support
 
 MODULE = SimpleNamespace(is_causal=True, layer_idx=0)
 
@@ -161,6 +162,15 @@ def test_calls_without_a_mask_of_other_sizes() -> None:
             right(layer(None, *each), exact(*each))
     with pytest.raises(ConfigError, match="none for 3 queries of 9 keys"):
         layer(None, *tensors(1, 3, 9))
+
+
+def test_a_backend_that_cannot_read_blocks_that_overlap_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Support.no("cache", "blocks that follow one another", "gaps between them")
+    monkeypatch.setattr(SDPA, "accepts", classmethod(lambda _, cache: answer))
+    each = tensors(1, 9, 9)
+    right(layer(mask_of(1, 9, 9), *each), exact(*each))  # a prompt reads no cache
+    with pytest.raises(UnsupportedError, match="needs blocks that follow one another"):
+        layer(mask_of(1, 1, 9), *tensors(1, 1, 9))
 
 
 def test_a_rule_that_only_looks_like_one_is_tried_out() -> None:
