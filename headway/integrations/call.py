@@ -53,9 +53,8 @@ class Call:
     @classmethod
     def of(cls, sight: Sight, spec: AttentionSpec, selector: Selector, query: Tensor, key: Tensor, value: Tensor) -> Call:
         """Choose backends, lay out blocks and plan; query: [batch, num_heads, q_length, head_dim], key and value as they lie."""
-        rows, size = sight.rows, selector.selection.block_size
-        shares = Share.all_of(Sequences(rows.queries, rows.query_lens, rows.rows, rows.keys, rows.kv_lens), selector, spec)
-        blocks = Blocks.of(key, value, shares, size)
+        shares = Share.all_of(sight.rows, selector, spec)
+        blocks = Blocks.of(key, value, shares, selector.selection.block_size)
         padded = sight.padded
         whole = len(shares) == 1 and not padded
         parts = []
@@ -63,7 +62,7 @@ class Call:
             place = share.phase, blocks, spec.device
             metadata = sight.metadata.get(place)
             if metadata is None:  # kinds that differ in a number alone, such as their sinks, share it
-                metadata = sight.metadata[place] = blocks.metadata(share.sequences, spec.device)
+                metadata = sight.metadata[place] = blocks.metadata(share, spec.device)
             index = None if whole else _tokens(share.sequences).to(spec.device)
             parts.append(Part(share.backend, share.backend.plan(metadata), share.phase is Phase.DECODE, index, share.reads))
         first = sight.q_offset - sight.kv_offset
@@ -131,5 +130,5 @@ def by_token(tensor: Tensor) -> Tensor:
 
 def _tokens(sequences: Sequences) -> Tensor:
     """int64: the packed tokens of these sequences."""
-    spans = zip(sequences.query_starts, sequences.query_lens, strict=True)
+    spans = zip(sequences.queries, sequences.query_lens, strict=True)
     return torch.from_numpy(numpy.concatenate([numpy.arange(start, start + length) for start, length in spans]))

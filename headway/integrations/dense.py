@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import compress
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -20,33 +23,35 @@ from torch.nn.functional import pad
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.single_tokens import single_tokens
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """The sequences of a call, of which some are a part: for each its packed new tokens, and where its keys lie."""
+class Sequences(NamedTuple):
+    """The sequences of a call, or some of them, as Python's numbers: there are few, and numpy's arrays cost more to make."""
 
-    query_starts: NDArray[numpy.int64]
-    query_lens: NDArray[numpy.int64]
-    rows: NDArray[numpy.int64]
+    queries: list[int]
+    """Of each sequence its first new token, counted through the call's."""
+    query_lens: list[int]
+    keys: list[int]
+    """Its first key, in its row of the keys' tensor."""
+    kv_lens: list[int]
+    rows: list[int]
     """Its row of the batch."""
-    keys: NDArray[numpy.int64]
-    """Its first key in that row."""
-    kv_lens: NDArray[numpy.int64]
 
-    def part(self, chosen: NDArray[numpy.bool_]) -> Sequences:
+    def part(self, chosen: Sequence[bool]) -> Sequences:
         """Those that are chosen."""
-        return replace(self, **{name: each[chosen] for name, each in self.__dict__.items()})
+        return Sequences(*(list(compress(each, chosen)) for each in self))
 
-    def last_blocks(self, row: int, size: int) -> NDArray[numpy.int64]:
-        """The slot at which each one's last block begins."""
-        return self.rows * row + self.keys + (self.kv_lens - 1) // size * size
+    def last_block(self, row: int, size: int) -> int:
+        """The largest slot at which one's last block begins; row: slots from a row of the batch to the next."""
+        every = zip(self.rows, self.keys, self.kv_lens, strict=True)
+        return max(at * row + key + (length - 1) // size * size for at, key, length in every)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Share:
     """Sequences that one backend serves, all decodes or all prompts."""
 
@@ -57,18 +62,20 @@ class Share:
     @classmethod
     def all_of(cls, sequences: Sequences, selector: Selector, spec: AttentionSpec) -> list[Share]:
         """Prompts first, each share with the backend that `selector` chooses."""
-        decodes = (sequences.query_lens == 1) & (sequences.kv_lens > 1)
-        count = int(decodes.sum())
-        prompts = [] if count == len(decodes) else [sequences.part(~decodes) if count else sequences]
-        phases = [(Phase.EXTEND if (part.kv_lens > part.query_lens).any() else Phase.PREFILL, part) for part in prompts]
-        if count:
-            phases.append((Phase.DECODE, sequences.part(decodes) if prompts else sequences))
-        shares = []
-        for phase, part in phases:
-            shape = Shape.of(phase, part.query_lens.tolist(), part.kv_lens.tolist())
-            backends = selector.backends_for(phase, shape.batch, shape.query_len, shape.kv_len)
-            shares.append(cls(part, phase, backends[spec]))
+        decodes = [query_len == 1 < kv_len for query_len, kv_len in zip(sequences.query_lens, sequences.kv_lens, strict=True)]
+        if all(decodes):
+            return [cls._of(sequences, Phase.DECODE, selector, spec)] if decodes else []
+        prompts = sequences.part([not decode for decode in decodes])
+        phase = Phase.PREFILL if prompts.query_lens == prompts.kv_lens else Phase.EXTEND
+        shares = [cls._of(prompts, phase, selector, spec)]
+        if any(decodes):
+            shares.append(cls._of(sequences.part(decodes), Phase.DECODE, selector, spec))
         return shares
+
+    @classmethod
+    def _of(cls, sequences: Sequences, phase: Phase, selector: Selector, spec: AttentionSpec) -> Share:
+        shape = Shape.of(phase, sequences.query_lens, sequences.kv_lens)
+        return cls(sequences, phase, selector.backends_for(phase, shape.batch, shape.query_len, shape.kv_len)[spec])
 
     @property
     def reads(self) -> bool:
@@ -104,7 +111,7 @@ class Blocks:
         reading = [share for share in shares if share.reads]
         own = cls._over(key, value, size)
         if own is not None:
-            whole = [share.sequences.last_blocks(own.row, size).max() for share in reading if share.reads_whole]
+            whole = [share.sequences.last_block(own.row, size) for share in reading if share.reads_whole]
             if (own.num_blocks or not reading) and all(last < own.num_blocks for last in whole):
                 return own
         if not reading:  # nothing is; the tables name slots as if rows lay one behind the other
@@ -146,16 +153,27 @@ class Blocks:
         geometry = CacheGeometry.of(spec, self.num_blocks, self.block_size)
         return LayerCache(self.views(key, value), NHD, geometry, open_blocks=self.open_blocks)
 
-    def metadata(self, sequences: Sequences, device: torch.device) -> AttentionMetadata:
-        """What a share's sequences ask of attention over these blocks."""
-        size = self.block_size
-        firsts = (sequences.rows * self.row + sequences.keys)[:, None]
-        columns = -(-sequences.kv_lens // size)
-        offsets = numpy.arange(0, int(columns.max()) * size, size)
-        table = numpy.where(offsets < (columns * size)[:, None], firsts + offsets, 0)
-        lens = sequences.query_lens, sequences.kv_lens - sequences.query_lens
-        query_lens, context_lens, tables = (each.astype(numpy.int32) for each in (*lens, table))
-        return AttentionMetadata.build(query_lens, context_lens, tables, size, device, num_blocks=self.num_blocks)
+    def metadata(self, share: Share, device: torch.device) -> AttentionMetadata:
+        """What a share asks of attention over these blocks."""
+        size, sequences = self.block_size, share.sequences
+        firsts = [at * self.row + key for at, key in zip(sequences.rows, sequences.keys, strict=True)]
+        columns = [-(-length // size) for length in sequences.kv_lens]
+        offsets = _offsets(max(columns), size)
+        table = numpy.array(firsts, dtype=numpy.int32)[:, None] + offsets
+        if min(columns) < len(offsets):
+            table[offsets >= numpy.array(columns)[:, None] * size] = 0
+        if share.phase is Phase.DECODE:
+            newest = [(first, length - 1) for first, length in zip(firsts, sequences.kv_lens, strict=True)]
+            slots = [(first + at // size * size) * size + at % size for first, at in newest]
+            return single_tokens(sequences.kv_lens, slots, table, size, device, self.num_blocks)
+        contexts = [length - new for length, new in zip(sequences.kv_lens, sequences.query_lens, strict=True)]
+        return AttentionMetadata.build(sequences.query_lens, contexts, table, size, device, num_blocks=self.num_blocks)
+
+
+@lru_cache(64)
+def _offsets(columns: int, size: int) -> NDArray[numpy.int32]:
+    """Of a sequence's blocks from its first slot; many steps have equally many."""
+    return numpy.arange(0, columns * size, size, dtype=numpy.int32)
 
 
 def _row(tensor: Tensor) -> int | None:

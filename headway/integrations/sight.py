@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -16,22 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
+from headway.integrations.dense import Sequences
 from headway.integrations.rules import Rule, known, shows
 
 OWN_WAY = 'attn_implementation="sdpa" or "eager" computes it'
-
-
-class Rows(NamedTuple):
-    """The sequences of a batch [batch, length], without padding; those with no query are left out."""
-
-    queries: NDArray[numpy.int64]
-    """[n]: a sequence's first query, counted through the batch."""
-    query_lens: NDArray[numpy.int64]
-    keys: NDArray[numpy.int64]
-    """[n]: its first key, in its row of the cache."""
-    kv_lens: NDArray[numpy.int64]
-    rows: NDArray[numpy.int64]
-    """[n]: its row of the batch."""
 
 
 @dataclass(eq=False)
@@ -59,13 +47,16 @@ class Sight:
     """int64 [q_length]: where this call's tokens lie among the keys, if they are not the last ones of each row."""
 
     @cached_property
-    def rows(self) -> Rows:
-        """:raises ConfigError: padding in the middle of a sequence."""
-        batch, length = numpy.arange(self.batch), self.q_offset + self.q_length
+    def rows(self) -> Sequences:
+        """The sequences of the batch, without padding; those with no query are left out.
+
+        :raises ConfigError: padding in the middle of a sequence.
+        """
+        count, length = self.batch, self.q_offset + self.q_length
         seen = None if self.padding is None else self.padding[:, :length]
         if seen is None or (seen.shape[1] == length and seen.all()):  # nothing is padding
-            query_lens, kv_lens = (numpy.full(self.batch, count) for count in (self.q_length, length - self.kv_offset))
-            return Rows(batch * self.q_length, query_lens, numpy.zeros_like(batch), kv_lens, batch)
+            queries, rows = list(range(0, count * self.q_length, self.q_length)), list(range(count))
+            return Sequences(queries, [self.q_length] * count, [0] * count, [length - self.kv_offset] * count, rows)
         first, end = seen.argmax(1), seen.shape[1] - seen[:, ::-1].argmax(1)
         end = numpy.where(seen.any(1), end, first)
         if (seen.sum(1) != end - first).any():
@@ -74,9 +65,10 @@ class Sight:
         query_lens = numpy.maximum(end - query_first, 0)
         key_first = numpy.maximum(first - self.kv_offset, 0)
         kv_lens = end - self.kv_offset - key_first
+        batch = numpy.arange(count)
         queries = batch * self.q_length + query_first - self.q_offset
         live = query_lens > 0
-        return Rows(queries[live], query_lens[live], key_first[live], kv_lens[live], batch[live])
+        return Sequences(*(each[live].tolist() for each in (queries, query_lens, key_first, kv_lens, batch)))
 
     @classmethod
     def packed(cls, ends_q: NDArray[numpy.int64], ends_k: NDArray[numpy.int64], q_length: int, kv_length: int) -> Sight:
@@ -84,9 +76,8 @@ class Sight:
         query_lens, kv_lens = numpy.diff(ends_q), numpy.diff(ends_k)
         live = query_lens > 0
         sight = cls(1, q_length, kv_length, 0, 0, None, None)
-        rows = Rows(
-            ends_q[:-1][live], query_lens[live], ends_k[:-1][live], kv_lens[live], numpy.zeros(int(live.sum()), numpy.int64)
-        )
+        starts = ends_q[:-1], query_lens, ends_k[:-1], kv_lens, numpy.zeros_like(query_lens)
+        rows = Sequences(*(each[live].tolist() for each in starts))
         sight.__dict__["rows"] = rows
         new = numpy.zeros(q_length, dtype=numpy.int64)
         for query, count, key, length in zip(*rows[:4], strict=True):
@@ -97,7 +88,7 @@ class Sight:
     @cached_property
     def padded(self) -> bool:
         """Whether some queries are of padding, so that those that are not must be picked."""
-        return int(self.rows.query_lens.sum()) != self.batch * self.q_length
+        return sum(self.rows.query_lens) != self.batch * self.q_length
 
 
 class SightMask(Tensor):

@@ -18,10 +18,9 @@ import transformers
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.spec import AttentionSpec
 from headway.core.select.selector import check_names
 from headway.integrations.call import Call
-from headway.integrations.selectors import registry, selector_of
+from headway.integrations.selectors import Kind, registry, serving
 from headway.integrations.sight import OWN_WAY, Sight, SightMask, mask_of
 
 NAME = "headway"
@@ -116,19 +115,9 @@ def _attend(
     )
     call = sight.calls.get(kind)
     if call is None:
-        spec = AttentionSpec(
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            head_dim=query.shape[3],
-            v_head_dim=value.shape[3],
-            scale=query.shape[3] ** -0.5 if scaling is None else scaling,
-            dtype=query.dtype,
-            device=query.device,
-            sliding_window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        call = sight.calls[kind] = Call.of(sight, spec, selector_of(spec, request), query, key, value)
+        heads = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        spec, selector = serving(Kind(request, *heads, scaling, query.dtype, query.device, window, softcap, sinks))
+        call = sight.calls[kind] = Call.of(sight, spec, selector, query, key, value)
     return call(query, key, value), None
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.selector import Selector
 from headway.integrations.call import Call
-from headway.integrations.sight import Rows, Sight
+from headway.integrations.dense import Sequences
+from headway.integrations.sight import Sight
 from headway.testing.oracle import attend as exact
 from registering import registering
 
@@ -65,9 +66,9 @@ def test_sequences_are_read_where_they_lie(name: str, size: int, order: str) -> 
 
 def planned(name: str, backend: str, size: int, key: Tensor, value: Tensor) -> tuple[Call, NDArray[numpy.int64]]:
     """A case's call, and where each of its sequences begins among the packed tokens."""
-    rows, keys, kv_lens, query_lens = (numpy.array(each) for each in zip(*CASES[name], strict=True))
+    rows, keys, kv_lens, query_lens = (list(each) for each in zip(*CASES[name], strict=True))
     starts = numpy.cumsum([0, *query_lens])
     sight = Sight(1, int(starts[-1]), key.shape[2], 0, 0, None, None)
-    sight.__dict__["rows"] = Rows(starts[:-1], query_lens, keys, kv_lens, rows)
+    sight.__dict__["rows"] = Sequences(starts[:-1].tolist(), query_lens, keys, kv_lens, rows)
     query = key.new_empty(1, 4, int(starts[-1]), 8)
     return Call.of(sight, SPEC, Selector(registering(), [SPEC], backend, "nhd", size), query, key, value), starts
