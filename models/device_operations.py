@@ -40,9 +40,8 @@ def fastest_sampling(device: torch.device, vocab_size: int, ahead: CompileAhead 
             log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
         else:
             fused = FusedSampling(device)
-            return SamplingOps(
-                fused.greedy, fused.draw, choose=fused.draw, filter=proved(FusedFilter(device), vocab_size, device, ahead)
-            )
+            filtering = proved(FusedFilter(device), vocab_size, device, ahead)
+            return SamplingOps(fused.greedy, fused.draw, choose=fused.draw, filter=filtering, hold=fused.hold)
     return TORCH_SAMPLING
 
 

@@ -35,6 +35,8 @@ class Chunks:
     """int32 [most, CHUNK_FIELDS]; see there."""
     seqs: Tensor = field(init=False)
     """int32 [num_seqs, SEQ_FIELDS]; see there."""
+    _constants: dict[str, int | bool] = field(init=False)
+    _key: tuple[int | bool, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         most = most_chunks(len(self.seq_lens), self.splits, self.even)
@@ -42,6 +44,16 @@ class Chunks:
         both = torch.empty(end + len(self.seq_lens) * SEQ_FIELDS, dtype=torch.int32, device=self.seq_lens.device)
         object.__setattr__(self, "table", both[:end].view(most, CHUNK_FIELDS))
         object.__setattr__(self, "seqs", both[end:].view(-1, SEQ_FIELDS))
+        seqs = max(16, triton.next_power_of_2(len(self.seq_lens)))
+        constants = {
+            "SEQS": seqs,
+            "CHUNKS": max(16, min(64, _WORK // seqs)),
+            "BLOCK_N": self.block_n,
+            "HAS_WINDOW": self.window is not None,
+            "EVEN": self.even,
+        }
+        object.__setattr__(self, "_constants", constants)
+        object.__setattr__(self, "_key", tuple(constants.values()))
 
     @property
     def split(self) -> bool:
@@ -54,18 +66,9 @@ class Chunks:
         launch: of `cut_sequences`. splits: this time, at most `self.splits`.
         """
         assert splits <= self.splits
-        num_seqs, most = len(self.seq_lens), len(self.table)
-        seqs = max(16, triton.next_power_of_2(num_seqs))
-        width = max(16, min(64, _WORK // seqs))
-        constants = {
-            "SEQS": seqs,
-            "CHUNKS": width,
-            "BLOCK_N": self.block_n,
-            "HAS_WINDOW": self.window is not None,
-            "EVEN": self.even,
-        }
+        num_seqs, most = self.seq_lens.shape[0], self.table.shape[0]
         arguments = (self.seq_lens, self.query_start_loc, self.table, self.seqs, num_seqs, most, splits, self.window or 0)
-        launch(tuple(constants.values()), (triton.cdiv(most, width), 1, 1), arguments, constants, num_warps=4)
+        launch(self._key, (triton.cdiv(most, self._constants["CHUNKS"]), 1, 1), arguments, self._constants, num_warps=4)
 
 
 def most_chunks(num_seqs: int, splits: int, even: bool) -> int:

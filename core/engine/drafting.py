@@ -20,11 +20,14 @@ FIRST_ACCEPTANCE = 0.8
 """Share of guesses that hold, before any was verified: so high that some are, for nothing is learnt from those that are not."""
 _HOPE = 0.5
 """Share of guesses that a trial after a rest hopes for."""
-_PRIOR, _MEMORY, _LONG_MEMORY = 4, 10, 50
-"""Guesses that a sequence's own must outweigh; guesses that the running means of a sequence and of all reach back."""
+_PRIOR, _MEMORY, _LONG_MEMORY = 4, 20, 50
+"""Guesses that a sequence's own must outweigh; guesses that the running means of a sequence and of all reach back: so many that
+chance alone seldom makes good guesses look as if they did not pay."""
 _SHORT_REST, _LONG_REST = 4, 64
 """Steps without guesses after which they are tried again: the first number, doubled each time they do not pay, to the second.
 A trial hopes for half of the guesses, so it takes at most twice as long as a step without: one in 64 costs less than 2 %."""
+_REFUSED = 16
+"""Trials that the times of steps forbid even so, after which these are measured anew."""
 
 COSTLY, NO_GUESS, MEASURING = "costs more than it gains", "no guess", "measuring steps without"
 
@@ -62,7 +65,7 @@ class Drafting:
         self._acceptance, self._seen = FIRST_ACCEPTANCE, _PRIOR
         """Of all sequences: what a new one is expected to have; and guesses in that mean."""
         self._resting, self._rest, self._rest_class = 0, _SHORT_REST, -1
-        self._trial = False
+        self._trial, self._refused = False, 0
         self._reason, self._rest_reason = "", COSTLY
         self._last: tuple[float, int, int] | None = None
         """When the last step had been launched, how many sequences it has, and its width."""
@@ -108,6 +111,9 @@ class Drafting:
                 seconds[width] = found
             most = self._best(seconds, likely, [most] * count) - 1
             if most < 1:
+                self._refused += self._trial
+                if self._trial and self._refused % _REFUSED == 0:
+                    times.forget(count)
                 return self._start_rest(count, COSTLY)
         guesses = [self._guess(seq, each, most) for seq, each in zip(ready, known, strict=True)]
         for each, guess in zip(known, guesses, strict=True):
@@ -116,7 +122,8 @@ class Drafting:
         if not any(guesses):
             return NO_GUESS
         if times is not None:
-            most = self._best(seconds, likely, [len(guess) for guess in guesses]) - 1
+            if any(len(guess) < most for guess in guesses):
+                most = self._best(seconds, likely, [len(guess) for guess in guesses]) - 1
             if most < 1:
                 return self._start_rest(count, COSTLY)
             if not self._trial:  # a trial has still to show that guesses hold

@@ -57,7 +57,7 @@ class Launched:
     """See `InFlight`."""
 
     coming: Coming
-    """The tokens, int64 [rows] or [rows, drafts + 1], in the order of `order`; and after drafts int64 [rows], how many hold."""
+    """The tokens, int64 [rows] in the order of `order`, or [rows, drafts + 2] as in `Verified`."""
     order: NDArray[numpy.int64] | None
     """Which of the step's sampling sequences each row is; None: they are in order."""
     backends: tuple[str, ...] = ()
@@ -79,12 +79,13 @@ class Launched:
         return self._sampled
 
     def _read(self) -> Sampled:
-        tokens, *counted = self.coming.wait()
-        if tokens.ndim == 1:
-            tokens = tokens[:, None]
+        tokens = self.coming.wait()
+        if tokens.ndim == 2:
+            tokens, counts = tokens[:, :-1], tokens[:, -1]
+        else:
+            tokens, counts = tokens[:, None], numpy.ones(len(tokens), dtype=numpy.int64)
         if self.order is not None:  # a graph's rows, and those have no drafts
             ordered = numpy.empty_like(tokens)
             ordered[self.order] = tokens
             tokens = ordered
-        counts = counted[0] if counted else numpy.ones(len(tokens), dtype=numpy.int64)
         return Sampled(tokens, counts, None if self.extras is None else self.extras.found())

@@ -40,7 +40,7 @@ def prepare(step: Schedule, groups: Sequence[CacheGroup]) -> StepInput:
                 target = seq.tables[group].pages[context_len // groups[group].page_size]
                 copies.append(PageCopy(group, source, target, size))
         if count == 1 and seq.newest_at == context_len:
-            token_ids.append(NEWEST)
+            token_ids.append(NEWEST if seq.num_pending else seq.token_ids[context_len])
             num_newest += 1
         else:
             known = seq.token_ids[context_len : context_len + count - drafts]
@@ -49,9 +49,19 @@ def prepare(step: Schedule, groups: Sequence[CacheGroup]) -> StepInput:
             token_ids += seq.draft_token_ids[:drafts]
     seqs, counts, contexts, samples, drafts_of = zip(*step.apart, strict=True)
     batch = _plain(step)
+    # Where drafts are made all tokens have been read, and a graph that verifies takes none from the device.
+    drafting = any(drafts_of)
+    newest = numpy.array([seq.token_ids[-1] for seq in step.members], dtype=numpy.int64) if drafting else batch.token_ids
+    decodes = (
+        drafting
+        and all(samples)
+        and all(contexts)
+        and all(one == drafts + 1 for one, drafts in zip(counts, drafts_of, strict=True))
+    )
 
     def joined(own: Iterable[int | bool], others: NDArray[Any]) -> NDArray[Any]:
-        return numpy.concatenate([numpy.array(own, dtype=others.dtype), others])
+        numbers = numpy.array(own, dtype=others.dtype)
+        return numpy.concatenate([numbers, others]) if len(others) else numbers
 
     return StepInput(
         joined([seq.row for seq in seqs], batch.rows),
@@ -59,8 +69,9 @@ def prepare(step: Schedule, groups: Sequence[CacheGroup]) -> StepInput:
         joined(contexts, batch.context_lens),
         joined(drafts_of, batch.num_draft_tokens),
         joined(samples, batch.samples),
-        joined(token_ids, batch.token_ids),
+        joined(token_ids, newest),
         num_newest == len(step),
+        decodes,
         tuple(started),
         tuple(new_pages),
         tuple(copies),

@@ -20,7 +20,8 @@ class Rows:
         self.tables: list[NDArray[numpy.int32]] = [numpy.zeros(shape, dtype=numpy.int32) for _ in groups]
         """Block table of each row, for each cache group; what is beyond a sequence's blocks is left from others. The last row
         belongs to padding and stays zero."""
-        self.num_updates = 0
+        self.num_updates = self.last_change = 0
+        """How many there have been, and the number of the last that has changed a table."""
         self.updated: NDArray[numpy.int64] = numpy.zeros(max_num_seqs + 1, dtype=numpy.int64)
         """[rows]: the number of the update that has changed each last."""
         self._groups = tuple(groups)
@@ -28,6 +29,8 @@ class Rows:
     def update(self, step: StepInput) -> None:
         """Take in what a step tells."""
         self.num_updates += 1
+        if step.new_pages:
+            self.last_change = self.num_updates
         for row, start, pages, number in step.new_pages:
             self.updated[row] = self.num_updates
             group, table = self._groups[number], self.tables[number]

@@ -49,7 +49,6 @@ class _Ran(NamedTuple):
     """As in `Launched`."""
     owners: NDArray[numpy.int64]
     """[rows of logits]: which of the step's sampling sequences each belongs to."""
-    counts: Tensor | None = None
     prompts: Sequence[PromptScores] = ()
     piecewise: bool = False
 
@@ -150,7 +149,7 @@ class Runner:
         backends = graph.backends if graph is not None else self._attention.serving
         compiled = self._compilations.take_late() if self._compilations is not None else ()
         extras = self._extras(ran)
-        coming = self._results.copy([ran.tokens] if ran.counts is None else [ran.tokens, ran.counts])
+        coming = self._results.copy(ran.tokens)
         chosen, order = ran.chosen, None if graph is None or isinstance(graph, VerifyGraph) else ran.owners
         graphs = graph is not None, ran.piecewise, no_graph
         slower = chosen.after_model, chosen.waited_for, chosen.wait_seconds
@@ -191,12 +190,12 @@ class Runner:
 
     def _verify(self, graph: VerifyGraph, step: StepInput) -> _Ran:
         """Run a step as a graph that verifies; tokens that it cannot choose are chosen, and held against the drafts, after it."""
-        rows, positions = sampled_at(step)
-        draws = self._draws(rows, positions)
-        verified = graph.replay(step, self._rows, draws)
+        rows, positions = numpy.repeat(step.rows, step.query_lens), positions_of(step).astype(numpy.int32)
+        draws = self._draws(rows, positions + 1)
+        tokens = graph.replay(step, self._rows, rows, positions, draws)
         if self.observe is not None or draws is None or not self._sampler.plain(step.rows):
             return self._choose(step, graph.logits_of(step), step.rows)
-        return _Ran(Chosen(verified.tokens), verified.tokens, numpy.arange(step.num_seqs), verified.counts)
+        return _Ran(Chosen(tokens), tokens, numpy.arange(step.num_seqs))
 
     def _choose(
         self,
@@ -216,12 +215,11 @@ class Runner:
             owners = numpy.repeat(owners, step.num_draft_tokens[step.samples] + 1)
             self._sampler.note_drafts(step)
         chosen = self._sampler.sample(logits, rows, positions, drafts=drafts)
-        tokens, counts, newest = chosen.tokens, None, chosen.tokens
+        tokens = newest = chosen.tokens
         if drafts:
-            verified = verify(tokens, [drafts.get(row, ()) for row in sampling.tolist()])
-            tokens, counts, newest = verified.tokens, verified.counts, verified.newest
+            tokens, newest = verify(tokens, [drafts.get(row, ()) for row in sampling.tolist()])
         self._newest.index_copy_(0, upload(torch.from_numpy(sampling).long(), self._device), newest)
-        return _Ran(chosen, tokens, owners, counts, prompts, piecewise)
+        return _Ran(chosen, tokens, owners, prompts, piecewise)
 
     def _extras(self, ran: _Ran) -> Extras | None:
         """What the step brings beyond tokens, on its way to the host."""
@@ -246,7 +244,7 @@ class Runner:
         """The graph that runs a step: captured for its size and for the backend that is fastest at its lengths; or why none."""
         if self._graphs is None or self._prompts is None or self._verifying is None:
             return None, ""
-        if step.num_draft_tokens.any():
+        if step.verifies or step.num_draft_tokens.any():
             return self._verifying.for_step(step)
         prompt = self._prompts.for_step(step)
         if self._prompt_scorer.wants(step):

@@ -68,7 +68,9 @@ class StepInput:
     token_ids: NDArray[numpy.int64]
     """[num_tokens]: the new tokens of all sequences, one sequence after the other; NEWEST for what only the device knows."""
     goes_on: bool
-    """Whether every sequence has one new token, which is NEWEST: what a captured decode runs."""
+    """Whether every sequence has one new token, the one that was sampled last: what a captured decode runs."""
+    verifies: bool = False
+    """Whether drafts are verified, and nothing else is done but to decode: what a captured verification runs."""
     started: tuple[StartedRow, ...] = ()
     new_pages: tuple[NewPages, ...] = ()
     copies: tuple[PageCopy, ...] = ()

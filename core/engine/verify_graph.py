@@ -7,10 +7,9 @@ is read that belongs to nobody; a sequence needs as many tokens as the graph is 
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy
 import torch
@@ -23,104 +22,12 @@ from headway.core.contract.transfer import upload
 from headway.core.engine.graph import GraphStep, name_of, recorded, replans
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.rows import Rows
-from headway.core.engine.sent_tables import SentTables
-from headway.core.engine.step import NEWEST, StepInput
-from headway.core.sampling.filtering import NO_FILTER
+from headway.core.engine.step import StepInput
+from headway.core.engine.verify_inputs import VerifyFields, VerifyInputs
 from headway.core.sampling.sampler import Draws
-from headway.core.sampling.verification import Verified
-
-log = logging.getLogger("headway")
 
 FILL_CONTEXT = 1
 """Cached tokens of a padding sequence: its lengths are legal ones, its blocks are the pool's first, and it writes nothing."""
-_ALIGN = 4
-"""Fields begin at multiples of 16 bytes, which kernels may rely on."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The inputs of a step in one piece of int32 memory. n sequences of w query tokens, g cache groups."""
-
-    ids: Tensor
-    """int64 [n, w]; NEWEST for the token that the device sampled last."""
-    keys: Tensor
-    """int64 [n, w]: of the draws."""
-    slots: Tensor
-    """int64 [g, n, w]"""
-    rows: Tensor
-    """int64 [n]: places in `newest`."""
-    fill: Tensor
-    """int64 [n]: how many of a sequence's tokens stand before its new ones."""
-    positions: Tensor
-    """int32 [n, w]"""
-    scales: Tensor
-    """float32 [n, w]: of the draws."""
-    filters: Tensor
-    """float32 [4, n, w]: a `TokenFilter` each."""
-    seq_lens: Tensor
-    """int32 [n]"""
-    context_lens: Tensor
-    """int32 [n]"""
-    tables: Tensor
-    """int32 [g, n, blocks]"""
-
-    @classmethod
-    def of(cls, flat: Tensor, size: int, width: int, groups: int, blocks: int) -> tuple[_Fields, int]:
-        """Views of a flat buffer, and how much of it they take."""
-        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
-            *[(torch.int64, (size, width))] * 2,
-            (torch.int64, (groups, size, width)),
-            *[(torch.int64, (size,))] * 2,
-            (torch.int32, (size, width)),
-            (torch.float32, (size, width)),
-            (torch.float32, (len(NO_FILTER), size, width)),
-            *[(torch.int32, (size,))] * 2,
-            (torch.int32, (groups, size, blocks)),
-        ]
-        views, end = [], 0
-        for dtype, shape in shapes:
-            length = math.prod(shape) * dtype.itemsize // 4
-            views.append(flat[end : end + length].view(dtype).view(shape))
-            end += -(-length // _ALIGN) * _ALIGN
-        return cls(*views), end
-
-
-class _HostBuffer:
-    """Host memory from which a step's inputs are sent, as arrays for one graph at a time."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self._shape: tuple[int, int, int, int] | None = None
-
-    def lay_out(self, shape: tuple[int, int, int, int]) -> None:
-        """Become arrays for (size, width, groups, blocks), if it is not that already."""
-        if self._shape != shape:
-            self._shape = shape
-            self.fields, length = _Fields.of(self.flat, *shape)
-            self.sent, self.sent_tables = self.flat[:length], SentTables(self.fields.tables.numpy())
-
-
-class VerifyInputs:
-    """One device buffer for the inputs of every graph, and two in pinned memory: one may be on its way while one is filled."""
-
-    def __init__(self, largest: Sequence[tuple[int, int]], step: GraphStep) -> None:
-        """largest: (size, width) of graphs, none of which may need more than the buffer has."""
-        blocks = -(-step.max_model_len // step.block_size)
-        self.groups, self.blocks = len(step.num_blocks), -(-blocks // _ALIGN) * _ALIGN
-        tokens, fields = max(size * width for size, width in largest), 11
-        most = max(size for size, _ in largest)
-        length = (
-            (2 * (2 + self.groups) + 2 + len(NO_FILTER)) * tokens
-            + (2 * 2 + 2 + self.groups * self.blocks) * most
-            + fields * _ALIGN
-        )
-        device = step.newest.device
-        self.device = torch.zeros(length, dtype=torch.int32, device=device)
-        pinned = device.type == "cuda"
-        assert step.logits is not None, "decode is captured first"
-        self.logits = step.logits if len(step.logits) >= tokens else step.logits.new_empty(tokens, step.logits.shape[1])
-        """[tokens of the largest, vocab_size]: every graph computes its own into its first rows."""
-        self.host = [_HostBuffer(torch.zeros(length, dtype=torch.int32, pin_memory=pinned)) for _ in range(2)]
 
 
 class VerifyGraph:
@@ -130,17 +37,18 @@ class VerifyGraph:
         self._step, self._inputs, self.size, self.width, self._by_spec = step, inputs, size, width, backends
         self.backends = (name_of(backends),)
         self._shape = size, width, inputs.groups, inputs.blocks
-        self._given, _ = _Fields.of(inputs.device, *self._shape)
-        self._places = torch.arange(width, device=inputs.device.device)
+        self._given, length = VerifyFields.of(inputs.device, *self._shape)
+        self._sent_to = inputs.device[:length]
+        self._places: NDArray[numpy.int32] = numpy.arange(width, dtype=numpy.int32)
         self._metadata = self._worst_case()
         self._plans = step.attention.begin_graph(self._metadata, backends)
         groups = zip(self._plans.items(), step.attention.groups, strict=True)
         self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups if replans(backends[spec])]
         self._fill_up()
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
-        self.verified = self.run()
+        self.tokens = self.run()
         self._replay: Callable[[], None] | None = None
-        self.filtered = self.filter() if step.filters else self.verified
+        self.filtered = self.filter() if step.filters else self.tokens
         self._replay_filter: Callable[[], None] | None = None
 
     def capture(self, recorder: Recorder) -> None:
@@ -190,57 +98,50 @@ class VerifyGraph:
         given.context_lens.fill_(FILL_CONTEXT)
 
     @torch.inference_mode()
-    def run(self) -> Verified:
-        """Launch the step over the static inputs: logits into the buffer of all; returns what the verification found."""
+    def run(self) -> Tensor:
+        """Launch the step over the static inputs: logits into the buffer of all. Returns `Verified.tokens`."""
         step, given = self._step, self._given
         count = self.size * self.width
         step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
-        newest = step.newest.index_select(0, given.rows)[:, None]
-        self._ids = torch.where(given.ids == NEWEST, newest, given.ids).clamp_min(0)
-        hidden = step.model(self._ids.view(count), given.positions.view(count), step.attention)
+        hidden = step.model(given.ids.view(count), given.positions.view(count), step.attention)
         logits = step.model.compute_logits(hidden, self._inputs.logits[:count])
         self._sampled = step.choose(logits, given.scales.view(count), given.keys.view(count))
-        self.verified = self._hold(self._sampled.view(self.size, self.width))
-        return self.verified
+        self.tokens = self._hold(self._sampled)
+        return self.tokens
 
     @torch.inference_mode()
-    def filter(self) -> Verified:
+    def filter(self) -> Tensor:
         """After `run`, choose the tokens of sequences that filter, and hold all against the drafts once more."""
         given, count = self._given, self.size * self.width
         numbers = given.filters.view(-1, count)
         sampled = self._step.filter(self._inputs.logits[:count], self._sampled, given.keys.view(count), numbers)
-        self.filtered = self._hold(sampled.view(self.size, self.width))
+        self.filtered = self._hold(sampled)
         return self.filtered
 
-    def _hold(self, sampled: Tensor) -> Verified:
-        """Which drafts equal the tokens [size, width] that were sampled in their places; the last of these becomes the newest."""
-        given, ids = self._given, self._ids
-        # As `verify` does, but that rows begin with tokens which nobody guessed.
-        fill = given.fill[:, None]
-        holds = (sampled[:, :-1] == ids[:, 1:]) | (self._places[:-1] < fill)
-        counts = holds.long().cumprod(1).sum(1) + 1 - given.fill
-        last = sampled.gather(1, (given.fill + counts - 1)[:, None])[:, 0]
-        tokens = sampled.gather(1, (fill + self._places).clamp_max(self.width - 1))
-        self._step.newest.index_copy_(0, given.rows, last)
-        return Verified(tokens, counts, last)
+    def _hold(self, sampled: Tensor) -> Tensor:
+        step, given = self._step, self._given
+        return step.sampling.hold(sampled.view(self.size, self.width), given.ids, given.fill, given.rows, step.newest)
 
-    def replay(self, step: StepInput, rows: Rows, draws: Draws | None) -> Verified:
-        """Run a step. Returns what the verification found, which the next replay overwrites.
+    def replay(
+        self, step: StepInput, rows: Rows, at: NDArray[numpy.int32], positions: NDArray[numpy.int32], draws: Draws | None
+    ) -> Tensor:
+        """Run a step. Returns `Verified.tokens`, which the next replay overwrites.
 
-        draws: how the tokens after the new ones are chosen, one after the other; None: greedily.
+        at, positions: int32 [num_tokens]: row and position of each new token. draws: how the tokens after these are chosen, one
+        after the other; None: greedily.
         """
         assert self._replay is not None, "capture() it first"
-        seq_lens, tables = self._fill(step, rows, draws)
+        seq_lens, tables = self._fill(step, rows, at, positions, draws)
         for backend, plan, group in self._replanned:
             known = replace(self._metadata[group], seq_lens_cpu=seq_lens, block_table_cpu=tables[group], upper_bound_lens=False)
             backend.plan_for_replay(plan, known)
         self._replay()
-        count, verified = step.num_seqs, self.verified
+        tokens = self.tokens
         if draws is not None and draws.filters is not None:
             assert self._replay_filter is not None, "see GraphStep.filters"
             self._replay_filter()
-            verified = self.filtered
-        return Verified(*(found[:count] for found in (verified.tokens, verified.counts, verified.newest)))
+            tokens = self.filtered
+        return tokens[: step.num_seqs]
 
     def logits_of(self, step: StepInput) -> Tensor:
         """A copy of the logits [num_tokens, vocab_size] after each new token of the step that was replayed last."""
@@ -253,32 +154,44 @@ class VerifyGraph:
         new: NDArray[numpy.bool_] = numpy.arange(self.width) >= self.width - step.query_lens[:, None]
         return new
 
-    def _fill(self, step: StepInput, rows: Rows, draws: Draws | None) -> tuple[Tensor, Tensor]:
+    def _fill(
+        self, step: StepInput, rows: Rows, at: NDArray[numpy.int32], positions: NDArray[numpy.int32], draws: Draws | None
+    ) -> tuple[Tensor, Tensor]:
         """Send a step's inputs to the device. Returns seq_lens and block tables of all sequences, in host memory."""
         self._inputs.host.reverse()  # to the buffer not in use: a step's copy is done before the step after next is launched
-        buffer = self._inputs.host[0]
+        buffer, count = self._inputs.host[0], step.num_seqs
         buffer.lay_out(self._shape)
-        host, at, count, new = buffer.fields, step.rows, step.num_seqs, self._new(step)
-        lens = step.context_lens + step.query_lens
-        places = numpy.arange(self.width, dtype=numpy.int32)
-        positions: NDArray[numpy.int32] = lens[:, None] - numpy.int32(self.width) + places
-        for array in (host.ids, host.keys, host.scales, host.fill):
-            array.numpy().fill(0)  # a scale of 0 is greedy
-        host.slots.numpy().fill(-1)
-        host.ids.numpy()[:count][new] = step.token_ids
-        host.rows.numpy()[:count], host.rows.numpy()[count:] = at, self._step.padding_row
-        host.fill.numpy()[:count] = self.width - step.query_lens
-        host.positions.numpy()[:count], host.positions.numpy()[count:] = positions, FILL_CONTEXT + places
-        host.seq_lens.numpy()[:count], host.seq_lens.numpy()[count:] = lens, FILL_CONTEXT + self.width
-        numpy.subtract(host.seq_lens.numpy(), self.width, out=host.context_lens.numpy())
-        if draws is not None:
-            host.keys.numpy()[:count][new], host.scales.numpy()[:count][new] = draws.keys, draws.scales
-            if draws.filters is not None:  # else they are not looked at
-                host.filters.numpy()[:] = 0
-                host.filters.numpy()[:, :count][:, new] = draws.filters
-        of_tokens = numpy.repeat(at, step.query_lens)
-        for group, slots in enumerate(host.slots.numpy()):
-            slots[:count][new] = rows.slots(of_tokens, positions[new], self._step.block_size, group)
-        buffer.sent_tables.fill(host.rows.numpy(), rows)
-        self._inputs.device[: len(buffer.sent)].copy_(buffer.sent, non_blocking=True)
-        return host.seq_lens, host.tables
+        ids, keys, slots, places, fill, all_positions, scales, filters, seq_lens, context_lens, _ = buffer.arrays
+        assert step.token_ids.min() >= 0, "guesses follow tokens that have been read"
+        whole = step.num_tokens == self.size * self.width
+        new = None if whole else self._new(step)
+        if not whole:
+            for array, nothing in ((ids, 0), (keys, 0), (scales, 0), (filters, 0), (slots, -1)):  # a scale of 0 is greedy
+                array.fill(nothing)
+
+        def put(array: NDArray[Any], numbers: NDArray[Any]) -> None:
+            """Of each new token, into [n, w]."""
+            if new is None:
+                array[:] = numbers.reshape(array.shape)
+            else:
+                array[:count][new] = numbers
+
+        put(ids, step.token_ids)
+        places[:count], places[count:] = step.rows, self._step.padding_row
+        fill[:count], fill[count:] = self.width - step.query_lens, 0
+        seq_lens[:count], seq_lens[count:] = step.context_lens + step.query_lens, FILL_CONTEXT + self.width
+        numpy.subtract(seq_lens, self.width, out=context_lens)
+        numpy.add(context_lens[:, None], self._places, out=all_positions)
+        if draws is None or not (draws.scales.any() or draws.filters is not None):
+            scales.fill(0)  # and the keys are not looked at
+        else:
+            put(keys, draws.keys)
+            put(scales, draws.scales)
+            if draws.filters is not None:
+                for array, numbers in zip(filters, draws.filters, strict=True):
+                    put(array, numbers)
+        for group, array in enumerate(slots):
+            put(array, rows.slots(at, positions, self._step.block_size, group))
+        buffer.sent_tables.fill(places, rows)
+        self._sent_to.copy_(buffer.sent, non_blocking=True)
+        return buffer.fields.seq_lens, buffer.fields.tables

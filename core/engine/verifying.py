@@ -12,7 +12,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.graph import GraphStep, name_of
 from headway.core.engine.recorder import Recorder
 from headway.core.engine.step import StepInput
-from headway.core.engine.verify_graph import FILL_CONTEXT, VerifyGraph, VerifyInputs
+from headway.core.engine.verify_graph import FILL_CONTEXT, VerifyGraph
+from headway.core.engine.verify_inputs import VerifyInputs
 from headway.core.select.selector import Selector
 from headway.core.speculation.times import WIDTHS
 
@@ -72,7 +73,7 @@ class VerifyGraphs:
         if not self._graphs:
             refused = f": {self._refused} cannot be captured" if self._refused else ""
             return None, f"drafts to verify{refused}"
-        if not step.samples.all() or (step.query_lens != step.num_draft_tokens + 1).any() or not step.context_lens.all():
+        if not step.verifies:
             return None, "drafts beside a prompt"
         longest = int(step.query_lens.max())
         fitting = [key for key in self._graphs if key[0] >= longest and key[1] >= step.num_seqs]

@@ -14,6 +14,7 @@ from torch import Tensor
 from headway.core.contract.transfer import upload
 from headway.core.sampling.filtering import Filter
 from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.verification import Hold, hold
 
 NOT_A_TOKEN = -1
 """Stands for the token of a row whose logits hold a NaN."""
@@ -40,7 +41,7 @@ def draw(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """The two ways to choose a token; others may stand for torch's where they are faster and choose the same."""
+    """How tokens are chosen; others may stand for torch's operations where they are faster and choose the same."""
 
     greedy: Callable[[Tensor], Tensor] = greedy
     draw: Draw = draw
@@ -48,6 +49,8 @@ class SamplingOps:
     """Both in one pass, where something has it: like `draw`, but a row of scale 0 is greedy. NOT_A_TOKEN where a logit is NaN."""
     filter: Filter | None = None
     """A draw from what top_k, top_p and min_p keep; None: rows that want one are changed by torch's operations, then drawn."""
+    hold: Hold = hold
+    """Which drafts hold."""
 
 
 TORCH_SAMPLING = SamplingOps()
@@ -93,9 +96,9 @@ def sample(logits: Tensor, draws: Draws, ops: SamplingOps = TORCH_SAMPLING, best
 
 def _filtered(logits: Tensor, draws: Draws, filters: NDArray[numpy.float32], ops: SamplingOps, best: Tensor | None) -> Tensor:
     assert ops.filter is not None
-    keys, *numbers = upload(
-        torch.from_numpy(numpy.concatenate([draws.keys[None], filters.astype(numpy.float64).view(numpy.int64)])), logits.device
-    )
+    # Columns that were picked lie one after another: what kernels read are rows.
+    bits = filters.astype(numpy.float64, order="C").view(numpy.int64)
+    keys, *numbers = upload(torch.from_numpy(numpy.concatenate([draws.keys[None], bits])), logits.device)
     others = keys if filters[0].all() else sample(logits, draws._replace(filters=None), ops, best)
     return ops.filter(logits, others, keys, torch.stack(numbers).view(torch.float64).float())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 WIDTHS = (2, 4, 8)
 """Query tokens of a sequence whose guesses are verified, rounded up to what graphs are captured for."""
@@ -12,9 +13,10 @@ PLAIN = 1
 UNGUESSED = 0
 """Stands for steps for which guesses were sought and none was found: the host waited for the step before, for nothing."""
 
-_RATE = 0.1
-"""Weight of the newest time in a running mean, once there are that many."""
-_OUTLIER = 3.0
+_RATE, _FALL = 0.1, 0.3
+"""Weight of the newest time in a running mean, once there are that many; and of one that is less than the mean, for whatever else
+a machine does makes a step longer, and a width that seems too slow is seldom tried again."""
+_OUTLIER = 1.5
 """A step that took longer than this times the mean counts as this many: something else took the time."""
 _NEEDED = 2
 """Steps after which a mean counts."""
@@ -28,6 +30,7 @@ def width_of(query_len: int) -> int:
     return next((width for width in WIDTHS if width >= query_len), query_len)
 
 
+@cache
 def size_class(num_seqs: int) -> int:
     """Steps of a class take about the same time: two classes to an octave."""
     return round(2 * math.log2(num_seqs))
@@ -50,7 +53,8 @@ class StepTimes:
             seconds = min(seconds, _OUTLIER * mean)
         elif count:  # the first may have compiled something
             mean = min(mean, seconds)
-        self._means[key] = mean + max(_RATE, 1 / (count + 1)) * (seconds - mean), count + 1
+        rate = _RATE if seconds > mean else _FALL
+        self._means[key] = mean + max(rate, 1 / (count + 1)) * (seconds - mean), count + 1
 
     def of(self, num_seqs: int, width: int, kv_len: int = 1) -> float | None:
         """Seconds of a step; None where steps of its size without guesses have not been measured.
@@ -67,6 +71,13 @@ class StepTimes:
             return plain
         longer = self._attention(num_seqs, width, kv_len + width - 1) - self._attention(num_seqs, 1, kv_len)
         return plain + (1e-6 * max(longer, 0.0) if math.isfinite(longer) else 0.0)
+
+    def forget(self, num_seqs: int) -> None:
+        """Measure steps of this size with guesses anew: what made them slow may be over, and no other step would tell."""
+        middle = size_class(num_seqs)
+        for size, width in list(self._means):
+            if abs(size - middle) <= 1 and width != PLAIN:
+                del self._means[size, width]
 
     def _measured(self, num_seqs: int, width: int) -> float | None:
         """Of steps of this size, or of the next class."""

@@ -42,7 +42,9 @@ def _bounded(parameter: Any) -> bool:
 
     What has neither is checked by the engine.
     """
-    return any(getattr(at, end, None) is not None for at in (parameter, parameter.type) for end in ("min", "max"))
+    return any(
+        getattr(at, end, None) is not None for at in (parameter, getattr(parameter, "type", None)) for end in ("min", "max")
+    )
 
 
 class Command(TyperCommand):

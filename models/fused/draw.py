@@ -1,4 +1,4 @@
-"""Choosing a token a row in one pass over the logits, where torch's operations take several."""
+"""Choosing a token a row in one pass over the logits, and holding drafts against tokens in one launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headway.core.contract.compiled import AHEAD
 from headway.core.sampling.sampler import LANES
-from headway.models.fused.draw_kernels import best_of_chunks, best_of_rows
+from headway.models.fused.draw_kernels import best_of_chunks, best_of_rows, hold_drafts
 from headway.models.fused.launch import Launcher
 
 _BLOCK = 4096
@@ -16,13 +16,14 @@ _BLOCK = 4096
 
 
 class FusedSampling:
-    """`greedy` and `draw` of core.sampler, with the same noise, in two launches that a CUDA graph can capture."""
+    """`greedy` and `draw` of core.sampler, with the same noise, in two launches, and `hold` in one, for CUDA graphs too."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         sizes = {"BLOCK": _BLOCK, "LANES": LANES}
         self._plain, self._noisy = (Launcher(best_of_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True))
         self._last: dict[int, Launcher] = {}
+        self._hold: dict[int, Launcher] = {}
 
     def greedy(self, logits: Tensor) -> Tensor:
         """Most likely token of each row of logits [rows, vocab_size]: int64 [rows], -1 where a logit is NaN."""
@@ -31,6 +32,16 @@ class FusedSampling:
     def draw(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
         """A token a row: int64 [rows], -1 where a logit is NaN. scales: float32 [rows], 0: greedy; keys: int64 [rows]."""
         return self._choose(logits, scales, keys)
+
+    def hold(self, sampled: Tensor, ids: Tensor, fill: Tensor, places: Tensor, newest: Tensor) -> Tensor:
+        """See core.sampling.verification.hold: one launch where torch's operations are a dozen."""
+        rows, width = sampled.shape
+        found = torch.empty((rows, width + 1), dtype=torch.int64, device=self._device)
+        if width not in self._hold:
+            block = triton.next_power_of_2(width)
+            self._hold[width] = Launcher(hold_drafts, 1, self._device, WIDTH=width, BLOCK=block)
+        self._hold[width]((rows, 1, 1), sampled, ids, fill, places, newest, found)
+        return found
 
     def _choose(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None) -> Tensor:
         """logits: rows may be strided, their elements may not."""

@@ -133,3 +133,29 @@ def best_of_rows(
         gdc_wait()
         gdc_launch_dependents()
     tl.store(chosen + row, best_in_row(scores, tokens, row, chunks, BLOCK))
+
+
+@triton.jit
+def hold_drafts(
+    sampled,  # int64 [rows, WIDTH]: what came after each query token
+    ids,  # int64 [rows, WIDTH]: the query tokens
+    fill,  # int64 [rows]: how many of them stand before the new ones
+    places,  # int64 [rows]: in `newest`
+    newest,  # int64, written: the last token of each row that holds
+    found,  # int64 [rows, WIDTH + 1], written: the new tokens from the first on, and how many of them hold
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # WIDTH rounded up to a power of two
+    PDL: tl.constexpr,
+):
+    """See core.sampling.verification.hold. Grid (rows)."""
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    column = tl.load(fill + row) + place
+    token = tl.load(sampled + row * WIDTH + column, mask=column < WIDTH, other=-1)
+    guess = tl.load(ids + row * WIDTH + column + 1, mask=column + 1 < WIDTH, other=-2)  # equals no token
+    last = tl.min(tl.where(token == guess, BLOCK, place), axis=0)
+    tl.store(newest + tl.load(places + row), tl.sum(tl.where(place == last, token, 0), axis=0))
+    tl.store(found + row * (WIDTH + 1) + place, token, mask=place < WIDTH)
+    tl.store(found + row * (WIDTH + 1) + WIDTH, last.to(tl.int64) + 1)

@@ -35,7 +35,9 @@ class FusedFilter:
         self._launchers: dict[tuple[str, tuple[tuple[str, int], ...]], Launcher] = {}
 
     def __call__(self, logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
-        """See core.sampling.filtering. logits, filters: rows may be strided, their elements may not."""
+        """See core.sampling.filtering. The elements of a row of logits lie side by side; all else may lie as it likes."""
+        others, keys = others.contiguous(), keys.contiguous()
+        filters = filters if filters.stride(1) == 1 else filters.contiguous()
         make = torch.empty if AHEAD.get() is None else torch.zeros  # see FusedSampling
         chosen = make(len(logits), dtype=torch.int64, device=self._device)
         for first in range(0, len(logits), _SLICE):

@@ -84,6 +84,26 @@ def test_steps_without_guesses_are_measured_first() -> None:
     assert drafting.rests
 
 
+def test_a_slow_spell_ends_no_guesses_for_good() -> None:
+    """Only steps with guesses tell how long these take: what was measured under load would forbid them for ever."""
+    times, (seq,), drafted = times_of(1e-3, 50e-3), sequences(1), 0
+    drafting = Drafting(Told(lambda _: [9] * 7), 50, times=times)
+    for _ in range(3000):
+        if drafting.plan([seq]):
+            drafted += 1
+            times.note(1, len(seq.draft_token_ids) + 1, 50e-3)
+    assert 2 <= drafted < 30, "tried again, and seldom"
+
+
+def test_one_slow_step_hardly_moves_a_mean_and_fast_ones_soon_do() -> None:
+    times = times_of(1e-3, 2e-3)
+    times.note(1, 8, 1.0)
+    assert times.of(1, 8) == pytest.approx(2e-3, rel=0.1)
+    for _ in range(5):
+        times.note(1, 8, 1.5e-3)
+    assert times.of(1, 8) == pytest.approx(1.5e-3, rel=0.08)
+
+
 def test_times_come_from_the_table_until_they_are_measured() -> None:
     times = StepTimes(lambda batch, query_len, kv_len: 100.0 * query_len)
     assert times.of(4, 8) is None

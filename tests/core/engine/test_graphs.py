@@ -124,7 +124,8 @@ def step_of(*sequences: tuple[int, int], goes_on: bool = False, drafts: int = 0)
     num_drafts = numpy.full(many, drafts, dtype=numpy.int32)
     tokens = numpy.full(query_lens.sum(), NEWEST, dtype=numpy.int64)
     rows = numpy.arange(many, dtype=numpy.int32)
-    return StepInput(rows, query_lens, context_lens, num_drafts, numpy.ones(many, dtype=bool), tokens, goes_on)
+    verifies = bool(drafts and (query_lens == drafts + 1).all() and context_lens.all())
+    return StepInput(rows, query_lens, context_lens, num_drafts, numpy.ones(many, dtype=bool), tokens, goes_on, verifies)
 
 
 def test_a_step_that_is_no_replay_is_told_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headway.core.sampling.sampler import draw, greedy
+from headway.core.sampling.verification import hold
 
 triton = pytest.importorskip("triton")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -76,3 +77,24 @@ def test_while_kernels_are_compiled_ahead_the_tokens_can_be_looked_up() -> None:
     torch.full((64,), 2**62, device=device)  # whose memory the tokens are given next
     with compile_ahead():
         assert FusedSampling(device).greedy(logits).unique().tolist() == [0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [2, 3, 8])
+def test_drafts_hold_as_by_torch(device: str, width: int) -> None:
+    """Every number of drafts that hold, behind every number of tokens that are no new ones; and a NaN's token."""
+    from headway.models.fused.draw import FusedSampling
+
+    generator, rows = torch.Generator().manual_seed(width), 4 * width * width
+    sampled = torch.randint(0, 2, (rows, width), generator=generator)
+    ids = torch.randint(0, 2, (rows, width), generator=generator)
+    ids[: rows // 2, 1:] = sampled[: rows // 2, :-1]
+    sampled[::7, width // 2] = -1
+    given = [each.to(device) for each in (sampled, ids, torch.arange(rows) % width, torch.randperm(rows, generator=generator))]
+    newest = [torch.full((rows + 1,), 9, device=device) for _ in range(2)]
+    found = FusedSampling(torch.device(device)).hold(*given, newest[0])
+    expected = hold(*given, newest[1])
+    assert newest[0].tolist() == newest[1].tolist()
+    for one, other in zip(found.tolist(), expected.tolist(), strict=True):
+        assert one[-1] == other[-1]
+        assert one[: one[-1]] == other[: other[-1]]

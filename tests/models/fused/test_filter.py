@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy
 import pytest
 import torch
 
 from headway.core.sampling.filtering import TokenFilter
 from headway.core.sampling.proof import filter_kept
+from headway.core.sampling.sampler import Draws, SamplingOps, keys_of, sample
 
 triton = pytest.importorskip("triton")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -52,6 +54,19 @@ def same(logits: torch.Tensor, wishes: Sequence[TokenFilter], draws: int = 1) ->
 def test_same_tokens_as_torch(device: str) -> None:
     logits = torch.randn(3, 703, generator=torch.Generator().manual_seed(0)).to(device)[:, :700] * 3
     same(logits.bfloat16(), WISHES[:3])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_picked_out_of_a_table_draw_as_torch_does(device: str) -> None:
+    """numpy lays picked columns one after another, whichever way the table lies."""
+    from headway.models.fused.filter import FusedFilter
+
+    known, rows = numpy.array(WISHES, dtype=numpy.float32).T.copy(), numpy.array([0, 2, 5, 0, 2])
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    keys = keys_of(range(5), [9] * 5).view(numpy.int64)
+    draws = Draws(numpy.zeros(5, dtype=numpy.float32), keys, known[:, rows])
+    ours, theirs = (SamplingOps(filter=each) for each in (FusedFilter(logits.device), filter_kept))
+    assert sample(logits, draws, ours).tolist() == sample(logits, draws, theirs).tolist()
 
 
 @pytest.mark.slow
@@ -135,7 +150,7 @@ def test_a_captured_graph_filters_as_its_inputs_say() -> None:
     with torch.cuda.graph(graph):
         chosen = fused(logits, others, keys, wishes)
     for turn in range(5):
-        wishes.copy_(table((WISHES[turn:] * 3)[:16], "cuda"))
+        wishes.copy_(table((WISHES * 3)[turn:][:16], "cuda"))
         keys.add_(1000)
         logits.normal_(std=turn + 0.1)
         graph.replay()
