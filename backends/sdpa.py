@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,6 +27,41 @@ _ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Sequences of one length, whose blocks are equally far apart: in many a cache their rows can be read where they lie."""
+
+    first: int
+    """The first sequence's first block."""
+    apart: int
+    """Blocks from a sequence's first to the next one's."""
+    step: int
+    """From a block of a sequence to its next; 0: there is one."""
+    count: int
+    kv_len: int
+
+    @classmethod
+    def of(cls, table: NDArray[numpy.int32], kv_len: int) -> Run | None:
+        """table: [count, blocks] of sequences of this length; None: blocks are anywhere."""
+        first, steps = table[:, 0], numpy.diff(table)
+        apart = int(first[1] - first[0]) if len(first) > 1 else 0
+        step = int(steps[0, 0]) if steps.size else 0
+        if apart < 0 or step < 0 or (steps != step).any() or (numpy.diff(first) != apart).any():
+            return None
+        return cls(int(first[0]), apart, step, len(first), kv_len)
+
+    def rows(self, tensor: Tensor, axes: tuple[str, ...], block_size: int) -> Tensor | None:
+        """View [count, kv_len, heads, dim] of a cache's key or value; None: the rows do not follow one another."""
+        if "x" in axes:
+            return None
+        at = [axes.index(axis) for axis in ("block", "slot", "head", "dim")]
+        block, slot, head, dim = (tensor.stride(axis) for axis in at)
+        if self.step * block != block_size * slot and self.kv_len > block_size:
+            return None
+        shape = (self.count, self.kv_len, tensor.shape[at[2]], tensor.shape[at[3]])
+        return tensor.as_strided(shape, (self.apart * block, slot, head, dim), tensor.storage_offset() + self.first * block)
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Neighbouring sequences that one dense call serves: `count` sequences of `query_len` new tokens."""
 
@@ -38,6 +75,8 @@ class Group:
     """Added to the scores, 0 or -inf and ALiBi: [count or 1, num_heads or 1, query_len, kv_len]; None: no mask but causality."""
     causal: bool
     """Whether the call must mask causally by itself (query_len = kv_len, no bias)."""
+    run: Run | None = None
+    """Where `slots` are rows that may follow one another in the cache's memory."""
 
 
 class SDPA(AttentionBackend):
@@ -111,7 +150,11 @@ class SDPA(AttentionBackend):
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
         every_key_seen = query_len == 1 and plain and bool((kv_lens == longest).all())
         bias = None if every_key_seen else self._bias(kv_lens, query_len, longest).to(device)
-        return Group(tokens, count, query_len, slots, bias, causal=False)
+        run = None
+        if slots is not None and not self.spec.batch_invariant and bool((kv_lens == longest).all()):
+            blocks = -(-longest // metadata.block_size)
+            run = Run.of(metadata.block_table_cpu[row : row + count, :blocks].numpy(), longest)
+        return Group(tokens, count, query_len, slots, bias, causal=False, run=run)
 
     def _bias(self, kv_lens: Tensor, query_len: int, longest: int) -> Tensor:
         explicit = _explicit(self.spec)
@@ -133,34 +176,43 @@ class SDPA(AttentionBackend):
                     shape = (group.count, group.query_len, self.spec.num_kv_heads)
                     keys, values = (rows[group.tokens].reshape(*shape, -1) for rows in (k, v))
                 else:
-                    keys, values = self._gather(cache, group.slots)
+                    keys, values = self._gather(cache, group)
                 self._attend(q, keys, values, group, out, lse)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: list[Group], out: Tensor, lse: Tensor | None = None) -> None:
         """One padded call for all sequences of the same query length."""
         with self._kernels():
             for group in plan:
-                assert group.slots is not None
-                self._attend(q, *self._gather(cache, group.slots), group, out, lse)
+                self._attend(q, *self._gather(cache, group), group, out, lse)
 
-    def _gather(self, cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(self, cache: LayerCache, group: Group) -> tuple[Tensor, Tensor]:
         """Cached keys and values in the layer's element type; those of an fp8 cache times their scales."""
-        k, v = cache.gather(slots)
+        assert group.slots is not None
+        k, v = self._in_place(cache, group.run) or cache.gather(group.slots)
         if k.dtype == self.spec.dtype:
             return k, v
         keys, values = (rows.float() * scale for rows, scale in ((k, self.spec.k_scale), (v, self.spec.v_scale)))
         return keys.to(self.spec.dtype), values.to(self.spec.dtype)
+
+    def _in_place(self, cache: LayerCache, run: Run | None) -> tuple[Tensor, Tensor] | None:
+        axes = cache.layout.tensors
+        if run is None or not cache.layout.has_value:
+            return None
+        k = run.rows(cache.key, axes["key"], cache.block_size)
+        v = None if k is None else run.rows(cache.value, axes["value"], cache.block_size)
+        return None if k is None or v is None else (k, v)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor, lse: Tensor | None) -> None:
         """keys, values: [count, kv_len, num_kv_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
         rows = q[group.tokens]
         if self.spec.batch_invariant:  # a copy begins at an aligned address, whatever the sequence's place in the step
             rows, keys, values = (t.clone(memory_format=torch.contiguous_format) for t in (rows, keys, values))
-        queries = rows.reshape(group.count, group.query_len, -1, self.spec.head_dim).transpose(1, 2)
         keys, values, bias = keys.transpose(1, 2), values.transpose(1, 2), group.bias
         folded = group.query_len == 1 and self.spec.group_size > 1
-        if folded:  # the query heads of a kv head become its query rows: no key is read twice
-            queries = queries.reshape(group.count, self.spec.num_kv_heads, self.spec.group_size, -1)
+        if not folded:
+            queries = rows.reshape(group.count, group.query_len, -1, self.spec.head_dim).transpose(1, 2)
+        else:  # the query heads of a kv head become its query rows: no key is read twice
+            queries = rows.reshape(group.count, self.spec.num_kv_heads, self.spec.group_size, -1)
             if bias is not None and bias.shape[1] > 1:
                 bias = bias.reshape(bias.shape[0], self.spec.num_kv_heads, self.spec.group_size, -1)
         if _explicit(self.spec) or lse is not None:
@@ -178,9 +230,10 @@ class SDPA(AttentionBackend):
             result = scaled_dot_product_attention(
                 queries, keys, values, attn_mask=bias, is_causal=group.causal, scale=self.spec.scale, enable_gqa=gqa
             )
-        if folded:
-            result = result.reshape(group.count, self.spec.num_heads, 1, -1)
-        out[group.tokens] = result.transpose(1, 2).flatten(0, 1)
+        if group.query_len == 1:
+            out[group.tokens] = result.reshape(group.count, self.spec.num_heads, -1)
+        else:
+            out[group.tokens] = result.transpose(1, 2).flatten(0, 1)
 
     def _kernels(self) -> AbstractContextManager[None]:
         return nullcontext() if self._shape_bound or not self._gpu else sdpa_kernel(_ANY_SHAPE)

@@ -24,6 +24,7 @@ _SWITCHES = (
     "value_in_key",
     "dense_prefill",
     "reads_whole_blocks",
+    "reads_live_slots",
     "contiguous_blocks",
     "exact_host_lengths",
     "lse",

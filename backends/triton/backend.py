@@ -49,6 +49,7 @@ class TritonAttention(AttentionBackend):
         lse=True,
         features=FEATURES,
         dense_prefill=True,
+        reads_live_slots=True,
         batch_invariant=True,
     )
     graph_level = GraphLevel.UNIFORM
@@ -168,7 +169,7 @@ def _count(options: Mapping[str, str] | None, name: str) -> int | None:
 def _check_plan(plan: DecodePlan | PrefillPlan, cache: LayerCache) -> None:
     """In debug mode, raise for a block number beyond the cache's last."""
     if plan.checked is not None:
-        _check_table(plan.checked, cache.geometry.num_blocks)
+        _check_table(plan.checked, cache.geometry.num_blocks + cache.open_blocks)
 
 
 def _check_table(metadata: AttentionMetadata, num_blocks: int | None) -> None:

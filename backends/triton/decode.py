@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from headway.backends.triton.chunk_kernel import cut_sequences
 from headway.backends.triton.chunks import Chunks, most_chunks
 from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
-from headway.backends.triton.launch import Launcher, aligned, launches_early
+from headway.backends.triton.launch import Launcher, aligned, launches_early, specialised
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
 from headway.backends.triton.splits import FAN, MAX_ROUNDS, choose_cut
 from headway.backends.triton.workspace import Workspace
@@ -25,6 +26,9 @@ from headway.core.contract.spec import AttentionSpec
 EARLY_SEQUENCES = 8
 """Up to so many, the kernel after decode may start meanwhile and fetch its weights; with more it takes memory's time from decode
 (H200, Qwen3-0.6B shapes, a step with 768 tokens of context: 8 sequences 933 us and 970 without, 16 1349 and 1308)."""
+
+_MOST_STRIDES = 256
+"""Strides of layers for which constants are kept: an engine's cache has a few, dense tensors that grow have others each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,8 @@ class Decode:
         self.configs = decode_configs(arch, *row)
         self._workspace = workspace
         self._scalars = tuple(layer.scalars.values())
-        self._constants: dict[Hashable, tuple[dict[str, Any], tuple[int, ...]]] = {}
-        """Compile-time constants and strides by everything they follow from."""
+        self._constants: dict[Hashable, tuple[dict[str, Any], tuple[int, ...], Hashable]] = {}
+        """Compile-time constants, strides and the launcher's key, by everything they follow from."""
         self._launch = Launcher(split_kv_decode)
         self._launch_cut = Launcher(cut_sequences)
 
@@ -181,7 +185,7 @@ class Decode:
 
     def _launch_first(
         self,
-        key: Hashable,
+        key: tuple[Any, ...],
         tensors: tuple[Tensor, ...],
         pointers: list[int],
         cache: LayerCache,
@@ -194,10 +198,15 @@ class Decode:
         compiled_for = (key, plan.block_m, plan.rows, plan.max_query_len == 1, plan.chunks.split, plan.early, plan.config)
         known = self._constants.get(compiled_for)
         if known is None:
+            if len(self._constants) >= _MOST_STRIDES:
+                self._constants.clear()
             addressing = Addressing.of(cache)
             constants = self._compile_time(plan, cache, addressing, new, lse is not None)
-            known = self._constants[compiled_for] = (constants, addressing.strides)
-        constants, strides = known
+            exact, pointers_aligned, *_ = key
+            classes = specialised(*addressing.strides, *chain(*exact))
+            compiled: Hashable = (classes, pointers_aligned, plan.config, tuple(constants.values()))
+            known = self._constants[compiled_for] = (constants, addressing.strides, compiled)
+        constants, strides, compiled = known
         rest = (
             plan.block_table,
             plan.chunks.table,
@@ -220,7 +229,7 @@ class Decode:
             *strides,
         )
         grid = (plan.items, len(plan.chunks.table), 1)
-        bound = self._launch.bind(compiled_for, grid, tensors, pointers, rest, constants, num_warps=self._num_warps(plan))
+        bound = self._launch.bind(compiled, grid, tensors, pointers, rest, constants, num_warps=self._num_warps(plan))
         if bound is not None:
             plan.launches[key] = bound
 

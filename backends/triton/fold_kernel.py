@@ -28,7 +28,7 @@ def fold_cached(
         k = cached_rows(
             key.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,
             k_stride_block // 2, k_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
-            True, False, False, tl.int16,
+            True, True, False, tl.int16,
         )  # fmt: skip
         v = cached_rows(
             value.to(tl.pointer_type(tl.int16)), blocks, tl.arange(0, BLOCK_D // 2), first, end,

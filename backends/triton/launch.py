@@ -116,6 +116,11 @@ def aligned(*pointers: int) -> bool | tuple[bool, ...]:
     return together % 16 == 0 or tuple(pointer % 16 == 0 for pointer in pointers)
 
 
+def specialised(*numbers: int) -> tuple[object, ...]:
+    """What Triton compiles for, of each integer argument: whether it is 1, a multiple of 16, and in 32 bits."""
+    return tuple(number == 1 or (number % 16 == 0, -(2**31) <= number < 2**31) for number in numbers)
+
+
 def launches_early(device: torch.device) -> bool:
     """Whether kernels on a device may be launched programmatically dependent (constant PDL)."""
     return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= PDL_CAPABILITY

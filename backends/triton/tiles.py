@@ -150,13 +150,16 @@ def key_rows(
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Elements 0 .. min(HEAD_DIM, BLOCK_D) of paged keys, [BLOCK_N, BLOCK_D], in the way that their layout reads fastest."""
+    """Elements 0 .. min(HEAD_DIM, BLOCK_D) of paged keys, [BLOCK_N, BLOCK_D], in the way that their layout reads fastest.
+
+    Where rows lie in one piece, none from `limit` on is read.
+    """
     if PIECES:
         tile = split_rows(base_ptr, blocks, first, stride_block, stride_dim, X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, DOT)
     else:
         tile = cached_rows(
             base_ptr, blocks, head_offsets(stride_dim, stride_x, X, BLOCK_D), first, limit, stride_block, stride_slot,
-            X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, False, False, DOT,
+            X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, X == 1, False, DOT,
         )  # fmt: skip
     return tile
 

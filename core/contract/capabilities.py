@@ -48,7 +48,9 @@ class Capabilities:
     """It may load every slot of a sequence's last block and mask the scores of those past the end. Those slots must be finite:
     0 * NaN is NaN. The pool keeps that promise (zeroed when allocated, and a freed block keeps the finite rows it held), so a
     test poisons unused slots with a large number for such a backend, and with NaN for any other."""
-
+    reads_live_slots: bool = False
+    """Its DECODE of one new token a sequence loads no slot past a sequence's end from a cache whose rows lie in one piece. So a
+    sequence's last block may end behind the memory (`LayerCache.open_blocks`), as in dense tensors that are seen as blocks."""
     contiguous_blocks: bool = False
     """It needs each block of a cache tensor to be one piece of memory: it follows the layout, and not the strides of memory that
     somebody else allocated. Asked by `AttentionBackend.accepts`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy
@@ -145,6 +145,9 @@ class LayerCache:
     k_scale: float = 1.0
     """Key = stored key * k_scale (an fp8 cache; 1 otherwise): the writer divides before it stores."""
     v_scale: float = 1.0
+    open_blocks: int = 0
+    """Blocks behind the last whole one that begin in this memory and end behind it. A table names one only where its sequence
+    ends inside the memory, and only to a backend that never reads further (`Capabilities.reads_live_slots`)."""
 
     def __post_init__(self) -> None:
         what = f"cache in layout {self.layout.name}"
@@ -165,6 +168,14 @@ class LayerCache:
         sizes = dict(zip(layout.tensors["key"], tensors["key"].shape, strict=True))
         geometry = CacheGeometry.of(spec, sizes["block"], sizes["slot"])
         return cls(tensors, layout, geometry, k_scale, v_scale)
+
+    def over(self, tensors: Mapping[str, Tensor]) -> LayerCache:
+        """The same cache of another layer, whose tensors the caller knows to have these shapes and element types: nothing is
+        checked again, which costs more than a launch."""
+        other = object.__new__(LayerCache)
+        own = self.__dict__
+        other.__dict__.update({name: own[name] for name in _SIZES}, tensors=tensors)
+        return other
 
     @property
     def key(self) -> Tensor:
@@ -216,6 +227,7 @@ class LayerCache:
         return k, _gather(self.logical_value, rows, self.block_size).view(*slots.shape, heads, self.geometry.v_head_dim)
 
 
+_SIZES = tuple(each.name for each in fields(LayerCache) if each.name != "tensors")
 _ROWS = ("block", "slot", "head", "dim")
 NHD = CacheLayout("nhd", {"key": _ROWS, "value": _ROWS})
 """FlashAttention's paged layout: the slots of a block are consecutive rows."""

@@ -8,6 +8,7 @@ method, so that transformers' continuous batching takes these names: `Continuous
 from __future__ import annotations
 
 import inspect
+import threading
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,9 @@ import transformers
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.spec import AttentionSpec
 from headway.core.select.selector import check_names
-from headway.integrations.dense import Sequences, attend, cache_over, plan_parts, registry, selector_of, slots_of
+from headway.integrations.call import Call
+from headway.integrations.selectors import Kind, registry, serving
 from headway.integrations.sight import OWN_WAY, Sight, SightMask, mask_of
 
 NAME = "headway"
@@ -76,7 +77,6 @@ def register(request: str) -> str:
     return capital if any(word in plain for word in _RESERVED) else plain
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     request: str,
     module: Any,
@@ -94,6 +94,9 @@ def _attend(
 
     :raises ConfigError: what Headway does not compute, in one line.
     """
+    if torch.compiler.is_dynamo_compiling():  # asked here, since a disabled function costs more to call at all times
+        apart: tuple[Tensor, None] = _apart(request, module, query, key, value, attention_mask, scaling, **options)
+        return apart
     _check(module, query, options)
     paged = options.get("cache")
     if paged is not None:
@@ -103,19 +106,22 @@ def _attend(
     else:
         sight = _sight(attention_mask, query, key)
         window = sight.window
-    spec = AttentionSpec(
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim=query.shape[3],
-        v_head_dim=value.shape[3],
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
-        dtype=query.dtype,
-        device=query.device,
-        sliding_window=window,
-        softcap=options.get("softcap") or None,
-        sinks=_sinks(module, options.get("s_aux")),
+    softcap, sinks = options.get("softcap") or None, _sinks(module, options.get("s_aux"))
+    # All that a plan depends on beside the mask: a layer that differs in any of it is another kind.
+    kind = (
+        *(request, scaling, window, softcap, sinks, query.dtype, query.device, query.shape, query.stride()),
+        *(key.dtype, key.shape, key.stride(), key.storage_offset(), key.untyped_storage().nbytes()),
+        *(value.dtype, value.shape, value.stride(), value.storage_offset(), value.untyped_storage().nbytes()),
     )
-    return _run(request, spec, query, key, value, sight), None
+    call = sight.calls.get(kind)
+    if call is None:
+        heads = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        spec, selector = serving(Kind(request, *heads, scaling, query.dtype, query.device, window, softcap, sinks))
+        call = sight.calls[kind] = Call.of(sight, spec, selector, query, key, value)
+    return call(query, key, value), None
+
+
+_apart = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
 
 def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:
@@ -138,13 +144,31 @@ def _sight(mask: Any, query: Tensor, key: Tensor) -> Sight:
             got = "a mask of its own" if mask is not None else f"none for {lengths[0]} queries of {lengths[1]} keys"
             hint = f"{OWN_WAY}; beside torch.compile, generate takes disable_compile=True"
             raise ConfigError("attention_mask", "a padding mask [batch, length], or none", got, hint)
-        return Sight(len(query), *lengths, lengths[1] - lengths[0], 0, None, None)
+        return _without_mask((len(query), *lengths))
     if found.refusal:
         raise ConfigError("attention_mask", "causal attention, perhaps within a window, and padding", found.refusal, OWN_WAY)
     if (found.q_length, found.kv_length) != lengths:
         got = f"{lengths[0]} and {lengths[1]}"
         raise ConfigError("attention_mask", f"{found.q_length} queries and {found.kv_length} keys, as it has", got, OWN_WAY)
     return found
+
+
+class _Maskless(threading.local):
+    """The sight of the last call without a mask: lengths are all that such a plan depends on, and layers of a step share them."""
+
+    sizes: tuple[int, ...] = ()
+    sight: Sight
+
+
+_MASKLESS = _Maskless()
+
+
+def _without_mask(sizes: tuple[int, int, int]) -> Sight:
+    """sizes: batch, queries, keys."""
+    if _MASKLESS.sizes != sizes:
+        _MASKLESS.sight = Sight(*sizes, sizes[2] - sizes[1], 0, None, None)
+        _MASKLESS.sizes = sizes
+    return _MASKLESS.sight
 
 
 def _packed(paged: Any, layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Sight:
@@ -180,44 +204,6 @@ def _sinks(module: Any, sinks: Tensor | None) -> tuple[float, ...] | None:
         module._headway_sinks = known
     found: tuple[float, ...] = known[2]
     return found
-
-
-def _run(request: str, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
-    batch, heads, length, _ = query.shape
-    out = query.new_empty(batch * length, heads, spec.v_head_dim)
-    rows = sight.rows
-    if len(rows.rows) == 0:
-        return out.zero_().view(batch, length, heads, -1)
-    selector = selector_of(spec, request)
-    size = selector.selection.block_size
-    keys, values, firsts = slots_of(key, value, rows.rows, rows.keys, rows.kv_lens, size)
-    cache = cache_over(keys, values, spec, size)
-    known = spec, request, keys.row, cache.geometry.num_blocks
-    parts = sight.plans.get(known)
-    if parts is None:
-        sequences = Sequences(rows.queries, rows.query_lens, firsts, rows.kv_lens)
-        parts = sight.plans[known] = plan_parts(sequences, selector, spec, cache.geometry.num_blocks, sight.padded)
-    if sight.padded:
-        out.zero_()
-    k, v = _new_rows(key, sight), _new_rows(value, sight)
-    attend(parts, spec, _by_token(query), k, v, cache, out)
-    return out.view(batch, length, heads, -1)
-
-
-def _new_rows(tensor: Tensor, sight: Sight) -> Tensor:
-    """The rows [batch * q_length, heads, dim] of this call's tokens among all that are cached."""
-    if sight.new_keys is not None:
-        return _by_token(tensor)[sight.new_keys.to(tensor.device)]
-    first = sight.q_offset - sight.kv_offset
-    return _by_token(tensor[:, :, first : first + sight.q_length])
-
-
-def _by_token(tensor: Tensor) -> Tensor:
-    """[batch, heads, length, dim] as [batch * length, heads, dim], whose heads lie together: a view where they do already."""
-    batch, heads, length, dim = tensor.shape
-    tokens = tensor[:, :, 0] if length == 1 else tensor.transpose(1, 2).reshape(batch * length, heads, dim)
-    whole = tokens.stride(2) == 1 and tokens.stride(0) >= tokens.stride(1) * (heads - 1) + dim
-    return tokens if whole else tokens.contiguous()
 
 
 def _join_continuous_batching() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from headway.backends.sdpa import SDPA, SDPAMath
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import NHD
+from headway.core.contract.layout import HND, NHD, CacheGeometry, LayerCache
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
+from headway.testing.oracle import attend as exact
 from headway.testing.reference import reference, relative_error
 from headway.tuning.work import Geometry, build_case, make_spec, make_work
 
@@ -44,3 +48,48 @@ def test_the_way_taken_on_a_gpu_gives_the_same_answers(phase: str, case: str) ->
     else:
         backend.prefill(step.q, step.k, step.v, step.cache, plan, out)
     assert relative_error(out, reference(step), step) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tables", "in_place"),
+    [
+        ([[3, 4, 5]], True),
+        ([[1, 2, 3], [5, 6, 7]], True),
+        ([[1, 2, 3], [4, 5, 6], [7, 8, 9]], True),
+        ([[3, 5, 4]], False),
+        ([[5, 6, 7], [1, 2, 3]], False),
+        ([[1, 2, 3], [3, 4, 5], [6, 7, 8]], False),
+        ([[1, 3, 5]], False),
+    ],
+    ids=str,
+)
+def test_rows_that_follow_one_another_are_read_where_they_lie(
+    tables: list[list[int]], in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
+    gathered: list[Tensor] = []
+    gather = LayerCache.gather
+
+    def noted(cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+        gathered.append(slots)
+        return gather(cache, slots)
+
+    monkeypatch.setattr(LayerCache, "gather", noted)
+    for layout in (NHD, HND):
+        cache = layout.allocate(CacheGeometry.of(spec, 10, 4))
+        for tensor in cache.tensors.values():
+            tensor.normal_(generator=generator)
+        kv_lens = [11] * len(tables)
+        metadata = AttentionMetadata.build([1] * len(tables), [10] * len(tables), tables, 4)
+        backend = SDPA(spec, layout, 4)
+        q = torch.randn(len(tables), 4, 8, generator=generator)
+        out = torch.empty_like(q)
+        gathered.clear()
+        backend.decode(q, cache, backend.plan(metadata), out)
+        assert bool(gathered) == (not in_place or layout is HND)
+        for row, (table, kv_len) in enumerate(zip(tables, kv_lens, strict=True)):
+            slots = torch.tensor([table[at // 4] * 4 + at % 4 for at in range(kv_len)])
+            k, v = (t.double() for t in gather(cache, slots))
+            expected = exact(spec, q[row : row + 1], k, v, kv_len - 1)[0]
+            torch.testing.assert_close(out[row : row + 1].double(), expected, rtol=1e-5, atol=1e-6)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 AVAILABILITY = (
     "from headway.registry import create_registry; print(create_registry(load_entry_points=False).availability('triton'))"
 )
-FILES = tuple(Path(__file__).with_name(name) for name in ("test_interpreted.py", "test_chunks.py"))
+FILES = tuple(Path(__file__).with_name(name) for name in ("test_interpreted.py", "test_chunks.py", "test_guarded.py"))
 
 
 def test_kernels_are_right_in_the_interpreter() -> None:
