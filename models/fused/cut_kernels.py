@@ -27,7 +27,7 @@ _BLOCK = tl.constexpr(4096)
 
 
 @triton.jit
-def _amount(order, weight, pivot, of_row, vocab_size, scale, most, whole, WEIGH: tl.constexpr):
+def _amount(order, mass, pivot, of_row, vocab_size, scale, most, whole, WEIGH: tl.constexpr):
     """Tokens, or their mass, int64, at or above a pivot: of a list's, or, slowly, of the whole row."""
     if whole:
         amount = tl.full([], 0, tl.int64)
@@ -39,12 +39,15 @@ def _amount(order, weight, pivot, of_row, vocab_size, scale, most, whole, WEIGH:
             else:
                 amount += tl.sum(above.to(tl.int64), axis=0)
     else:
-        amount = tl.sum(tl.where(order >= pivot, weight, 0), axis=0)
+        if WEIGH:
+            amount = tl.sum(tl.where(order >= pivot, mass, 0), axis=0)
+        else:
+            amount = tl.sum((order >= pivot).to(tl.int32), axis=0).to(tl.int64)
     return amount
 
 
 @triton.jit
-def _search(order, weight, above, low, end, goal, of_row, vocab_size, scale, most, whole, WEIGH: tl.constexpr):
+def _search(order, mass, above, low, end, goal, of_row, vocab_size, scale, most, whole, WEIGH: tl.constexpr):
     """The last number from low on and below end at or above which the goal is reached, and the amount above it.
 
     above: what lies at or above end and in no list. At low the goal is reached, at end it is not.
@@ -52,10 +55,10 @@ def _search(order, weight, above, low, end, goal, of_row, vocab_size, scale, mos
     over, turn = above, tl.full([], 1, tl.int32)
     while end - low > 1:
         pivot = low + (end - low) // 2
-        if (turn % 8 == 0) & (whole == 0):  # lest the gap be halved on and on between tokens of one logit and the next
+        if (turn % 4 == 0) & (whole == 0):  # lest the gap be halved on and on between tokens of one logit and the next
             nearest = tl.max(tl.where(order < end, order, -SICK), axis=0).to(tl.int64)
             pivot = tl.maximum(nearest, low + 1)
-        amount = above + _amount(order, weight, pivot, of_row, vocab_size, scale, most, whole, WEIGH)
+        amount = above + _amount(order, mass, pivot, of_row, vocab_size, scale, most, whole, WEIGH)
         enough = amount >= goal
         low, end = tl.where(enough, pivot, low), tl.where(enough, end, pivot)
         over = tl.where(enough, over, amount)
@@ -110,17 +113,16 @@ def cut_rows(
 ):
     """Halve the bracket until the last logit that is kept is found, then the last token of that logit. Grid (rows).
 
-    A list that had no room for its tokens, which no sample of a thousand rows a second brings about in an hour, is left, and all of
-    the row is read for each halving.
+    Where a list had no room for its tokens, since the sample misled (a row in 100,000), all of the row is read for each halving.
     """
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    scale = tl.load(filters + row)
-    if scale > 0:
+    wanted, order_of_most, scale, top_k, top_p = _searched(filters, apart, row, mosts, goals, parts, ROOM, PARTS, STAGE)
+    if STAGE == 0:
         order_of_most = _most_of(mosts, row, parts, PARTS)
-        wanted, top_k, top_p = _searched(filters, apart, row, order_of_most, goals, ROOM, STAGE)
+    if wanted | ((STAGE == 0) & (scale > 0)):
         most = _value_of(order_of_most)
         floor, last = tl.full([], float("-inf"), tl.float32), tl.full([], SICK, tl.int32)
         token, later = tl.full([], -1, tl.int64), tl.full([], 0, tl.int64)
@@ -136,22 +138,23 @@ def cut_rows(
             if whole:
                 bottom, top, above, mass_above = least * 0 + float("-inf"), most, above * 0, mass_above * 0
             slot = tl.arange(0, ROOM)
-            key = tl.load(found + row * ROOM + slot, mask=slot < length, other=LOWEST * 2**32)
-            order = (key >> 32).to(tl.int32)
-            one, mass = tl.full([ROOM], 1, tl.int64), tl.zeros([ROOM], tl.int64)
+            key = found + row * ROOM + slot
+            order = (tl.load(key, mask=slot < length, other=LOWEST * 2**32) >> 32).to(tl.int32)
+            mass = tl.zeros([ROOM], tl.int64)
             if top_p < 1:
                 mass = _masses(_value_of(order), most)
             low, end = _ordered(bottom).to(tl.int64), _ordered(tl.minimum(top, most)).to(tl.int64) + 1
             all_above = top >= most
             kept = tl.full([], 0, tl.int64)
             if not weigh:
-                low, over = _search(order, one, above.to(tl.int64), low, end, goal, of_row, vocab_size, scale, most, whole, False)
+                low, over = _search(
+                    order, mass, above.to(tl.int64), low, end, goal, of_row, vocab_size, scale, most, whole, False
+                )
                 kept = goal - over
             if top_p < 1:
-                if STAGE == 0:
-                    if not weigh:
-                        of_above = mass_above + _amount(order, mass, low + 1, of_row, vocab_size, scale, most, whole, True)
-                        goal = _target(of_above + kept * _masses(_value_of(low.to(tl.int32)), most), top_p)
+                if not weigh:
+                    of_above = mass_above + _amount(order, mass, low + 1, of_row, vocab_size, scale, most, whole, True)
+                    goal = _target(of_above + kept * _masses(_value_of(low.to(tl.int32)), most), top_p)
                 if weigh | all_above:
                     low, over = _search(order, mass, mass_above, low, end, goal, of_row, vocab_size, scale, most, whole, True)
                     unit = tl.maximum(_masses(_value_of(low.to(tl.int32)), most), 1)
@@ -176,15 +179,15 @@ def cut_rows(
                         number -= tl.sum(tl.where(mine, before, 0), axis=0)
                     last = _nth(of_row, column, vocab_size, scale, floor, number)
                 elif count > number:
-                    upward = tl.where(tied, key.to(tl.int32) ^ SICK, -1)
+                    upward = tl.where(tied, tl.load(key, mask=tied, other=0).to(tl.int32) ^ SICK, -1)
                     least_id = low * 0 - vocab_size + SICK
                     downward, _ = _search(
-                        upward, one, above.to(tl.int64) * 0, least_id, least_id + vocab_size + 1, number.to(tl.int64), of_row,
+                        upward, mass, kept * 0, least_id, least_id + vocab_size + 1, number.to(tl.int64), of_row,
                         vocab_size, scale, most, whole, False,
                     )  # fmt: skip
                     last = downward.to(tl.int32) ^ SICK
             if all_above & (whole == 0) & (later == 0) & ((low > _ordered(bottom)) | (low == LOWEST)):
-                y, column = _value_of(order), key.to(tl.int32)
+                y, column = _value_of(order), tl.load(key, mask=slot < length, other=0).to(tl.int32)
                 remains = (slot < length) & ((y > floor) | ((y == floor) & (column <= last))) & (y >= least)
                 number_of = column // LANES
                 bits = _philox(number_of // 4 * LANES + column % LANES, tl.load(keys + row).to(tl.uint64, bitcast=True))
@@ -195,10 +198,9 @@ def cut_rows(
                 has_token = low >= LOWEST
         if STAGE == 0:
             tl.store(goals + row, later)
-        if wanted | (STAGE == 0):
-            if has_token:
-                tl.store(chosen + row, token)
-            tl.store(floors + row, tl.maximum(floor, least))
-            tl.store(lasts + row, tl.where(has_token, -1, tl.where(floor >= least, last, SICK)))
+        if has_token:
+            tl.store(chosen + row, token)
+        tl.store(floors + row, tl.maximum(floor, least))
+        tl.store(lasts + row, tl.where(has_token, -1, tl.where(floor >= least, last, SICK)))
     elif STAGE == 0:
         tl.store(chosen + row, tl.load(others + row))

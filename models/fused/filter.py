@@ -13,8 +13,8 @@ from headway.models.fused.filter_kernels import list_between, race_kept
 from headway.models.fused.launch import Launcher
 from headway.models.fused.level_kernels import LEVELS, TALLIES, TURN, measure_levels, survey_rows
 
-_PROGRAMS = 1024
-"""About so many share a launch where rows are many: all at once on a GPU, each with some thousand logits to pay for its start."""
+_PROGRAMS = 924
+"""At most about so many share a launch: seven a multiprocessor, all at once, with logits enough to pay for their start."""
 _ROOM = 1024, 16384
 """Tokens that a list has room for, at least and at most."""
 _SHARE = 20
@@ -27,8 +27,8 @@ class FusedFilter:
     """core.sampling.filtering's `Filter` in nine launches that a CUDA graph can capture.
 
     Each row's tokens are counted above some levels out of a sample, then above some between two of these; the tokens between two
-    are listed, and the last one that is kept is searched for among them. A second such search, for a top_p after a large top_k, costs
-    other rows nothing but its launches. Then the kept ones are raced, by the search itself where they are all in the list.
+    are listed, and the last one that is kept is searched for among them. A second such search, for a top_p after a large top_k,
+    costs other rows its launches alone. Then the kept ones are raced, by the search itself where they are all in the list.
     What decides is whole numbers: no row's token depends on its neighbours, or on how many programs share it.
     """
 

@@ -17,7 +17,6 @@ from headway.models.fused.level_kernels import (
     SICK,
     _bracket,
     _goal,
-    _most_of,
     _ordered,
     _searched,
     _tile,
@@ -54,30 +53,28 @@ def list_between(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if tl.load(filters + row) > 0:
-        wanted, top_k, top_p = _searched(filters, apart, row, _most_of(mosts, row, parts, PARTS), goals, ROOM, STAGE)
-        if wanted:
-            goal, weigh = _goal(masses, goals, row, top_k, top_p, STAGE)
-            bottom, top, _, _ = _bracket(levels, counts, masses, row, goal, weigh, ROOM, STAGE)
-            of_row, end = logits + row * stride, tl.minimum(part * size + size, vocab_size)
-            mine, tied = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
-            for start in range(part * size, end, _TURN):
-                y = _values(of_row, _tile(start), vocab_size, scale=tl.load(filters + row))
-                mine += tl.sum(((y > bottom) & (y <= top)).to(tl.int32), axis=0)
-                tied += tl.sum((y == bottom).to(tl.int32), axis=0)
-            tl.store(ties + row * parts + part, tl.sum(tied, axis=0))
-            count = tl.sum(mine, axis=0)
-            if count > 0:
-                # One request for room, then each thread reads its logits again and knows where its own go.
-                place = tl.atomic_add(counts + row * _TALLIES + 24 + STAGE, count) + tl.cumsum(mine, axis=0) - mine
-                for start in range(part * size, end, _TURN):
-                    column = _tile(start)
-                    y = _values(of_row, column, vocab_size, scale=tl.load(filters + row))
-                    inside = ((y > bottom) & (y <= top)).to(tl.int32)
-                    at = place[None, :] + tl.cumsum(inside, axis=0) - inside
-                    key = (_ordered(y).to(tl.int64) << 32) + column
-                    tl.store(found + row * ROOM + at, key, mask=(inside > 0) & (at < ROOM))
-                    place += tl.sum(inside, axis=0)
+    wanted, _most, scale, top_k, top_p = _searched(filters, apart, row, mosts, goals, parts, ROOM, PARTS, STAGE)
+    if wanted:
+        goal, weigh = _goal(masses, goals, row, top_k, top_p, STAGE)
+        bottom, top, _above, _mass = _bracket(levels, counts, masses, row, goal, weigh, ROOM, STAGE)
+        of_row, end = logits + row * stride, tl.minimum(part * size + size, vocab_size)
+        mine, tied = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
+        for start in range(part * size, end, _TURN):
+            y = _values(of_row, _tile(start), vocab_size, scale)
+            mine += tl.sum(((y > bottom) & (y <= top)).to(tl.int32), axis=0)
+            tied += tl.sum((y == bottom).to(tl.int32), axis=0)
+        tl.store(ties + row * parts + part, tl.sum(tied, axis=0))
+        count = tl.sum(mine, axis=0)
+        if count > 0:
+            # One request for room; then each thread reads its logits again, and knows where its own go.
+            place = tl.atomic_add(counts + row * _TALLIES + 24 + STAGE, count) + tl.cumsum(mine, axis=0) - mine
+            for start in range(part * size, end, LANES):
+                column = start + tl.arange(0, LANES)
+                y = _values(of_row, column, vocab_size, scale)
+                inside = (y > bottom) & (y <= top)
+                key = (_ordered(y).to(tl.int64) << 32) + column
+                tl.store(found + row * ROOM + place, key, mask=inside & (place < ROOM))
+                place += inside.to(tl.int32)
 
 
 @triton.jit(

@@ -1,7 +1,8 @@
 """Where about the tokens end that top_k, top_p and min_p keep: the Triton kernels that bracket a row's cut.
 
-Tokens and masses are counted at or above *levels*, logits out of a sample, and the levels are searched as a number of two digits is:
-first its high digit, then its low one. Masses are whole numbers (core.sampling.filtering), so no order of adding changes them.
+Tokens and masses are counted at or above *levels*, logits out of a sample. The level that suffices is found as a number of two
+digits is: first the high digit, then the low one. Masses are whole numbers (core.sampling.filtering), so no order of adding
+changes them.
 """
 
 # Triton reads annotations when it compiles: no deferred ones here.
@@ -19,7 +20,7 @@ LEVELS = 64
 ROUNDS = 3
 """Measurements a row: at every eighth level; between two of these; there for top_p, where a large top_k came first."""
 TALLIES = 8 * ROUNDS + 3
-"""Numbers of a row that programs add up: of tokens, eight a round; lengths of the two lists of tokens; programs that have raced."""
+"""Numbers of a row that programs add up: of tokens, eight a round; lengths of both lists of tokens; programs that have raced."""
 TURN = 1024
 """Logits that a program of four warps reads at a time."""
 _LEVELS, _SAMPLE, _TALLIES = tl.constexpr(LEVELS), tl.constexpr(512), tl.constexpr(TALLIES)
@@ -72,20 +73,24 @@ def _most_of(mosts, row, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _searched(filters, apart, row, most, goals, ROOM: tl.constexpr, STAGE: tl.constexpr):
-    """Whether a row's cut is searched for in a stage, its top_k and its top_p.
+def _searched(filters, apart, row, mosts, goals, parts, ROOM: tl.constexpr, PARTS: tl.constexpr, STAGE: tl.constexpr):
+    """Whether a row's cut is searched for in a stage; its largest logit, ordered, where that matters; its top_k and its top_p.
 
     Stage 0 is top_k's, and top_p's without one; stage 1 is top_p's after a top_k that keeps more than a list may hold.
     """
+    scale = tl.load(filters + row)
     top_k, top_p = tl.load(filters + apart + row).to(tl.int32), tl.load(filters + 2 * apart + row)
-    wanted = (tl.load(filters + row) > 0) & (most > LOWEST) & (most < SICK)
+    order = tl.full([], LOWEST, tl.int32)
     if STAGE == 0:
-        wanted = wanted & ((top_k > 0) | (top_p < 1))
+        wanted = (scale > 0) & ((top_k > 0) | (top_p < 1))
     else:
-        wanted = wanted & (top_k > ROOM // 8) & (top_p < 1)
+        wanted = (scale > 0) & (top_k > ROOM // 8) & (top_p < 1)
         if wanted:
             wanted = tl.load(goals + row) > 0
-    return wanted, top_k, top_p
+    if wanted:
+        order = _most_of(mosts, row, parts, PARTS)
+        wanted = (order > LOWEST) & (order < SICK)
+    return wanted, order, scale, top_k, top_p
 
 
 @triton.jit
@@ -109,14 +114,14 @@ def _target(total, top_p):
 
 @triton.jit
 def _digit(counts, masses, row, goal, weigh, ROUND: tl.constexpr):
-    """How many of a round's eight levels do not reach the goal; tokens at or above the next; tokens and mass at the last of those."""
+    """How many of a round's eight levels fall short of the goal; the tokens at the next; tokens and mass at the last of those."""
     level = tl.arange(0, 8)
     at = row * _TALLIES + 8 * ROUND + level
     count, mass = tl.load(counts + at), tl.load(masses + at)
     amount = tl.where(weigh, mass, count.to(tl.int64))
     digit = tl.minimum(tl.sum((amount < goal).to(tl.int32), axis=0), 7)
     reached = tl.sum(tl.where(level == digit, count, 0), axis=0)
-    above = tl.sum(tl.where(level == digit - 1, count, 0), axis=0)
+    above = tl.sum(tl.where(level == digit - 1, count, 0), axis=0).to(tl.int64)
     return digit, reached, above, tl.sum(tl.where(level == digit - 1, mass, 0), axis=0)
 
 
@@ -228,35 +233,33 @@ def measure_levels(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    scale = tl.load(filters + row)
-    if scale > 0:
-        order = _most_of(mosts, row, tl.num_programs(1), PARTS)
-        wanted, top_k, top_p = _searched(filters, apart, row, order, goals, ROOM, STAGE)
-        first, step = 7, 8
-        if ROUND > 0:
-            step = 1
-            if wanted:
-                goal, weigh = _goal(masses, goals, row, top_k, top_p, STAGE)
-                high, reached, _, _ = _digit(counts, masses, row, goal, weigh, 0)
-                first = high * 8
-                wanted = reached > ROOM
+    parts = tl.num_programs(1)
+    wanted, order, scale, top_k, top_p = _searched(filters, apart, row, mosts, goals, parts, ROOM, PARTS, STAGE)
+    first, step = 7, 8
+    if ROUND > 0:
+        step = 1
         if wanted:
-            index = tl.arange(0, 8)
-            level = tl.load(levels + row * _LEVELS + first + index * step)[:, None, None]
-            of_row, end = logits + row * stride, tl.minimum(part * size + size, vocab_size)
-            out = row * _TALLIES + 8 * ROUND + index
-            if (top_p < 1) & ((top_k <= 0) | (top_k > ROOM // 8)):
-                most = _value_of(order)
-                both = tl.zeros([8, _LANES], tl.int64)
-                for start in range(part * size, end, _TURN):
-                    y = _values(of_row, _tile(start), vocab_size, scale)
-                    amount = _masses(y, most) + _COUNT
-                    both += tl.sum(tl.where(y[None, :, :] >= level, amount[None, :, :], 0), axis=1)
-                tl.atomic_add(counts + out, tl.sum((both >> 50).to(tl.int32), axis=1))
-                tl.atomic_add(masses + out, tl.sum(both & (_COUNT - 1), axis=1))
-            else:
-                count = tl.zeros([8, _LANES], tl.int32)
-                for start in range(part * size, end, _TURN):
-                    y = _values(of_row, _tile(start), vocab_size, scale)
-                    count += tl.sum((y[None, :, :] >= level).to(tl.int32), axis=1)
-                tl.atomic_add(counts + out, tl.sum(count, axis=1))
+            goal, weigh = _goal(masses, goals, row, top_k, top_p, STAGE)
+            high, reached, _, _ = _digit(counts, masses, row, goal, weigh, 0)
+            first = high * 8
+            wanted = reached > ROOM
+    if wanted:
+        index = tl.arange(0, 8)
+        level = tl.load(levels + row * _LEVELS + first + index * step)[:, None, None]
+        of_row, end = logits + row * stride, tl.minimum(part * size + size, vocab_size)
+        out = row * _TALLIES + 8 * ROUND + index
+        if (top_p < 1) & ((top_k <= 0) | (top_k > ROOM // 8)):
+            most = _value_of(order)
+            both = tl.zeros([8, _LANES], tl.int64)
+            for start in range(part * size, end, _TURN):
+                y = _values(of_row, _tile(start), vocab_size, scale)
+                amount = _masses(y, most) + _COUNT
+                both += tl.sum(tl.where(y[None, :, :] >= level, amount[None, :, :], 0), axis=1)
+            tl.atomic_add(counts + out, tl.sum((both >> 50).to(tl.int32), axis=1))
+            tl.atomic_add(masses + out, tl.sum(both & (_COUNT - 1), axis=1))
+        else:
+            count = tl.zeros([8, _LANES], tl.int32)
+            for start in range(part * size, end, _TURN):
+                y = _values(of_row, _tile(start), vocab_size, scale)
+                count += tl.sum((y[None, :, :] >= level).to(tl.int32), axis=1)
+            tl.atomic_add(counts + out, tl.sum(count, axis=1))

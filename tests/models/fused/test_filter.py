@@ -112,7 +112,7 @@ def test_a_row_with_a_nan_has_no_token(device: str, place: int) -> None:
 def test_lists_without_room_and_programs_with_many_logits(
     device: str, room: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A list is too short, narrowed by both digits, or cut twice; its lower end is the logit of thousands, in several programs."""
+    """A list is too short, narrowed by both digits, or cut twice; thousands of equal logits lie at its lower end."""
     monkeypatch.setattr("headway.models.fused.filter._ROOM", (room, room))
     monkeypatch.setattr("headway.models.fused.filter._PROGRAMS", programs)
     logits = torch.randn(6, 7000, generator=torch.Generator().manual_seed(5)).to(device)
