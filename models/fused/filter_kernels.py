@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from headway.models.fused.draw_kernels import _log2_exponential, _philox
 from headway.models.fused.level_kernels import (
     _LOG2E,
+    _STEPS,
     _TALLIES,
     _TURN,
     SICK,
@@ -20,6 +21,7 @@ from headway.models.fused.level_kernels import (
     _ordered,
     _searched,
     _tile,
+    _turn,
     _values,
 )
 
@@ -60,7 +62,7 @@ def list_between(
         of_row, end = logits + row * stride, tl.minimum(part * size + size, vocab_size)
         mine, tied = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32)
         for start in range(part * size, end, _TURN):
-            y = _values(of_row, _tile(start), vocab_size, scale)
+            y = _turn(of_row, start, vocab_size, scale)
             mine += tl.sum(((y > bottom) & (y <= top)).to(tl.int32), axis=0)
             tied += tl.sum((y == bottom).to(tl.int32), axis=0)
         tl.store(ties + row * parts + part, tl.sum(tied, axis=0))
@@ -68,13 +70,19 @@ def list_between(
         if count > 0:
             # One request for room; then each thread reads its logits again, and knows where its own go.
             place = tl.atomic_add(counts + row * _TALLIES + 24 + STAGE, count) + tl.cumsum(mine, axis=0) - mine
-            for start in range(part * size, end, LANES):
-                column = start + tl.arange(0, LANES)
-                y = _values(of_row, column, vocab_size, scale)
+            shift = 4 * tl.arange(0, _STEPS)[:, None]
+            for start in range(part * size, end, _TURN):
+                y = _turn(of_row, start, vocab_size, scale)
                 inside = (y > bottom) & (y <= top)
-                key = (_ordered(y).to(tl.int64) << 32) + column
-                tl.store(found + row * ROOM + place, key, mask=inside & (place < ROOM))
-                place += inside.to(tl.int32)
+                # Each of eight steps has four bits, in which those before it are counted.
+                before = tl.sum(tl.where(inside, 0x11111110 << shift, 0), axis=0)[None, :] >> shift & 15
+                at = place[None, :] + before
+                key = (_ordered(y).to(tl.int64) << 32) + (start + _tile())
+                room = inside & (at < ROOM)
+                # As a row: versions of the compiler differ in which threads they let store a tile, and rows of it would change threads.
+                at, key, room = tl.reshape(at, [_TURN]), tl.reshape(key, [_TURN]), tl.reshape(room, [_TURN])
+                tl.store(found + row * ROOM + at, key, mask=room)
+                place += tl.sum(inside.to(tl.int32), axis=0)
 
 
 @triton.jit(
@@ -110,7 +118,7 @@ def race_kept(
             most = tl.full([_COUNTERS], float("-inf"), tl.float32)
             token = part * size + tl.zeros([_COUNTERS], tl.int32)
             for start in range(part * size, tl.minimum(part * size + size, vocab_size), _TURN):
-                if tl.max(tl.max(_values(of_row, _tile(start), vocab_size, scale), axis=0), axis=0) >= floor:
+                if tl.max(tl.max(_turn(of_row, start, vocab_size, scale), axis=0), axis=0) >= floor:
                     counter = start // 4 + tl.arange(0, _COUNTERS)
                     first = counter // LANES * (4 * LANES) + counter % LANES
                     bits = _philox(counter, key)

@@ -53,9 +53,15 @@ def _values(logits, column, vocab_size, scale):
 
 
 @triton.jit
-def _tile(start):
-    """The columns of a turn, [steps, lanes]: a thread's lie one below the other."""
-    return start + tl.arange(0, _STEPS)[:, None] * _LANES + tl.arange(0, _LANES)[None, :]
+def _tile():
+    """Columns of a turn, [steps, lanes]: a thread's lie one below the other."""
+    return tl.arange(0, _STEPS)[:, None] * _LANES + tl.arange(0, _LANES)[None, :]
+
+
+@triton.jit
+def _turn(of_row, start, vocab_size, scale):
+    """The values of a turn. Offsets from its start are constants of a thread's instructions, which columns would not be."""
+    return _values(of_row + start, _tile(), vocab_size - start, scale)
 
 
 @triton.jit
@@ -178,7 +184,7 @@ def survey_rows(
         if part >= 0:
             most, sick = tl.full([_LANES], float("-inf"), tl.float32), tl.zeros([_LANES], tl.int32)
             for start in range(part * size, tl.minimum(part * size + size, vocab_size), _TURN):
-                y = _values(of_row, _tile(start), vocab_size, scale)
+                y = _turn(of_row, start, vocab_size, scale)
                 most = tl.maximum(most, tl.max(y, axis=0))
                 sick = tl.maximum(sick, tl.max((y != y).to(tl.int32), axis=0))
             order = tl.where(tl.max(sick, axis=0) > 0, SICK, _ordered(tl.max(most, axis=0)))
@@ -252,7 +258,7 @@ def measure_levels(
             most = _value_of(order)
             both = tl.zeros([8, _LANES], tl.int64)
             for start in range(part * size, end, _TURN):
-                y = _values(of_row, _tile(start), vocab_size, scale)
+                y = _turn(of_row, start, vocab_size, scale)
                 amount = _masses(y, most) + _COUNT
                 both += tl.sum(tl.where(y[None, :, :] >= level, amount[None, :, :], 0), axis=1)
             tl.atomic_add(counts + out, tl.sum((both >> 50).to(tl.int32), axis=1))
@@ -260,6 +266,6 @@ def measure_levels(
         else:
             count = tl.zeros([8, _LANES], tl.int32)
             for start in range(part * size, end, _TURN):
-                y = _values(of_row, _tile(start), vocab_size, scale)
+                y = _turn(of_row, start, vocab_size, scale)
                 count += tl.sum((y[None, :, :] >= level).to(tl.int32), axis=1)
             tl.atomic_add(counts + out, tl.sum(count, axis=1))
