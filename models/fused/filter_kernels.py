@@ -79,7 +79,7 @@ def list_between(
                 at = place[None, :] + before
                 key = (_ordered(y).to(tl.int64) << 32) + (start + _tile())
                 room = inside & (at < ROOM)
-                # As a row: versions of the compiler differ in which threads they let store a tile, and rows of it would change threads.
+                # As a row: versions of the compiler differ in which threads they let store a tile.
                 at, key, room = tl.reshape(at, [_TURN]), tl.reshape(key, [_TURN]), tl.reshape(room, [_TURN])
                 tl.store(found + row * ROOM + at, key, mask=room)
                 place += tl.sum(inside.to(tl.int32), axis=0)
