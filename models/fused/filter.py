@@ -9,24 +9,26 @@ from torch import Tensor
 from headway.core.contract.compiled import AHEAD
 from headway.core.sampling.sampler import LANES
 from headway.models.fused.cut_kernels import cut_rows
-from headway.models.fused.filter_kernels import best_of_kept, gather_between, race_kept
+from headway.models.fused.filter_kernels import list_between, race_kept
 from headway.models.fused.launch import Launcher
-from headway.models.fused.level_kernels import LEVELS, bracket_rows, measure_levels, sample_levels
+from headway.models.fused.level_kernels import LEVELS, TALLIES, TURN, measure_levels, survey_rows
 
-_BLOCK = 1024
-"""Logits of a program, which is one warp: a row of 151,936 has more programs than a GPU has multiprocessors."""
-_ROOM = 20480
-"""Keys of a row that are put side by side: four deviations more than lie between two levels of 151,936 equally likely tokens."""
+_PROGRAMS = 924
+"""At most about so many share a launch: seven a multiprocessor, all at once, with logits enough to pay for their start."""
+_ROOM = 1024, 16384
+"""Tokens that a list has room for, at least and at most."""
+_SHARE = 20
+"""Of this part of the vocabulary there is room: twice to three times what lies between two levels."""
 _SLICE = 256
-"""Rows of one round, which bounds the memory for keys at 40 MiB."""
-_VECTOR = 8
+"""Rows of one round, which bounds the memory for lists at 32 MiB."""
 
 
 class FusedFilter:
-    """core.sampling.filtering's `Filter` in seven launches that a CUDA graph can capture.
+    """core.sampling.filtering's `Filter` in nine launches that a CUDA graph can capture.
 
-    Rows are measured at a few levels taken from a sample, the tokens between two of them are put side by side, and the last one
-    that is kept is searched for among these; then the kept ones are raced. So logits are read three times, wherever the cut lies.
+    Each row's tokens are counted above some levels out of a sample, then above some between two of these; the tokens between two
+    are listed, and the last one that is kept is searched for among them. A second such search, for a top_p after a large top_k,
+    costs other rows its launches alone. Then the kept ones are raced, by the search itself where they are all in the list.
     What decides is whole numbers: no row's token depends on its neighbours, or on how many programs share it.
     """
 
@@ -47,37 +49,34 @@ class FusedFilter:
 
     def _choose(self, logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor, chosen: Tensor) -> None:
         rows, vocab = logits.shape
-        chunks = triton.cdiv(vocab, _BLOCK)
-        width, bits, room = triton.next_power_of_2(chunks), max((vocab - 1).bit_length(), 1), min(_ROOM, vocab)
-        stride, apart = logits.stride(0), filters.stride(0)
-        unit = _VECTOR if stride % _VECTOR == vocab % _VECTOR == 0 else 1
-        read = (stride // unit, apart, vocab // unit)
+        turns = triton.cdiv(vocab, TURN)
+        size = triton.cdiv(turns * rows, _PROGRAMS) * TURN
+        parts = triton.cdiv(vocab, size)
+        room = min(max(triton.next_power_of_2(triton.cdiv(vocab, _SHARE)), _ROOM[0]), _ROOM[1])
+        limits = {"ROOM": room, "PARTS": triton.next_power_of_2(turns)}
 
-        def room_for(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        def room_for(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty((rows, *shape), dtype=dtype, device=self._device)
 
-        levels, masses, mosts = room_for(LEVELS), room_for(chunks, LEVELS), room_for(chunks)
-        counts, offsets = room_for(chunks, LEVELS, dtype=torch.int32), room_for(chunks, dtype=torch.int32)
-        brackets, found, sums = (room_for(*shape, dtype=torch.int64) for shape in ((4,), (room,), (chunks, 2)))
-        cuts, tokens = room_for(dtype=torch.int64), room_for(chunks, dtype=torch.int64)
-        most, floors, scores = room_for(), room_for(), room_for(chunks)
-        one, all_chunks = (rows, 1, 1), (rows, chunks, 1)
+        mosts, ties, counts, lasts = room_for(parts), room_for(parts), room_for(TALLIES), room_for()
+        levels, floors = room_for(LEVELS, dtype=torch.float32), room_for(dtype=torch.float32)
+        masses, found = room_for(TALLIES, dtype=torch.int64), room_for(room, dtype=torch.int64)
+        goals, best = room_for(dtype=torch.int64), room_for(dtype=torch.int64)
+        tallies, read, grid = (levels, counts, masses), (logits.stride(0), filters.stride(0), size), (rows, parts, 1)
 
-        self._get(sample_levels, 8)(one, logits, filters, levels, stride, apart, vocab)
-        self._get(measure_levels, 1, BLOCK=_BLOCK, UNIT=unit)(all_chunks, logits, filters, levels, counts, masses, mosts, *read)
-        self._get(bracket_rows, 8, BLOCK=_BLOCK, CHUNKS=width, COLUMN_BITS=bits)(
-            one, filters, levels, counts, masses, mosts, brackets, most, offsets, apart, chunks, vocab
-        )
-        self._get(gather_between, 1, BLOCK=_BLOCK, UNIT=unit, ROOM=room, COLUMN_BITS=bits)(
-            all_chunks, logits, filters, brackets, most, offsets, found, sums, *read
-        )
-        self._get(cut_rows, 8, BLOCK=1024, PIVOTS=8, CHUNKS=width, ROOM=room, COLUMN_BITS=bits)(
-            one, logits, filters, brackets, most, found, sums, cuts, floors, stride, apart, chunks, vocab
-        )
-        self._get(race_kept, 1, BLOCK=_BLOCK, LANES=LANES, COLUMN_BITS=bits)(
-            all_chunks, logits, filters, keys, counts, mosts, cuts, floors, scores, tokens, stride, apart, vocab
-        )
-        self._get(best_of_kept, 1, BLOCK=width)(one, scores, tokens, filters, others, chosen, chunks)
+        survey = self._get(survey_rows, 4)
+        survey((rows, 1 + parts, 1), logits, filters, mosts, levels, counts, masses, best, *read, vocab)
+        self._get(measure_levels, 4, ROUND=0, **limits)(grid, logits, filters, mosts, *tallies, goals, *read, vocab)
+        for stage in (0, 1):
+            measure = self._get(measure_levels, 4, ROUND=1 + stage, **limits)
+            measure(grid, logits, filters, mosts, *tallies, goals, *read, vocab)
+            between = self._get(list_between, 4, STAGE=stage, **limits, LANES=LANES)
+            between(grid, logits, filters, mosts, *tallies, goals, found, ties, *read, vocab)
+            cut = self._get(cut_rows, 16, STAGE=stage, **limits, LANES=LANES)
+            given = logits, filters, keys, others, mosts, *tallies, found, ties
+            cut((rows, 1, 1), *given, goals, floors, lasts, chosen, *read, parts, vocab)
+        race = self._get(race_kept, 4, LANES=LANES)
+        race(grid, logits, filters, keys, counts, floors, lasts, best, chosen, *read, vocab)
 
     def _get(self, kernel: triton.JITFunction, num_warps: int, **constants: int) -> Launcher:
         """The launcher of a kernel with these compile-time constants."""

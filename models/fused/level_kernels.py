@@ -1,7 +1,8 @@
 """Where about the tokens end that top_k, top_p and min_p keep: the Triton kernels that bracket a row's cut.
 
-A token's *key* is its logit's bits in rising order, then its id in falling order: keys are unique, and a token is kept if its key
-is at least its row's *cut*. Masses are whole numbers (core.sampling.filtering), so no order of adding changes them.
+Tokens and masses are counted at or above *levels*, logits out of a sample. The level that suffices is found as a number of two
+digits is: first the high digit, then the low one. Masses are whole numbers (core.sampling.filtering), so no order of adding
+changes them.
 """
 
 # Triton reads annotations when it compiles: no deferred ones here.
@@ -14,40 +15,53 @@ from headway.core.sampling.filtering import LOG2E, UNIT_MASS
 
 _LOG2E = tl.constexpr(LOG2E)
 _UNIT = tl.constexpr(float(UNIT_MASS))
-LEVELS = 16
-"""Numbers a row that a search begins with: 15 logits out of a sample, in falling order, and the sample's largest."""
-SAMPLE = 512
-"""Logits of the sample."""
-FEW = 2048
-"""Up to so large a top_k the kept tokens are so few that all above one level are looked at."""
-_LEVELS, _SAMPLE, _FEW = tl.constexpr(LEVELS), tl.constexpr(SAMPLE), tl.constexpr(FEW)
-
-
-@triton.jit
-def _values(logits, column, inside, scale):
-    """Logits over their temperature, float32, -inf where one is NaN or outside; and which are NaN. No -0: it equals 0."""
-    x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-    sick = x != x
-    return tl.where(sick, float("-inf"), x * scale + 0.0), sick
+LEVELS = 64
+"""Logits of a sample in falling order, the last one -inf; the high digit counts them by eights."""
+ROUNDS = 3
+"""Measurements a row: at every eighth level; between two of these; there for top_p, where a large top_k came first."""
+TALLIES = 8 * ROUNDS + 3
+"""Numbers of a row that programs add up: of tokens, eight a round; lengths of both lists of tokens; programs that have raced."""
+TURN = 1024
+"""Logits that a program of four warps reads at a time."""
+_LEVELS, _SAMPLE, _TALLIES = tl.constexpr(LEVELS), tl.constexpr(512), tl.constexpr(TALLIES)
+_TURN, _LANES, _STEPS = tl.constexpr(TURN), tl.constexpr(128), tl.constexpr(TURN // 128)
+_COUNT = tl.constexpr(2**50)
+"""A token's one, beside its mass in the same sum: a thread adds up fewer than a thousand of either."""
+LOWEST = tl.constexpr(-0x7F800001)
+"""What `_ordered` makes of -inf."""
+SICK = tl.constexpr(0x7FFFFFFF)
+"""More than it makes of any number: stands for NaN."""
 
 
 @triton.jit
 def _ordered(y):
-    """Whole numbers, int64, that grow as float32 numbers do."""
+    """Whole numbers, int32, that grow as float32 numbers do."""
     bits = y.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _value_of(order):
     """The float32 number of what `_ordered` made."""
-    bits = order.to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _keys(y, column, COLUMN_BITS: tl.constexpr):
-    return (_ordered(y) << COLUMN_BITS) + (((1 << COLUMN_BITS) - 1) - column)
+def _values(logits, column, vocab_size, scale):
+    """Logits over their temperature, float32, -inf outside. No -0: it equals 0."""
+    return tl.load(logits + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32) * scale + 0.0
+
+
+@triton.jit
+def _tile():
+    """Columns of a turn, [steps, lanes]: a thread's lie one below the other."""
+    return tl.arange(0, _STEPS)[:, None] * _LANES + tl.arange(0, _LANES)[None, :]
+
+
+@triton.jit
+def _turn(of_row, start, vocab_size, scale):
+    """The values of a turn. Offsets from its start are constants of a thread's instructions, which columns would not be."""
+    return _values(of_row + start, _tile(), vocab_size - start, scale)
 
 
 @triton.jit
@@ -58,153 +72,200 @@ def _masses(y, most):
 
 
 @triton.jit
-def _num_levels(top_k, top_p):
-    """How many levels a row is measured at; 0: it is not searched, for min_p needs the largest logit alone."""
-    spread = tl.where(top_p < 1, _LEVELS - 1, 0)
-    return tl.where(top_k > 0, tl.where(top_k <= _FEW, 2, _LEVELS - 1), spread)
+def _most_of(mosts, row, parts, PARTS: tl.constexpr):
+    """The largest logit of a row, ordered; SICK where one is NaN."""
+    part = tl.arange(0, PARTS)
+    return tl.max(tl.load(mosts + row * parts + part, mask=part < parts, other=LOWEST), axis=0)
 
 
-@triton.jit(do_not_specialize=["stride", "apart", "vocab_size"], do_not_specialize_on_alignment=["filters"])
-def sample_levels(
+@triton.jit
+def _searched(filters, apart, row, mosts, goals, parts, ROOM: tl.constexpr, PARTS: tl.constexpr, STAGE: tl.constexpr):
+    """Whether a row's cut is searched for in a stage; its largest logit, ordered, where that matters; its top_k and its top_p.
+
+    Stage 0 is top_k's, and top_p's without one; stage 1 is top_p's after a top_k that keeps more than a list may hold.
+    """
+    scale = tl.load(filters + row)
+    top_k, top_p = tl.load(filters + apart + row).to(tl.int32), tl.load(filters + 2 * apart + row)
+    order = tl.full([], LOWEST, tl.int32)
+    if STAGE == 0:
+        wanted = (scale > 0) & ((top_k > 0) | (top_p < 1))
+    else:
+        wanted = (scale > 0) & (top_k > ROOM // 8) & (top_p < 1)
+        if wanted:
+            wanted = tl.load(goals + row) > 0
+    if wanted:
+        order = _most_of(mosts, row, parts, PARTS)
+        wanted = (order > LOWEST) & (order < SICK)
+    return wanted, order, scale, top_k, top_p
+
+
+@triton.jit
+def _goal(masses, goals, row, top_k, top_p, STAGE: tl.constexpr):
+    """What the kept tokens reach, int64, and whether it is a mass."""
+    weigh = top_k <= 0
+    goal = top_k.to(tl.int64)
+    if STAGE == 1:
+        weigh = top_k > 0
+        goal = tl.load(goals + row)
+    elif weigh:
+        goal = _target(tl.load(masses + row * _TALLIES + 7), top_p)
+    return goal, weigh
+
+
+@triton.jit
+def _target(total, top_p):
+    """The mass that the kept tokens reach of a total."""
+    return tl.maximum((top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def _digit(counts, masses, row, goal, weigh, ROUND: tl.constexpr):
+    """How many of a round's eight levels fall short of the goal; the tokens at the next; tokens and mass at the last of those."""
+    level = tl.arange(0, 8)
+    at = row * _TALLIES + 8 * ROUND + level
+    count, mass = tl.load(counts + at), tl.load(masses + at)
+    amount = tl.where(weigh, mass, count.to(tl.int64))
+    digit = tl.minimum(tl.sum((amount < goal).to(tl.int32), axis=0), 7)
+    reached = tl.sum(tl.where(level == digit, count, 0), axis=0)
+    above = tl.sum(tl.where(level == digit - 1, count, 0), axis=0).to(tl.int64)
+    return digit, reached, above, tl.sum(tl.where(level == digit - 1, mass, 0), axis=0)
+
+
+@triton.jit
+def _bracket(levels, counts, masses, row, goal, weigh, ROOM: tl.constexpr, STAGE: tl.constexpr):
+    """Logits between which the cut lies, the first exclusive, the second inclusive; tokens and mass above the second.
+
+    All above the first belong to the bracket where they are few, and those equal to it too where these are few as well. Else the
+    cut may lie at the first itself.
+    """
+    high, reached, above, mass = _digit(counts, masses, row, goal, weigh, 0)
+    index = high * 8 + 7
+    if reached > ROOM:
+        low, reached, nearer, nearer_mass = _digit(counts, masses, row, goal, weigh, 1 + STAGE)
+        index = high * 8 + low
+        above, mass = tl.where(low > 0, nearer, above), tl.where(low > 0, nearer_mass, mass)
+    of_row = levels + row * _LEVELS
+    first, top = _ordered(tl.load(of_row + index)), tl.full([], float("inf"), tl.float32)
+    if reached <= ROOM:
+        first = tl.maximum(first - 1, LOWEST)
+    if (reached > ROOM) & (above > ROOM // 8):
+        top = _value_of(_ordered(tl.load(of_row + index - 1)) - 1)
+    else:
+        above, mass = above * 0, mass * 0
+    return _value_of(first), top, above, mass
+
+
+@triton.jit(do_not_specialize=["stride", "apart", "size", "vocab_size"], do_not_specialize_on_alignment=["filters"])
+def survey_rows(
     logits,  # [rows, vocab_size]
     filters,  # float32 [4, rows]: scale, 0 where a row filters nothing; top_k, 0: all; top_p; log(min_p)
+    mosts,  # int32 [rows, parts], written: a part's largest logit, ordered; SICK where one is NaN
     levels,  # float32 [rows, LEVELS], written
+    counts,  # int32 [rows, TALLIES], set to 0
+    masses,  # int64 [rows, TALLIES], set to 0
+    best,  # int64 [rows], set to the least
     stride,
     apart,  # between the rows of filters
+    size,  # logits of a part, a multiple of TURN
     vocab_size,
     PDL: tl.constexpr,
 ):
-    """Rank a few logits of a row, to know which it is worth to be measured at. Grid (rows).
+    """Find the largest logit, and rank a few to know at which a row is worth to be measured. Grid (rows, 1 + parts).
 
-    They decide how soon the cut is found, never where it is.
+    The sample decides how soon the cut is found, never where it is.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1) - 1, tl.num_programs(1) - 1
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     scale = tl.load(filters + row)
+    of_row = logits + row * stride
     if scale > 0:
-        top_k = tl.load(filters + apart + row)
-        of_row = logits + row * stride
-        place, slot = tl.arange(0, _SAMPLE), tl.arange(0, 64)
-        y, _ = _values(of_row, place.to(tl.int64) * vocab_size // _SAMPLE, place >= 0, scale)
-        # A sort of so few takes longer than to compare each with each.
-        rank = tl.zeros([_SAMPLE], tl.int32)
-        for start in range(0, _SAMPLE, 64):
-            other = start + slot
-            # A name of its own for what is not read: Triton lets no name change its shape within a loop.
-            z, _z = _values(of_row, other.to(tl.int64) * vocab_size // _SAMPLE, other >= 0, scale)
-            equal = (z[None, :] == y[:, None]) & (other[None, :] < place[:, None])
-            rank += tl.sum(((z[None, :] > y[:, None]) | equal).to(tl.int32), axis=1)
-        expected = top_k * _SAMPLE / vocab_size
-        first = (expected + 4 * tl.sqrt(expected)).to(tl.int32) + 6  # all but surely below the k-th
-        few = (top_k > 0) & (top_k <= _FEW)
-        # The likeliest tokens lie far apart and the rest close together: 1, 2, 9, 28, then every 40th of the sample.
-        level = tl.arange(0, _LEVELS)
-        spread = tl.where(level < 4, level * level * level + 1, 40 * level - 92)
-        wanted = tl.minimum(tl.where(few, first * (1 + 3 * level), spread), _SAMPLE - 1)
-        wanted = tl.where(level == _LEVELS - 1, 0, wanted)
-        chosen = tl.max(tl.where(rank[None, :] == wanted[:, None], y[None, :], float("-inf")), axis=1)
-        tl.store(levels + row * _LEVELS + level, chosen)
+        if part >= 0:
+            most, sick = tl.full([_LANES], float("-inf"), tl.float32), tl.zeros([_LANES], tl.int32)
+            for start in range(part * size, tl.minimum(part * size + size, vocab_size), _TURN):
+                y = _turn(of_row, start, vocab_size, scale)
+                most = tl.maximum(most, tl.max(y, axis=0))
+                sick = tl.maximum(sick, tl.max((y != y).to(tl.int32), axis=0))
+            order = tl.where(tl.max(sick, axis=0) > 0, SICK, _ordered(tl.max(most, axis=0)))
+            tl.store(mosts + row * parts + part, order)
+        else:
+            tally = tl.arange(0, triton.next_power_of_2(_TALLIES))
+            tl.store(counts + row * _TALLIES + tally, tally * 0, mask=tally < _TALLIES)
+            tl.store(masses + row * _TALLIES + tally, (tally * 0).to(tl.int64), mask=tally < _TALLIES)
+            tl.store(best + row, tl.full([], -0x8000000000000000, tl.int64))
+            place, slot = tl.arange(0, _SAMPLE), tl.arange(0, 32)
+            y = _values(of_row, _spread(place, vocab_size), vocab_size, scale)
+            # A sort of so few takes longer than to compare each with each. Equal ones have the rank of their first.
+            rank = tl.zeros([_SAMPLE], tl.int32)
+            for start in range(0, _SAMPLE, 32):
+                other = _values(of_row, _spread(start + slot, vocab_size), vocab_size, scale)
+                rank += tl.sum((other[:, None] > y[None, :]).to(tl.int32), axis=0)
+            # The likeliest tokens lie far apart and the rest close together: the first eight, then every ninth of the sample.
+            for start in tl.static_range(0, _LEVELS, 8):
+                level = start + tl.arange(0, 8)
+                wanted = tl.where(level < 8, level, 9 * level - 56)
+                chosen = tl.min(tl.where(rank[None, :] <= wanted[:, None], y[None, :], float("inf")), axis=1)
+                tl.store(levels + row * _LEVELS + level, tl.where(level == _LEVELS - 1, float("-inf"), chosen))
 
 
-@triton.jit(do_not_specialize=["stride", "apart", "units"], do_not_specialize_on_alignment=["filters"])
+@triton.jit
+def _spread(place, vocab_size):
+    """The columns of a sample: one of each 512th of the row, not always the same one of it."""
+    return ((place * _SAMPLE + (place * 40503) % _SAMPLE).to(tl.int64) * vocab_size) // (_SAMPLE * _SAMPLE)
+
+
+@triton.jit(do_not_specialize=["stride", "apart", "size", "vocab_size"], do_not_specialize_on_alignment=["filters"])
 def measure_levels(
     logits,  # [rows, vocab_size]
     filters,  # float32 [4, rows]
+    mosts,  # int32 [rows, parts]
     levels,  # float32 [rows, LEVELS]
-    counts,  # int32 [rows, chunks, LEVELS], written: tokens of a chunk at or above each level; last, whether one is NaN
-    masses,  # float32 [rows, chunks, LEVELS], written: about their mass, by a unit of the row's; last, that of all
-    mosts,  # float32 [rows, chunks], written: the chunk's largest
-    stride,  # in UNITs, as the next but one
+    counts,  # int32 [rows, TALLIES], a round's eight added to: tokens at or above its levels
+    masses,  # int64 [rows, TALLIES], likewise where a mass is wanted
+    goals,  # int64 [rows]
+    stride,
     apart,
-    units,  # the vocabulary
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,  # logits that can be read at once
-    PDL: tl.constexpr,
-):
-    """Count the tokens above each level. Grid (rows, chunks)."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    scale = tl.load(filters + row)
-    if scale > 0:
-        top_k, top_p = tl.load(filters + apart + row), tl.load(filters + 2 * apart + row)
-        column = chunk * BLOCK + tl.arange(0, BLOCK)
-        inside = column // UNIT < units
-        y, sick = _values(logits + row * stride * UNIT, column, inside, scale)
-        out = (row * tl.num_programs(1) + chunk) * _LEVELS
-        tl.store(mosts + row * tl.num_programs(1) + chunk, tl.max(y, axis=0))
-        tl.store(counts + out + _LEVELS - 1, tl.max(sick.to(tl.int32), axis=0))
-        near = tl.load(levels + row * _LEVELS + _LEVELS - 1)
-        mass = tl.exp2(tl.where(y == near, 0.0, tl.minimum((y - near) * _LOG2E, 100.0)))
-        if top_p < 1:
-            tl.store(masses + out + _LEVELS - 1, tl.sum(mass, axis=0))
-        for level in range(_num_levels(top_k, top_p)):
-            above = inside & (y >= tl.load(levels + row * _LEVELS + level))
-            tl.store(counts + out + level, tl.sum(above.to(tl.int32), axis=0))
-            if top_p < 1:
-                tl.store(masses + out + level, tl.sum(tl.where(above, mass, 0.0), axis=0))
-
-
-@triton.jit(do_not_specialize=["apart", "chunks", "vocab_size"], do_not_specialize_on_alignment=["filters"])
-def bracket_rows(
-    filters,  # float32 [4, rows]
-    levels,  # float32 [rows, LEVELS]
-    counts,  # int32 [rows, chunks, LEVELS]
-    masses,  # float32 [rows, chunks, LEVELS]
-    mosts,  # float32 [rows, chunks]
-    brackets,  # int64 [rows, 4], written: keys from which and below which the cut lies; tokens between; tokens above
-    most_of,  # float32 [rows], written: the row's largest logit
-    offsets,  # int32 [rows, chunks], written: tokens between in the chunks before
-    apart,
-    chunks,
+    size,
     vocab_size,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,  # chunks rounded up to a power of two
-    COLUMN_BITS: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROOM: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the levels between which a row's cut lies. Grid (rows). Masses here are rounded: `cut_rows` tries what is found."""
-    row = tl.program_id(0).to(tl.int64)
+    """Count what lies at or above eight levels. Grid (rows, parts)."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    STAGE: tl.constexpr = 1 if ROUND == 2 else 0
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    scale = tl.load(filters + row)
-    if scale > 0:
-        top_k, top_p = tl.load(filters + apart + row), tl.load(filters + 2 * apart + row)
-        limited = top_k > 0
-        measured = _num_levels(top_k, top_p)
-        chunk, level = tl.arange(0, CHUNKS), tl.arange(0, _LEVELS)
-        there = chunk < chunks
-        most = tl.max(tl.load(mosts + row * chunks + chunk, mask=there, other=float("-inf")), axis=0)
-        at = (row * chunks + chunk)[:, None] * _LEVELS + level[None, :]
-        known = level < measured
-        count = tl.load(counts + at, mask=there[:, None] & known[None, :], other=0)
-        of_row = tl.sum(count, axis=0)
-        wanted = tl.where(limited, top_k.to(tl.int32), vocab_size)
-        lower = tl.min(tl.where(known & (of_row >= wanted), level, measured), axis=0)
-        upper = lower - 1
-        if top_p < 1:
-            mass = tl.sum(tl.load(masses + at, mask=there[:, None] & known[None, :], other=0.0), axis=0)
-            last = (row * chunks + chunk) * _LEVELS + _LEVELS - 1
-            total = tl.sum(tl.load(masses + last, mask=there, other=0.0), axis=0)
-            # Of what top_k keeps no less than what lies above its own bracket.
-            least = tl.where(limited, tl.sum(tl.where(level == upper, mass, 0.0), axis=0), total)
-            reached = tl.min(tl.where(known & (mass >= top_p * least), level, measured), axis=0)
-            upper = tl.where(limited, tl.minimum(upper, reached - 1), reached - 1)
-            lower = tl.where(limited, lower, reached)
-        logit = tl.load(levels + row * _LEVELS + level, mask=known, other=float("-inf"))
-        low = tl.max(tl.where(level == lower, logit, float("-inf")), axis=0)
-        high = tl.max(tl.where(level == upper, logit, float("-inf")), axis=0)
-        above = tl.sum(tl.where(level == upper, of_row, 0), axis=0)
-        size = tl.maximum(tl.minimum(vocab_size - chunk * BLOCK, BLOCK), 0)
-        from_low = tl.where(lower < measured, tl.sum(tl.where(level[None, :] == lower, count, 0), axis=1), size)
-        between = from_low - tl.sum(tl.where(level[None, :] == upper, count, 0), axis=1)
-        tl.store(offsets + row * chunks + chunk, tl.cumsum(between, axis=0) - between, mask=there)
-        tl.store(most_of + row, most)
-        tl.store(brackets + row * 4, _ordered(low) << COLUMN_BITS)
-        tl.store(brackets + row * 4 + 1, tl.where(upper < 0, _ordered(most) + 1, _ordered(high)) << COLUMN_BITS)
-        tl.store(brackets + row * 4 + 2, tl.sum(between, axis=0).to(tl.int64))
-        tl.store(brackets + row * 4 + 3, above.to(tl.int64))
+    parts = tl.num_programs(1)
+    wanted, order, scale, top_k, top_p = _searched(filters, apart, row, mosts, goals, parts, ROOM, PARTS, STAGE)
+    first, step = 7, 8
+    if ROUND > 0:
+        step = 1
+        if wanted:
+            goal, weigh = _goal(masses, goals, row, top_k, top_p, STAGE)
+            high, reached, _, _ = _digit(counts, masses, row, goal, weigh, 0)
+            first = high * 8
+            wanted = reached > ROOM
+    if wanted:
+        index = tl.arange(0, 8)
+        level = tl.load(levels + row * _LEVELS + first + index * step)[:, None, None]
+        of_row, end = logits + row * stride, tl.minimum(part * size + size, vocab_size)
+        out = row * _TALLIES + 8 * ROUND + index
+        if (top_p < 1) & ((top_k <= 0) | (top_k > ROOM // 8)):
+            most = _value_of(order)
+            both = tl.zeros([8, _LANES], tl.int64)
+            for start in range(part * size, end, _TURN):
+                y = _turn(of_row, start, vocab_size, scale)
+                amount = _masses(y, most) + _COUNT
+                both += tl.sum(tl.where(y[None, :, :] >= level, amount[None, :, :], 0), axis=1)
+            tl.atomic_add(counts + out, tl.sum((both >> 50).to(tl.int32), axis=1))
+            tl.atomic_add(masses + out, tl.sum(both & (_COUNT - 1), axis=1))
+        else:
+            count = tl.zeros([8, _LANES], tl.int32)
+            for start in range(part * size, end, _TURN):
+                y = _turn(of_row, start, vocab_size, scale)
+                count += tl.sum((y[None, :, :] >= level).to(tl.int32), axis=1)
+            tl.atomic_add(counts + out, tl.sum(count, axis=1))

@@ -108,11 +108,17 @@ def test_a_row_with_a_nan_has_no_token(device: str, place: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("room", [3, 100])
-def test_a_bracket_that_is_too_wide_is_searched_in_the_whole_row(device: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.models.fused.filter._ROOM", room)
-    logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(5)).to(device)
-    same(logits, [WISHES[0], WISHES[2], TokenFilter(1, 700, 1, NO_MIN), TokenFilter(1, 2500, 0.9, NO_MIN)])
+@pytest.mark.parametrize(("room", "programs"), [(4, 4), (64, 4), (512, 8)])
+def test_lists_without_room_and_programs_with_many_logits(
+    device: str, room: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list is too short, narrowed by both digits, or cut twice; thousands of equal logits lie at its lower end."""
+    monkeypatch.setattr("headway.models.fused.filter._ROOM", (room, room))
+    monkeypatch.setattr("headway.models.fused.filter._PROGRAMS", programs)
+    logits = torch.randn(6, 7000, generator=torch.Generator().manual_seed(5)).to(device)
+    logits[4:] = (2 * logits[4:]).round()
+    large, both = TokenFilter(1, 1700, 1, NO_MIN), TokenFilter(1, 5000, 0.9, NO_MIN)
+    same(logits, [WISHES[0], WISHES[2], large, both, both, large._replace(top_p=0.6)])
 
 
 @pytest.mark.gpu
