@@ -98,12 +98,15 @@ def run_model(config: DecoderConfig, dtype: torch.dtype, rows: Sequence[int] = R
 
 
 def choose_tokens(vocab_size: int, dtype: torch.dtype, rows: int = 4) -> None:
-    """The most likely, drawn, and drawn from what top_k, top_p and min_p keep."""
+    """The most likely, drawn, drawn from what top_k, top_p and min_p keep, and held against drafts."""
     logits = torch.empty(rows, vocab_size, dtype=dtype, device=GPU)
     keys, scales = torch.zeros(rows, dtype=torch.int64, device=GPU), torch.ones(rows, device=GPU)
     sampling = FusedSampling(GPU)
     sampling.greedy(logits)
     FusedFilter(GPU)(logits, sampling.draw(logits, scales, keys), keys, torch.ones(4, rows, device=GPU))
+    for width in (2, 4, 8):
+        sampled, ids = torch.zeros(2, rows, width, dtype=torch.int64, device=GPU)
+        sampling.hold(sampled, ids, keys, keys, keys)
 
 
 def attend(spec: AttentionSpec, layout: CacheLayout, block_size: int, every: bool = False) -> None:
