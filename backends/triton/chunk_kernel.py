@@ -17,13 +17,13 @@ SEQ_FIELDS = 4
     do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_ptr"],
 )
 def cut_sequences(
+    splits,  # of a sequence as long as the mean; where EVEN of every sequence
     seq_lens_ptr,  # int32 [num_seqs]; 0: a padding row, which gets no chunk
     query_start_ptr,  # int32 [num_seqs + 1]
     chunks_ptr,  # int32 [max_chunks, 8], see CHUNK_FIELDS
     seqs_ptr,  # int32 [num_seqs, 4], see SEQ_FIELDS
     num_seqs,
     max_chunks,  # at least num_seqs * splits + num_seqs // 2; num_seqs * splits where EVEN
-    splits,  # of a sequence as long as the mean; where EVEN of every sequence
     window,
     SEQS: tl.constexpr,  # num_seqs or more
     CHUNKS: tl.constexpr,  # a program writes so many

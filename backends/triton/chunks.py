@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from headway.backends.triton.chunk_kernel import CHUNK_FIELDS, SEQ_FIELDS
-from headway.backends.triton.launch import Launcher
+from headway.backends.triton.launch import Bound, Launcher
 
 _WORK = 8192
 """Chunks times sequences that a program compares at once."""
@@ -36,7 +36,8 @@ class Chunks:
     seqs: Tensor = field(init=False)
     """int32 [num_seqs, SEQ_FIELDS]; see there."""
     _constants: dict[str, int | bool] = field(init=False)
-    _key: tuple[int | bool, ...] = field(init=False)
+    _bound: list[Bound] = field(init=False, default_factory=list)
+    """The launch, once it has been made: it is a part of every step that is a graph's replay."""
 
     def __post_init__(self) -> None:
         most = most_chunks(len(self.seq_lens), self.splits, self.even)
@@ -53,7 +54,6 @@ class Chunks:
             "EVEN": self.even,
         }
         object.__setattr__(self, "_constants", constants)
-        object.__setattr__(self, "_key", tuple(constants.values()))
 
     @property
     def split(self) -> bool:
@@ -66,9 +66,15 @@ class Chunks:
         launch: of `cut_sequences`. splits: this time, at most `self.splits`.
         """
         assert splits <= self.splits
-        num_seqs, most = self.seq_lens.shape[0], self.table.shape[0]
-        arguments = (self.seq_lens, self.query_start_loc, self.table, self.seqs, num_seqs, most, splits, self.window or 0)
-        launch(self._key, (triton.cdiv(most, self._constants["CHUNKS"]), 1, 1), arguments, self._constants, num_warps=4)
+        if self._bound:
+            self._bound[0](splits)
+            return
+        num_seqs, most = len(self.seq_lens), len(self.table)
+        key, grid = tuple(self._constants.values()), (triton.cdiv(most, self._constants["CHUNKS"]), 1, 1)
+        rest = (self.seq_lens, self.query_start_loc, self.table, self.seqs, num_seqs, most, self.window or 0)
+        bound = launch.bind(key, grid, (splits,), (splits,), rest, self._constants, num_warps=4)
+        if bound is not None:
+            self._bound.append(bound)
 
 
 def most_chunks(num_seqs: int, splits: int, even: bool) -> int:

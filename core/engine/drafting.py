@@ -104,11 +104,9 @@ class Drafting:
         most = self._widths[-1] - 1
         if times is not None:
             kv_len = sum(seq.num_tokens for seq in ready) // count
-            for width in (PLAIN, *self._widths):
-                found = times.of(count, width, kv_len)
-                if found is None:
-                    return self._start_rest(count, MEASURING)
-                seconds[width] = found
+            seconds = times.of(count, self._widths, kv_len)
+            if not seconds:
+                return self._start_rest(count, MEASURING)
             most = self._best(seconds, likely, [most] * count) - 1
             if most < 1:
                 self._refused += self._trial

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 WIDTHS = (2, 4, 8)
@@ -56,18 +56,23 @@ class StepTimes:
         rate = _RATE if seconds > mean else _FALL
         self._means[key] = mean + max(rate, 1 / (count + 1)) * (seconds - mean), count + 1
 
-    def of(self, num_seqs: int, width: int, kv_len: int = 1) -> float | None:
-        """Seconds of a step; None where steps of its size without guesses have not been measured.
+    def of(self, num_seqs: int, widths: Iterable[int], kv_len: int = 1) -> dict[int, float]:
+        """Seconds of a step by its width, PLAIN among them; empty where steps of its size without guesses have not been measured.
 
         A width that has not been measured takes as long as a step without guesses, and what attention takes longer by the
         crossover table; without a table it counts as equally long until it has been tried.
         """
-        measured = self._measured(num_seqs, width)
         plain = self._measured(num_seqs, PLAIN)
-        if width == PLAIN or plain is None or measured is not None:
+        if plain is None:
+            return {}
+        return {PLAIN: plain} | {width: self._of_guesses(num_seqs, width, kv_len, plain) for width in widths}
+
+    def _of_guesses(self, num_seqs: int, width: int, kv_len: int, plain: float) -> float:
+        measured = self._measured(num_seqs, width)
+        if measured is not None:
             return measured
         plain = max(plain, self._measured(num_seqs, UNGUESSED) or 0.0)
-        if self._attention is None or width == UNGUESSED:
+        if self._attention is None:
             return plain
         longer = self._attention(num_seqs, width, kv_len + width - 1) - self._attention(num_seqs, 1, kv_len)
         return plain + (1e-6 * max(longer, 0.0) if math.isfinite(longer) else 0.0)
