@@ -46,9 +46,6 @@ if INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 HOPPER, ADA = (9, 0), (8, 9)
-TOO_LARGE = {(8, 9): {"grouped_product"}, (12, 0): {"grouped_product"}}
-"""Kernels some tiles of which these GPUs have too little shared memory for. Where times are measured (tuning/experts.py) other
-tiles serve; the one for deterministic answers with experts has no other."""
 PACKAGES = headway.backends.triton, headway.models.experts, headway.models.fused
 
 
@@ -78,7 +75,7 @@ def launch_every_kernel(
 def check(found: Compilations) -> None:
     assert found.variants
     assert not found.faults, "\n".join(found.faults)
-    assert found.too_large.keys() == TOO_LARGE.get(found.capability, set()), found.too_large
+    assert not found.too_large, found.too_large
     early = {constants["PDL"] for constants in found.constants if "PDL" in constants}
     assert early == {str(found.capability >= PDL_CAPABILITY)}
     assert {constants.get("enable_fp_fusion") for constants in found.constants} == {"True"}, "Triton 3.10 has another default"

@@ -18,7 +18,7 @@ from headway.models.experts.routing import ExpertOrder
 from headway.models.experts.row_kernels import down_rows, gate_up_rows
 from headway.models.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product
 from headway.models.experts.weights import ExpertWeights
-from headway.models.fused.launch import Launcher
+from headway.models.fused.launch import Launcher, shared_memory
 from headway.models.operations import Norm
 
 
@@ -145,6 +145,7 @@ class Tiles:
         self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}{'.whole' if tiling.whole else ''}"
         self._tiling, self._config, self._router, self._launchers = tiling, config, router, _Launchers(device)
         self._always = always
+        self._shared_memory = shared_memory(device)
         self._places = torch.arange(tiling.block_m * config.num_slots if tiling.whole else 0, dtype=torch.int32, device=device)
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
@@ -175,6 +176,9 @@ class Tiles:
         num_pairs, width = y.shape
         num_blocks = config.num_all if tiling.whole else most_blocks(num_pairs, config.num_all, tiling.block_m)
         block_n = tiling.block_n // 2 if gated and tiling.block_m > 64 else tiling.block_n
+        # The last stage needs no memory of its own; how many there are changes no sum.
+        stage = (tiling.block_m + (2 if gated else 1) * block_n) * tiling.block_k * 2
+        stages = min(tiling.stages, 1 + self._shared_memory // stage)
         launch = self._launchers.get(
             grouped_product,
             tiling.warps,
@@ -186,7 +190,7 @@ class Tiles:
             BLOCK_M=tiling.block_m,
             BLOCK_N=block_n,
             BLOCK_K=tiling.block_k * 2 // x.itemsize,
-            STAGES=tiling.stages,
+            STAGES=stages,
             GROUP_M=tiling.group_m,
             GATHER=gated,
             GATED=gated,

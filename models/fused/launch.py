@@ -11,7 +11,16 @@ from headway.backends.triton.launch import Launcher as CompiledLauncher
 from headway.backends.triton.launch import launches_early
 from headway.backends.triton.layer import INTERPRETED
 
-__all__ = ["INTERPRETED", "Launcher"]
+__all__ = ["INTERPRETED", "Launcher", "shared_memory"]
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of it that a block of threads may have."""
+    if device.type != "cuda":
+        return 128 * 1024  # nothing runs there but the interpreter
+    properties = torch.cuda.get_device_properties(device)
+    num_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return num_bytes
 
 
 class Launcher:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.models.config import Activation
-from headway.models.fused.launch import INTERPRETED, Launcher
+from headway.models.fused.launch import INTERPRETED, Launcher, shared_memory
 from headway.models.fused.product_kernels import few_rows, one_row
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Rope
@@ -141,7 +141,7 @@ def _launcher(variant: _Variant, device: torch.device) -> tuple[Launcher, int]:
         # Every program reads all of x: where one chunk holds it there is room for larger programs, if they still fill the GPU.
         block_n = 32 if chunks == 1 and not variant.gated and variant.out_features >= 4096 else 16
         block_n = math.gcd(block_n, head_dim) if variant.heads else block_n
-        room = _shared_rows(device, block_k) - 2 * variant.block_m  # x lies there twice
+        room = shared_memory(device) // (2 * block_k) - 2 * variant.block_m  # x lies there twice
         depth = max(1, min(3, chunks, room // (2 * block_n if variant.gated else block_n)))
         # The interpreter multiplies the raw bits of bfloat16.
         shape = {"BLOCK_N": block_n, "BLOCK_M": variant.block_m, "SLICES": 4, "DEPTH": depth}
@@ -149,12 +149,3 @@ def _launcher(variant: _Variant, device: torch.device) -> tuple[Launcher, int]:
         early = variant.block_m == 8  # measured: of 1, 8 and 16 rows, whole steps with attention are faster so at 8 alone
         launcher = Launcher(few_rows, 4, device, DOT=dot, EARLY=early, **shape, **constants)
     return launcher, triton.cdiv(variant.out_features, block_n)
-
-
-def _shared_rows(device: torch.device, size: int) -> int:
-    """Rows of `size` half-precision elements that a program's shared memory holds."""
-    if device.type != "cuda":
-        return 64
-    properties = torch.cuda.get_device_properties(device)
-    num_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return num_bytes // (2 * size)
