@@ -114,5 +114,8 @@ def take_sampled(
             seq.fail(_reason_for(seq, fault, errors.get(index), first_nan))
         if seq.finished:
             ended.append(seq)
-        told.append(with_logprobs(delta_of(seq, new), seq, logprobs.get(index, ()), known))
+        delta = delta_of(seq, new)
+        told.append(
+            with_logprobs(delta, seq, logprobs.get(index, ()), known) if index in logprobs or seq.prompt_logprobs else delta
+        )
     return told, ended

@@ -86,9 +86,9 @@ class StepTimes:
 
     def _measured(self, num_seqs: int, width: int) -> float | None:
         """Of steps of this size, or of the next class."""
-        middle = size_class(num_seqs)
+        middle, means = size_class(num_seqs), self._means
         for size in (middle, middle - 1, middle + 1):
-            mean, count = self._means.get((size, width), (0.0, 0))
-            if count >= _NEEDED:
-                return mean
+            found = means.get((size, width))
+            if found is not None and found[1] >= _NEEDED:
+                return found[0]
         return None
