@@ -19,7 +19,8 @@ SETTLED = 300
 
 GROWTH = 600
 """MiB above what Python and its libraries hold, in the short form. The long form stays 430 above them, and up to 550 for a moment
-after a reload; it passed 600 with its third engine before freed memory was given back."""
+after a reload; it passed 600 with its third engine before freed memory was given back. Pages of files are left out: of the same
+libraries 230 to 400 MiB are mapped, as the system likes."""
 
 
 def levels(samples: list[dict[str, float]], width: float) -> list[tuple[float, float, float, float]]:
@@ -62,5 +63,5 @@ def test_mixed_work_with_faults_aborts_and_reloads_keeps_its_memory(tmp_path: Pa
         assert max(settled) <= settled[0] * 1.02, settled
         assert found["counts"]["steps that failed"]
     else:
-        grown = max(row[1] for row in table) - found["samples"][0]["rss"]
+        grown = max(row[3] for row in table) - found["samples"][0]["anonymous"]
         assert grown < GROWTH, grown
