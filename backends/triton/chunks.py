@@ -35,7 +35,6 @@ class Chunks:
     """int32 [most, CHUNK_FIELDS]; see there."""
     seqs: Tensor = field(init=False)
     """int32 [num_seqs, SEQ_FIELDS]; see there."""
-    _constants: dict[str, int | bool] = field(init=False)
     _bound: list[Bound] = field(init=False, default_factory=list)
     """The launch, once it has been made: it is a part of every step that is a graph's replay."""
 
@@ -45,15 +44,6 @@ class Chunks:
         both = torch.empty(end + len(self.seq_lens) * SEQ_FIELDS, dtype=torch.int32, device=self.seq_lens.device)
         object.__setattr__(self, "table", both[:end].view(most, CHUNK_FIELDS))
         object.__setattr__(self, "seqs", both[end:].view(-1, SEQ_FIELDS))
-        seqs = max(16, triton.next_power_of_2(len(self.seq_lens)))
-        constants = {
-            "SEQS": seqs,
-            "CHUNKS": max(16, min(64, _WORK // seqs)),
-            "BLOCK_N": self.block_n,
-            "HAS_WINDOW": self.window is not None,
-            "EVEN": self.even,
-        }
-        object.__setattr__(self, "_constants", constants)
 
     @property
     def split(self) -> bool:
@@ -70,9 +60,18 @@ class Chunks:
             self._bound[0](splits)
             return
         num_seqs, most = len(self.seq_lens), len(self.table)
-        key, grid = tuple(self._constants.values()), (triton.cdiv(most, self._constants["CHUNKS"]), 1, 1)
+        seqs = max(16, triton.next_power_of_2(num_seqs))
+        width = max(16, min(64, _WORK // seqs))
+        constants = {
+            "SEQS": seqs,
+            "CHUNKS": width,
+            "BLOCK_N": self.block_n,
+            "HAS_WINDOW": self.window is not None,
+            "EVEN": self.even,
+        }
+        key, grid = tuple(constants.values()), (triton.cdiv(most, width), 1, 1)
         rest = (self.seq_lens, self.query_start_loc, self.table, self.seqs, num_seqs, most, self.window or 0)
-        bound = launch.bind(key, grid, (splits,), (splits,), rest, self._constants, num_warps=4)
+        bound = launch.bind(key, grid, (splits,), (splits,), rest, constants, num_warps=4)
         if bound is not None:
             self._bound.append(bound)
 

@@ -109,9 +109,10 @@ class Drafting:
                 return self._start_rest(count, MEASURING)
             most = self._best(seconds, likely, [most] * count) - 1
             if most < 1:
-                self._refused += self._trial
-                if self._trial and self._refused % _REFUSED == 0:
-                    times.forget(count)
+                if self._trial:
+                    self._refused += 1
+                    if self._refused % _REFUSED == 0:
+                        times.forget(count)
                 return self._start_rest(count, COSTLY)
         guesses = [self._guess(seq, each, most) for seq, each in zip(ready, known, strict=True)]
         for each, guess in zip(known, guesses, strict=True):
