@@ -29,8 +29,15 @@ function tell(text, bad) {
 }
 
 let table = null;
+let beating = null;
 
-async function beat() {
+/** One look at the server. A beat that is asked for during another is that one: the table is shown once. */
+function beat() {
+  beating ??= look().finally(() => (beating = null));
+  return beating;
+}
+
+async function look() {
   if (document.hidden || (document.documentElement.dataset.key === "required" && !apiKey.get())) return;
   try {
     if (table === null) {

@@ -6,6 +6,7 @@ import { reason, taken } from "./live.js";
 let table = null;
 let backends = [];
 let pressed = null;
+let asked = 0; // questions so far: only the last one's answer is shown, whichever comes last
 
 const colourOf = (name) => colour(backends.indexOf(name));
 const phaseOf = (name) => table.phases.find((each) => each.phase === name);
@@ -100,14 +101,15 @@ async function lookUp() {
   const phase = find("phase").value, length = Number(find("kv-len").value);
   const fresh = phase === "prefill" ? length : Number(find("query-len").value);
   const query = new URLSearchParams({ phase, batch: find("batch").value, query_len: fresh, kv_len: length });
-  const answer = find("answer");
+  const answer = find("answer"), mine = ++asked;
   try {
     const found = await (await call(`/headway/explain?${query}`)).json();
+    if (mine !== asked) return;
     const name = taken(found);
     const told = make("p", {}, make("strong", { textContent: name }), ` — ${reason(found, name, table)}`);
     answer.replaceChildren(told, ...(found.ranking.length ? [bars(found.ranking)] : []));
   } catch (error) {
-    answer.replaceChildren(make("p", { textContent: error.message }));
+    if (mine === asked) answer.replaceChildren(make("p", { textContent: error.message }));
   }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -29,12 +30,16 @@ expect = sync_api.expect
 SECONDS = 20_000
 """Milliseconds that anything on the page may take on a busy machine."""
 
+LOOK_AGAIN = "() => document.dispatchEvent(new Event('visibilitychange'))"
+
 
 @pytest.fixture(scope="module")
 def served(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server with a crossover table, and an engine slow enough for a hand to stop it."""
+    """A server with a crossover table, and an engine slow enough for a hand to stop it; no answer ends before it is asked to."""
     write_json(a_page_table(), path := tmp_path_factory.mktemp("page") / "table.json")
-    measured = LLM(llm.model.name, kv_cache_memory="1MiB", num_threads=1, crossover_table=str(path))
+    folder = shutil.copytree(llm.model.name, path.parent / "model")
+    (Path(folder) / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
+    measured = LLM(str(folder), kv_cache_memory="1MiB", num_threads=1, crossover_table=str(path))
     step = measured.engine.step
     measured.engine.step = lambda: (time.sleep(0.04), step())[1]
     with running(measured) as found:
@@ -152,6 +157,32 @@ def test_the_table_is_explored_by_mouse_and_keyboard(page: sync_api.Page) -> Non
     expect(answer).to_contain_text("beyond what was measured")
     page.locator("summary", has_text="not taken").click()
     expect(page.locator("#refused")).to_contain_text("prefill: hopper")
+
+
+def test_the_last_question_has_the_answer_whichever_comes_last(page: sync_api.Page) -> None:
+    held: list[sync_api.Route] = []
+    page.route("**/headway/explain?*batch=3&*", lambda route: held.append(route))
+    page.get_by_label("Sequences", exact=True).fill("3")
+    page.keyboard.press("Enter")
+    page.get_by_label("Sequences", exact=True).fill("4")
+    page.keyboard.press("Enter")
+    expect(page.locator("#answer")).to_contain_text(re.compile(r"4 sequences"))
+    with page.expect_response("**/headway/explain?*batch=3&*"):
+        held[0].continue_()
+    page.evaluate("() => new Promise((done) => setTimeout(done, 50))")
+    expect(page.locator("#answer")).to_contain_text(re.compile(r"4 sequences"))
+
+
+def test_the_table_is_asked_for_once(browser: sync_api.Browser, served: Running) -> None:
+    context = browser.new_context()
+    page, asked = context.new_page(), []
+    page.on("request", lambda request: asked.append(request.url) if request.url.endswith("/headway/table") else None)
+    page.route("**/headway/table", lambda route: (page.evaluate(LOOK_AGAIN), route.continue_()))
+    page.goto(served.url)
+    expect(page.locator("#connection")).to_have_text("connected", timeout=SECONDS)
+    assert len(asked) == 1, "the page became visible while the first look was under way"
+    context.close()
+    served.wait_idle()
 
 
 def test_everything_is_reached_by_keyboard(page: sync_api.Page) -> None:
