@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from headway.registry import Registry, create_registry
 
 os.environ.setdefault("HEADWAY_AUTOTUNE_BUDGET", "0")  # nothing is measured at a start unless a test asks for it
 os.environ.setdefault("HEADWAY_TRUST_PLUGINS", "1")  # no plugin is tried in a process of its own, which takes seconds, likewise
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background; some tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _cache_of_these_tests() -> Path:
