@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import logging
 import shutil
@@ -36,14 +37,16 @@ def convert(path: Path) -> Path:
     """Folder with the model's float32 weights and tokenizer; made if it is not there yet (SmolLM2-135M: about 20 s).
 
     The folder appears whole or not at all, so two first starts at once do no harm. One whose files were cut short since is made
-    again, and what a conversion that was killed has left is removed.
+    again, and what a killed conversion has left is removed. Each release of transformers has a folder of its own: 5.4 and
+    5.5 wrote tokenizers that cut texts in other places.
 
     :raises ModelError: no such file, no gguf reader, or a file transformers cannot read.
     """
     if not path.is_file():
         raise ModelError(f"model {path}: no such file")
     stat = path.stat()
-    key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    made_of = path.resolve(), stat.st_size, stat.st_mtime_ns, importlib.metadata.version("transformers")
+    key = hashlib.sha256(" ".join(map(str, made_of)).encode()).hexdigest()[:12]
     target = cache_folder() / "models" / f"{path.stem}-{key}"
     if target.exists():
         damage = _damage(target)

@@ -97,6 +97,17 @@ def test_a_converted_model_that_was_cut_short_is_made_again(
     assert len(conversions) == 2
 
 
+def test_another_transformers_converts_anew(
+    cache: Path, tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "tiny.gguf"
+    model.write_bytes(b"GGUF")
+    before = gguf.convert(model)
+    monkeypatch.setattr(gguf.importlib.metadata, "version", lambda name: f"{name} 99")
+    assert gguf.convert(model) != before
+    assert len(conversions) == 2
+
+
 def test_a_conversion_that_was_killed_leaves_nothing_for_long(cache: Path, tmp_path: Path, conversions: list[Path]) -> None:
     model = tmp_path / "tiny.gguf"
     model.write_bytes(b"GGUF")
