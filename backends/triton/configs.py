@@ -166,7 +166,7 @@ def latent_config(arch: Architecture, rows: int, itemsize: int) -> DecodeConfig:
     name = "latent wide" if rows >= 64 and itemsize == 2 and "latent wide" in table else "latent"
     config = table.get(name) or replace(table["few"], block_m=16)
     if itemsize == 4:  # twice the memory for a tile of which half the numbers are computed at a time
-        block_n = config.block_n if name in table else 16
+        block_n = config.block_n if name in table else 16  # shared memory may be 99 KiB
         config = replace(config, block_m=16, block_n=block_n, num_stages=min(config.num_stages, 2))
     return config
 
@@ -191,7 +191,7 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
         config = replace(config, num_stages=min(config.num_stages, 2))
     if block_d > 256:  # latent attention: the sums alone take a third of the registers
         config = replace(config, block_m=min(config.block_m, 64), block_n=min(config.block_n, 64), num_warps=8, tma=False)
-        if itemsize == 4:  # must fit the 99 KiB that GPUs beside the largest have
+        if itemsize == 4:  # and shared memory may be 99 KiB
             config = replace(config, block_m=16, num_stages=1)
     if block_d > 128:
         config = replace(config, block_n=max(config.block_n // 2, 16), num_stages=min(config.num_stages, 2), num_warps=8)

@@ -8,6 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.models.fused.draw_kernels import _log2_exponential, _philox
 from headway.models.fused.level_kernels import (
+    _LENGTHS,
     _LOG2E,
     _TALLIES,
     LOWEST,
@@ -133,7 +134,7 @@ def cut_rows(
             of_row = logits + row * stride
             goal, weigh = _goal(masses, goals, row, top_k, top_p, STAGE)
             bottom, top, above, mass_above = _bracket(levels, counts, masses, row, goal, weigh, ROOM, STAGE)
-            length = tl.load(counts + row * _TALLIES + 24 + STAGE)
+            length = tl.load(counts + row * _TALLIES + _LENGTHS + STAGE)
             whole = length > ROOM
             if whole:
                 bottom, top, above, mass_above = least * 0 + float("-inf"), most, above * 0, mass_above * 0

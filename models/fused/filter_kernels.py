@@ -11,7 +11,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.models.fused.draw_kernels import _log2_exponential, _philox
 from headway.models.fused.level_kernels import (
+    _LENGTHS,
     _LOG2E,
+    _RACED,
     _STEPS,
     _TALLIES,
     _TURN,
@@ -69,7 +71,7 @@ def list_between(
         count = tl.sum(mine, axis=0)
         if count > 0:
             # One request for room; then each thread reads its logits again, and knows where its own go.
-            place = tl.atomic_add(counts + row * _TALLIES + 24 + STAGE, count) + tl.cumsum(mine, axis=0) - mine
+            place = tl.atomic_add(counts + row * _TALLIES + _LENGTHS + STAGE, count) + tl.cumsum(mine, axis=0) - mine
             shift = 4 * tl.arange(0, _STEPS)[:, None]
             for start in range(part * size, end, _TURN):
                 y = _turn(of_row, start, vocab_size, scale)
@@ -133,6 +135,6 @@ def race_kept(
             score = tl.max(most, axis=0)
             at = tl.min(tl.where(most == score, token, SICK), axis=0)
             tl.atomic_max(best + row, (_ordered(score).to(tl.int64) << 32) + (at ^ SICK))
-            if tl.atomic_add(counts + row * _TALLIES + 26, 1) == tl.num_programs(1) - 1:
+            if tl.atomic_add(counts + row * _TALLIES + _RACED, 1) == tl.num_programs(1) - 1:
                 winner = tl.atomic_max(best + row, tl.full([], -0x8000000000000000, tl.int64))
                 tl.store(chosen + row, (winner & SICK) ^ SICK)

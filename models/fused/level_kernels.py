@@ -24,6 +24,7 @@ TALLIES = 8 * ROUNDS + 3
 TURN = 1024
 """Logits that a program of four warps reads at a time."""
 _LEVELS, _SAMPLE, _TALLIES = tl.constexpr(LEVELS), tl.constexpr(512), tl.constexpr(TALLIES)
+_LENGTHS, _RACED = tl.constexpr(8 * ROUNDS), tl.constexpr(TALLIES - 1)
 _TURN, _LANES, _STEPS = tl.constexpr(TURN), tl.constexpr(128), tl.constexpr(TURN // 128)
 _COUNT = tl.constexpr(2**50)
 """A token's one, beside its mass in the same sum: a thread adds up fewer than a thousand of either."""
