@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headway.core.sampling.params import RequestOutputKind, SamplingParams
     from headway.core.sampling.structured import StructuredOutputsParams
     from headway.engine_args import EngineArgs
-    from headway.engine_thread import EngineDeadError
+    from headway.engine_host import EngineDeadError
     from headway.llm import LLM
     from headway.outputs import CompletionOutput, RequestOutput
     from headway.prompts import TextPrompt, TokensPrompt
@@ -42,7 +42,7 @@ _HOME = {
     "LLM": "headway.llm",
     "CompletionOutput": "headway.outputs",
     "EngineArgs": "headway.engine_args",
-    "EngineDeadError": "headway.engine_thread",
+    "EngineDeadError": "headway.engine_host",
     "EngineSnapshot": "headway.core.engine.stats",
     "HeadwayError": "headway.core.contract.errors",
     "Logprob": "headway.core.sampling.logprobs",

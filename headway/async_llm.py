@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine in a thread of its own, and requests as asynchronous iterators."""
+"""`AsyncLLM`: the engine in a thread or a process of its own, and requests as asynchronous iterators."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from headway.assembly import assemble
+from headway.core.contract.errors import HeadwayError
+from headway.core.engine.loop import EngineLoop
 from headway.core.engine.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
-from headway.driver import EngineDriver, RequestName
+from headway.driver import EngineDriver
 from headway.engine_args import EngineArgs, takes_arguments_of
-from headway.engine_thread import EngineDeadError, EngineThread
+from headway.engine_host import EngineDeadError, EngineHost, Task, add_request, give_up, look
+from headway.engine_process import EngineProcess
+from headway.engine_state import EngineState
+from headway.engine_thread import EngineThread
 from headway.intake import CheckedRequest, check_streamed, quickly_checked, template_options
 from headway.outputs import RequestOutput
 from headway.prompts import Message, Prompt, alone
+from headway.request_names import RequestName
 from headway.streams import Mailbox, Mailboxes, RequestStream
 
 if TYPE_CHECKING:
-    from headway.core.engine.loop import EngineLoop
     from headway.llm import LLM
 
 T = TypeVar("T")
@@ -33,11 +38,11 @@ _TOKENISERS = 2
 """Threads that render templates and tokenise; the tokenizer's own code runs beside Python's."""
 
 
-class AsyncLLM:
+class AsyncLLM(EngineState):
     """A model whose requests come and go while it runs. Methods are named as those of vLLM's AsyncLLM.
 
-    Prompts are tokenised in threads, the engine runs in another one, and texts are made on the caller's event loop. Coroutines of
-    several event loops may use one AsyncLLM.
+    Prompts are tokenised in threads, the engine runs in another thread or in a process of its own, and texts are made on the
+    caller's event loop. Coroutines of several event loops may use one AsyncLLM.
     """
 
     @takes_arguments_of(EngineArgs)
@@ -46,31 +51,33 @@ class AsyncLLM:
 
         :raises HeadwayError: anything the caller can put right, in one line.
         """
-        self._start(EngineDriver(assemble(EngineArgs.of(*model, **options))))
+        self._start(_in_thread(EngineArgs.of(*model, **options)))
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """With these options."""
+    def from_engine_args(cls, engine_args: EngineArgs, *, own_process: bool = False) -> Self:
+        """With these options.
+
+        own_process: run the engine in a process of its own, as `headway serve` does. Python's interpreter lock is then not shared
+        by the engine's steps and what is done for each token here, and what ends that process leaves this one alone. Options and
+        parameters must be such as can be pickled; `engine`, `driver` and functions as logits processors are for threads.
+        """
         made = cls.__new__(cls)
-        made._start(EngineDriver(assemble(engine_args)))
+        made._start(EngineProcess(engine_args) if own_process else _in_thread(engine_args))
         return made
 
     @classmethod
     def from_llm(cls, llm: LLM) -> Self:
         """Over the model and the engine of an LLM, which may be used meanwhile: the requests of both share the batch."""
         made = cls.__new__(cls)
-        made._start(llm.driver)
+        made._start(EngineThread(llm.driver))
         return made
 
-    def _start(self, driver: EngineDriver) -> None:
-        self.driver = driver
-        self.model, self.engine = driver.assembly.model, driver.engine
-        self._mailboxes = Mailboxes()
+    def _start(self, host: EngineHost) -> None:
+        super().__init__(host)
         self._tokenisers = ThreadPoolExecutor(_TOKENISERS, "headway-tokenise")
         self._draining = False
-        self._thread = EngineThread(driver, self._mailboxes.fail)
-        driver.listen(self._mailboxes.post)
-        self._stop = weakref.finalize(self, _stop, driver, self._thread, self._mailboxes, self._tokenisers)
+        host.listen(self._mailboxes.post, self._mailboxes.fail)
+        self._stop = weakref.finalize(self, _stop, host, self._mailboxes, self._tokenisers)
 
     async def generate(
         self,
@@ -128,7 +135,7 @@ class AsyncLLM:
         :raises HeadwayError: the model has no chat template, or a message has another form.
         """
         options = template_options(add_generation_prompt, continue_final_message, chat_template, tools, chat_template_kwargs)
-        return await self.in_thread(partial(self.driver.intake.chat_prompt, messages, **options))
+        return await self.in_thread(partial(self._host.intake.chat_prompt, messages, **options))
 
     async def check(
         self,
@@ -142,8 +149,8 @@ class AsyncLLM:
         :raises HeadwayError: as `generate`.
         """
         if quickly_checked(prompts):
-            return self.driver.intake.check(prompts, sampling_params)
-        return await self.in_thread(partial(self.driver.intake.check, prompts, sampling_params))
+            return self._host.intake.check(prompts, sampling_params)
+        return await self.in_thread(partial(self._host.intake.check, prompts, sampling_params))
 
     def submit(self, request: CheckedRequest, request_id: str | None = None, *, priority: int = 0) -> RequestStream:
         """Queue a request that `check` returned, and return the stream of its outputs; call it on an event loop.
@@ -153,18 +160,16 @@ class AsyncLLM:
         :raises ConfigError: the id is taken.
         :raises EngineDeadError: the engine has ended or is being drained.
         """
-        self.engine.limits.check_priority(priority)
+        self.facts.limits.check_priority(priority)
         check_streamed(request.params)
         if self._draining:
             raise EngineDeadError("the engine takes no more requests, because it is being drained")
-        box = self._mailboxes.of(asyncio.get_running_loop(), self.model.tokenizer, partial(_abort, self._thread))
-        name = self.driver.claim(request_id)
+        box = self._mailboxes.of(asyncio.get_running_loop(), self.model.tokenizer, partial(give_up, self._host))
+        name = self._host.names.claim(request_id)
         stream = box.open(name, request, partial(self._close, box, name))
         try:
-            added = self._thread.call(
-                lambda engine: engine.add_request(name.key, request.prompt_token_ids, request.resolved, priority)
-            )
-        except EngineDeadError:
+            added = self._host.call(add_request(name.key, request.prompt_token_ids, request.resolved, priority))
+        except (EngineDeadError, HeadwayError):
             stream.close()
             raise
         added.add_done_callback(partial(_tell, box, name.key))
@@ -202,66 +207,33 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         self.shutdown()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the engine serves requests."""
-        return self._thread.error is None
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it does not, because of a fault or a shutdown."""
-        return not self.is_running
-
-    @property
-    def errored(self) -> bool:
-        """Whether a fault has ended the engine."""
-        return self._thread.error is not None and self._thread.error.__cause__ is not None
-
-    @property
-    def dead_error(self) -> EngineDeadError | None:
-        """What has ended the engine; None while it runs."""
-        return self._thread.error
-
-    async def check_health(self) -> None:
-        """:raises EngineDeadError: the engine has ended."""
-        if self._thread.error is not None:
-            raise self._thread.error
-
-    @property
-    def num_unfinished_requests(self) -> int:
-        """Requests of this AsyncLLM whose stream has not ended."""
-        return self._mailboxes.num_streams
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences (completions of requests) in the engine that have not begun, or wait to go on."""
-        return len(self.engine.scheduler.waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences in the engine that are served in its steps."""
-        return len(self.engine.scheduler.running)
-
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer of the model; None where it was loaded without one."""
         return self.model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends: what `generate` takes where it is given none."""
-        return self.driver.intake.default_params()
+        return self._host.intake.default_params()
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
-        await self.ask(lambda engine: engine.blocks.forget_prefixes(everywhere=True))
+        await self.ask(_forget_prefixes)
         return True
 
     async def stats(self) -> EngineSnapshot:
         """What the engine does at this moment and has done since it started, read between two steps. It raises as `ask`."""
-        return await self.ask(lambda engine: engine.snapshot())
+        return await self.ask(EngineLoop.snapshot)
 
-    async def ask(self, look: Callable[[EngineLoop], T]) -> T:
-        """What a function finds that the engine's thread calls with it between two steps; EngineDeadError without one."""
-        return await asyncio.wrap_future(self._thread.call(look))
+    async def ask(self, function: Callable[[EngineLoop], T]) -> T:
+        """What a function finds that is called with the engine between two steps; EngineDeadError without one.
+
+        It is called where the engine runs: another process needs a function of a module, or a partial of one.
+        """
+        return await self.have_done(look(function))
+
+    async def have_done(self, task: Task[T], *, aside: bool = False) -> T:
+        """What a task finds; see `engine_host`. aside: it is done beside the engine's steps, which it must not change."""
+        return await asyncio.wrap_future((self._host.aside if aside else self._host.call)(task))
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Call a function in one of the threads that tokenise.
@@ -274,13 +246,16 @@ class AsyncLLM:
     def _close(self, box: Mailbox, name: RequestName) -> None:
         """After a stream was read to its end or given up."""
         if not box.remove(name.key).finished:
-            _abort(self._thread, name.key, None)
-        self.driver.release(name.request_id)
+            give_up(self._host, name.key, None)
+        self._host.names.release(name.request_id)
 
 
-def _abort(thread: EngineThread, key: str, index: int | None) -> None:
-    with suppress(EngineDeadError):
-        thread.call(lambda engine: engine.abort(key, index))
+def _in_thread(args: EngineArgs) -> EngineThread:
+    return EngineThread(EngineDriver(assemble(args)))
+
+
+def _forget_prefixes(engine: EngineLoop) -> None:
+    engine.blocks.forget_prefixes(everywhere=True)
 
 
 def _tell(box: Mailbox, key: str, added: Future[None]) -> None:
@@ -290,10 +265,7 @@ def _tell(box: Mailbox, key: str, added: Future[None]) -> None:
         box.post_failure(error, key)
 
 
-def _stop(driver: EngineDriver, thread: EngineThread, mailboxes: Mailboxes, tokenisers: ThreadPoolExecutor) -> None:
-    thread.stop()
-    driver.leave(mailboxes.post)
+def _stop(host: EngineHost, mailboxes: Mailboxes, tokenisers: ThreadPoolExecutor) -> None:
+    host.stop()
     tokenisers.shutdown(wait=False, cancel_futures=True)
-    with driver.turns:
-        for key in mailboxes.abort_all():
-            driver.engine.abort(key)
+    host.leave(mailboxes.post, mailboxes.abort_all)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, current_thread
 from typing import Any, Final, TypeVar
 
 import torch
 
-from headway.core.engine.loop import EngineLoop
-from headway.driver import EngineDriver
+from headway.driver import EngineDriver, Listener
+from headway.engine_host import EngineDeadError, EngineFacts, Task
 from headway.heap import give_back
 
 log = logging.getLogger("headway")
@@ -22,42 +22,62 @@ _IDLE: Final = 1.0
 process's memory."""
 
 T = TypeVar("T")
-Call = tuple[Callable[[EngineLoop], Any], "Future[Any]"]
-
-
-class EngineDeadError(RuntimeError):
-    """The thread that runs the engine has ended, by a fault in the engine (its cause) or by a shutdown."""
+Call = tuple[Task[Any], "Future[Any]"]
 
 
 class EngineThread:
-    """Steps an engine in the background. Calls are queued and served between steps, so nobody waits to hand something in."""
+    """Steps an engine in a thread of this process; an `EngineHost`. Tasks are queued and done between steps, so nobody waits to
+    hand something in."""
 
-    def __init__(self, driver: EngineDriver, died: Callable[[EngineDeadError], None]) -> None:
-        """died: called in the thread when a fault in the engine has ended it, to tell everybody who waits for outputs."""
-        self._driver, self._died = driver, died
+    def __init__(self, driver: EngineDriver) -> None:
+        self.driver = driver
+        self.model, self.intake, self.names = driver.assembly.model, driver.intake, driver.names
+        self.facts = EngineFacts.of(driver)
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._guard = Lock()
         """Of `_error`: nothing is queued after the queue was emptied for the last time."""
         self._error: EngineDeadError | None = None
+        self._died: list[Callable[[EngineDeadError], None]] = []
+        self._aside = ThreadPoolExecutor(1, "headway-aside")
         self._thread = Thread(target=self._run, name="headway-engine", daemon=True)
         self._thread.start()
 
     @property
     def error(self) -> EngineDeadError | None:
-        """Why it has ended; None while it runs."""
+        """See EngineHost."""
         return self._error
 
-    def call(self, function: Callable[[EngineLoop], T]) -> Future[T]:
-        """Have the thread call a function with the engine before its next step.
+    @property
+    def num_sequences(self) -> tuple[int, int]:
+        """See EngineHost."""
+        scheduler = self.driver.engine.scheduler
+        return len(scheduler.running), len(scheduler.waiting)
 
-        :raises EngineDeadError: it has ended.
-        """
+    def listen(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
+        """See EngineHost. Both are called in the engine's thread."""
+        self._died.append(died)
+        self.driver.listen(listener)
+
+    def call(self, task: Task[T]) -> Future[T]:
+        """See EngineHost."""
         future: Future[T] = Future()
         with self._guard:
-            if self._error is not None:
-                raise EngineDeadError(str(self._error)) from self._error.__cause__
-            self._calls.put((function, future))
+            self._check()
+            self._calls.put((task, future))
         return future
+
+    def aside(self, task: Task[T]) -> Future[T]:
+        """See EngineHost."""
+        with self._guard:
+            self._check()
+            return self._aside.submit(task, self.driver)
+
+    def leave(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
+        """See EngineHost."""
+        self.driver.leave(listener)
+        with self.driver.turns:
+            for key in unfinished():
+                self.driver.engine.abort(key)
 
     def stop(self, timeout: float | None = None) -> None:
         """End the thread after the step that it is in, and wait for that; requests that it leaves are not ended."""
@@ -65,13 +85,14 @@ class EngineThread:
             if self._error is None:
                 self._error = EngineDeadError("the engine was shut down")
                 self._calls.put(None)
+        self._aside.shutdown(wait=False, cancel_futures=True)
         if current_thread() is not self._thread:
             self._thread.join(timeout)
-            if self._driver.on_cpu:
+            if self.driver.on_cpu:
                 give_back()  # the thread's own compiled products went with it
 
     def _run(self) -> None:
-        driver, engine, busy = self._driver, self._driver.engine, False
+        driver, engine, busy = self.driver, self.driver.engine, False
         torch.set_num_threads(torch.get_num_threads())  # OpenMP counts its threads for each of ours
         if driver.assembly.device.type == "cuda":
             torch.cuda.set_device(driver.assembly.device)
@@ -79,8 +100,8 @@ class EngineThread:
             while True:
                 calls, stopped = self._next_calls(wait=not busy)
                 with driver.turns:
-                    for function, future in calls:
-                        _serve(function, engine, future)
+                    for task, future in calls:
+                        _serve(task, driver, future)
                     if stopped:
                         return
                     if engine.has_unfinished:
@@ -92,7 +113,7 @@ class EngineThread:
     def _next_calls(self, wait: bool) -> tuple[list[Call], bool]:
         """What was asked since the last step, and whether the thread is to end. wait: until there is something."""
         calls: list[Call] = []
-        idle = _IDLE if self._driver.on_cpu else None
+        idle = _IDLE if self.driver.on_cpu else None
         while True:
             try:
                 call = self._calls.get(block=wait, timeout=idle)
@@ -116,14 +137,20 @@ class EngineThread:
             calls, _ = self._next_calls(wait=False)
         for _, future in calls:
             future.set_exception(error)
-        self._died(error)
+        for died in self._died:
+            died(error)
+
+    def _check(self) -> None:
+        """:raises EngineDeadError: it has ended."""
+        if self._error is not None:
+            raise EngineDeadError(str(self._error)) from self._error.__cause__
 
 
-def _serve(function: Callable[[EngineLoop], T], engine: EngineLoop, future: Future[T]) -> None:
-    """Call a function; its fault is its caller's."""
+def _serve(task: Task[T], driver: EngineDriver, future: Future[T]) -> None:
+    """Do a task; its fault is its caller's."""
     if not future.set_running_or_notify_cancel():
         return
     try:
-        future.set_result(function(engine))
+        future.set_result(task(driver))
     except Exception as error:
         future.set_exception(error)

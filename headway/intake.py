@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from headway.asked import default_params, params_of, resolve
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.limits import PromptLimits
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
-from headway.models.loader import LoadedModel
 from headway.prompts import Message, ParsedPrompt, Prompt, chat_prompt, parse_prompts, whole_text
 
 _AT_ONCE = 8
 """Prompts that are checked without a thread, if they are short."""
 _SHORT = 4096
 """Token ids of a short prompt, which are checked in less than 50 us."""
+
+
+class TextModel(Protocol):
+    """What is to be known of a model where texts are read and made."""
+
+    @property
+    def name(self) -> str:
+        """By which it was loaded."""
+
+    @property
+    def folder(self) -> Path:
+        """Its files."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer; None: token ids in, token ids out."""
 
 
 class CheckedRequest(NamedTuple):
@@ -34,7 +50,7 @@ class CheckedRequest(NamedTuple):
 class Intake:
     """Checks the requests of one engine. Any thread may call it, several at a time."""
 
-    def __init__(self, model: LoadedModel, limits: PromptLimits) -> None:
+    def __init__(self, model: TextModel, limits: PromptLimits) -> None:
         self.model, self.tokenizer, self.limits = model, model.tokenizer, limits
 
     def check(

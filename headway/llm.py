@@ -204,7 +204,7 @@ class LLM:
         progress = Progress()
         with self.driver.turns, self._ended_if_refused(requests):
             for each, own in zip(checked, priorities, strict=True):
-                request_id = self.driver.claim().request_id
+                request_id = self.driver.names.claim().request_id
                 requests.append(self._processor.add(request_id, each.prompt, each.prompt_token_ids, each.params, progress))
                 self.engine.add_request(request_id, each.prompt_token_ids, each.resolved, own)
         return requests, progress
@@ -236,4 +236,4 @@ class LLM:
         for request in requests:
             self._processor.remove(request.request_id)
             self.engine.abort(request.request_id)
-            self.driver.release(request.request_id)
+            self.driver.names.release(request.request_id)

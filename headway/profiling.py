@@ -177,3 +177,21 @@ class StepProfiler:
                 if not each.key.startswith("headway."):
                     times[each.key] = each.self_cpu_time_total
         return {name: 1e-3 * us / self._traced.num_steps for name, us in times.most_common(_MOST_KERNELS)}
+
+
+def start_profile(driver: EngineDriver, folder: Path, asked: ProfileRequest) -> None:
+    """The task of beginning to look at steps; see headway.engine_host."""
+    driver.kept["profiler"] = profiler = StepProfiler(driver, folder, asked)
+    profiler.start()
+
+
+def stop_profile(driver: EngineDriver) -> StepsProfile:
+    """The task of ending that."""
+    profiler: StepProfiler = driver.kept["profiler"]
+    return profiler.stop()
+
+
+def write_trace(driver: EngineDriver) -> str | None:
+    """The task of writing the trace, after `stop_profile`."""
+    profiler: StepProfiler = driver.kept.pop("profiler")
+    return profiler.write_trace()

@@ -8,11 +8,11 @@ from threading import Lock
 
 from headway.core.engine.deltas import OutputDelta
 from headway.core.sampling.detokenizer import Tokenizer
-from headway.driver import RequestName
 from headway.intake import CheckedRequest
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.processor import OutputProcessor
 from headway.progress import Progress, RequestState
+from headway.request_names import RequestName
 
 
 class RequestStream:

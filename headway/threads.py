@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Final
 
 import psutil
 import torch
 
 from headway.core.contract.errors import ConfigError
 
+SWITCH_INTERVAL: Final = 0.0005
+"""Seconds after which Python's threads take turns, where one of them steps an engine: it waits at most this long for the others,
+and the other way round. Python's own 5 ms are longer than a step."""
 _SAMPLE_SECONDS = 0.1
 _BUSY_PERCENT = 50.0
 

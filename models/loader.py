@@ -99,7 +99,7 @@ def load_model(
         decoder, implementation = adapted, adapted.implementation
     log.info("model: %s, computed by %s", name, implementation)
     without_tokenizer = skip_tokenizer_init or (dummy and not (folder / "tokenizer_config.json").is_file())
-    tokenizer = None if without_tokenizer else _read_tokenizer(folder)
+    tokenizer = None if without_tokenizer else read_tokenizer(folder)
     return LoadedModel(name, folder, decoder, implementation, tokenizer, _eos(folder, config))
 
 
@@ -137,7 +137,11 @@ def read_config(folder: Path, plain: bool = True) -> Any:
         raise ModelError(f"model {folder}: config.json cannot be used ({_first_line(error)})") from error
 
 
-def _read_tokenizer(folder: Path) -> Any:
+def read_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of a model folder.
+
+    :raises ModelError: it cannot be read, or needs code of the model's own.
+    """
     from transformers import AutoTokenizer
 
     try:

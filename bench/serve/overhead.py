@@ -29,6 +29,7 @@ from headway.core.engine.marks import no_mark
 from headway.core.engine.stats import EngineSnapshot, EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.driver import EngineDriver
+from headway.engine_thread import EngineThread
 
 
 class PacedEngine:
@@ -38,9 +39,10 @@ class PacedEngine:
         """work_seconds: of a step, that it computes in Python; the rest it waits, as for a device. prompt_seconds: that a step
         takes longer for each prompt in it."""
         self.limits = PromptLimits(32768, vocab_size, "")
-        self.capacity = SimpleNamespace(pool=SimpleNamespace(page_format=SimpleNamespace(block_size=16)))
+        pool = SimpleNamespace(page_format=SimpleNamespace(block_size=16), num_pages=1)
+        self.capacity = SimpleNamespace(pool=pool, max_num_seqs=4096)
         self.scheduler = SimpleNamespace(waiting=[], running=[])
-        self.executor = SimpleNamespace(selector=None)
+        self.executor = SimpleNamespace(selector=SimpleNamespace(selection="a stand-in"))
         self.mark = no_mark
         self.stats = EngineStats()
         self.step_seconds, self._work, self._prompt = step_seconds, work_seconds, prompt_seconds
@@ -97,7 +99,8 @@ def paced_llm(tokenizer: Any, step_seconds: float, work_seconds: float, prompt_s
     engine = PacedEngine(vocab_size, step_seconds, work_seconds, prompt_seconds)
     device = SimpleNamespace(type="cpu")
     llm: AsyncLLM = AsyncLLM.__new__(AsyncLLM)
-    llm._start(EngineDriver(SimpleNamespace(model=model, engine=engine, stats_log=None, device=device)))  # type: ignore[arg-type]
+    assembly: Any = SimpleNamespace(model=model, engine=engine, stats_log=None, device=device)
+    llm._start(EngineThread(EngineDriver(assembly)))
     return llm
 
 
@@ -132,8 +135,9 @@ print(json.dumps(found))
 
 def measure(llm: AsyncLLM, streams: int, tokens: int, rounds: int = 1, prompt: int = 16) -> dict[str, float]:
     """Chunks and tokens a second through a server, read by a client in a process of its own; see `main` for the rest."""
-    from headway.server.launch import SWITCH_INTERVAL, Server
+    from headway.server.launch import Server
     from headway.server.service import ServerOptions
+    from headway.threads import SWITCH_INTERVAL
 
     sys.setswitchinterval(SWITCH_INTERVAL)
     server = Server(llm, ServerOptions(), port=0)

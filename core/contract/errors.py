@@ -11,6 +11,14 @@ from headway.core.contract.support import Reason
 class HeadwayError(Exception):
     """Base of every error that is the caller's to fix; the command line prints it without a traceback and exits with 2."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors come back from other processes, and their texts are made by constructors that take other arguments."""
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(kind: type[HeadwayError], args: tuple[object, ...]) -> HeadwayError:
+    return kind.__new__(kind, *args)
+
 
 class ConfigError(HeadwayError, ValueError):
     """An option or argument has a value that cannot work."""

@@ -49,6 +49,11 @@ def python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
+def found_modules() -> str:
+    """$PYTHONPATH for a Python that is to find the modules that this one finds."""
+    return os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
+
+
 class Child:
     """One process in a session of its own. It finds the modules that this process finds.
 
@@ -59,7 +64,6 @@ class Child:
         """:raises OSError: the process cannot be started."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by stop)
         self._rest = b""
-        paths = os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
         try:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 command,
@@ -67,7 +71,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
+                env={**os.environ, "PYTHONPATH": found_modules(), **(environment or {})},
             )
         except OSError:
             self._errors.close()

@@ -73,14 +73,14 @@ class HeadwayEngine(LLMEngine):
         """Load the model; Dynamo sends requests from then on."""
         del worker_id
         self._llm = llm = await asyncio.to_thread(lambda: AsyncLLM(self._model, **self._options))
-        pool, capacity = llm.engine.capacity.pool, llm.engine.capacity
+        facts = llm.facts
         return EngineConfig(
             model=self._model,
             llm=LlmRegistration(
-                context_length=capacity.max_model_len,
-                kv_cache_block_size=pool.page_format.block_size,
-                total_kv_blocks=pool.num_pages,
-                max_num_seqs=capacity.max_num_seqs,
+                context_length=facts.limits.max_model_len,
+                kv_cache_block_size=facts.block_size,
+                total_kv_blocks=facts.num_blocks,
+                max_num_seqs=facts.max_num_seqs,
             ),
         )
 

@@ -30,8 +30,9 @@ from headway.cli.serve import serve
 from headway.cli.table import table
 from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
-from headway.core.system.text import harmless, shown
+from headway.core.system.text import shown
 from headway.engine_args import VLLM_OPTIONS
+from headway.logs import log_to_stderr
 
 _MOST_SAID = 400
 """Characters of an error."""
@@ -117,13 +118,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-class _Harmless(logging.Formatter):
-    """Messages without what a terminal would obey: they hold names that somebody else wrote."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return harmless(super().format(record), keep="\n\t")
-
-
 @app.callback()
 def common(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine chooses.")] = False,
@@ -133,14 +127,9 @@ def common(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Options of every command."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Harmless("headway: %(message)s"))
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
+    log_to_stderr(logging.INFO if verbose else logging.WARNING)
     if wanted is not None:
         from headway.registry.policy import VARIABLE, PluginPolicy
 
         PluginPolicy.parse(wanted, "--plugins")
         os.environ[VARIABLE] = wanted  # the processes that a command starts are to have the same
-    # Libraries stay quiet: their warnings are not about anything a user of this command did.
-    for library in ("transformers", "torch", "huggingface_hub"):
-        logging.getLogger(library).setLevel(logging.ERROR)

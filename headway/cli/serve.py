@@ -95,7 +95,8 @@ def serve(
     started = time.perf_counter()
     with err.status(f"loading {model}"):
         from headway.async_llm import AsyncLLM
+        from headway.engine_args import EngineArgs
 
-        llm = AsyncLLM(model, **engine)
-    err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {llm.engine.selection}")
+        llm = AsyncLLM.from_engine_args(EngineArgs.of(model, **engine), own_process=True)
+    err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {llm.facts.selection}")
     listen(llm, options, host, sock, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from headway.async_llm import AsyncLLM
 from headway.core.contract.errors import ConfigError
-from headway.engine_thread import EngineDeadError
+from headway.engine_host import EngineDeadError
 from headway.intake import CheckedRequest
 from headway.server.body import read_body
 from headway.server.chat import ChatShape
@@ -122,13 +122,13 @@ class Routes:
             encode = partial(tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens)
             tokens = list((await self._llm.in_thread(encode))["input_ids"])
         texts = {"token_strs": tokenizer.convert_ids_to_tokens(tokens)} if asked.return_token_strs else {}
-        return _json({"count": len(tokens), "max_model_len": self._llm.engine.limits.max_model_len, "tokens": tokens, **texts})
+        return _json({"count": len(tokens), "max_model_len": self._llm.facts.limits.max_model_len, "tokens": tokens, **texts})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
         asked = await self._body(request, DetokenizeRequest)
         if asked.tokens:
-            self._llm.engine.limits.check_ids(asked.tokens)
+            self._llm.facts.limits.check_ids(asked.tokens)
         decode = partial(self._tokenizer().decode, asked.tokens, skip_special_tokens=False)
         return _json({"prompt": await self._llm.in_thread(decode)})
 
@@ -179,7 +179,7 @@ class Routes:
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")
-        return {**model.model_dump(), "root": self._llm.model.name, "max_model_len": self._llm.engine.limits.max_model_len}
+        return {**model.model_dump(), "root": self._llm.model.name, "max_model_len": self._llm.facts.limits.max_model_len}
 
     def _tokenizer(self) -> Any:
         tokenizer = self._llm.get_tokenizer()

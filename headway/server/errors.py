@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from headway.core.contract.errors import ConfigError, HeadwayError
-from headway.engine_thread import EngineDeadError
+from headway.engine_host import EngineDeadError
 
 _TYPES = {
     401: "authentication_error",

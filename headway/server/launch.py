@@ -19,12 +19,10 @@ from headway.server.address import bound_socket, is_local
 from headway.server.app import create_app
 from headway.server.protocol import limited_protocol
 from headway.server.service import ServerOptions
+from headway.threads import SWITCH_INTERVAL
 
 log = logging.getLogger("headway")
 
-SWITCH_INTERVAL: Final = 0.0005
-"""Seconds after which Python's threads take turns: the engine's waits at most this long for the server's, and the other way
-round. Python's own 5 ms are longer than a step."""
 _LISTENERS: Final = 8
 """Descriptors of the socket that listens. libuv accepts one connection from each in a round of the event loop, so that of a crowd
 the last, and the probe behind it, would wait for as many rounds as there are connections."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Final
 
-from headway.async_llm import AsyncLLM
 from headway.core.contract.metadata import Phase
 from headway.core.engine.occupancy import Occupancy
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
+from headway.driver import EngineDriver
 
 MOST_SEQUENCES: Final = 48
 """Told of one by one; the others only as a number."""
@@ -73,12 +73,12 @@ class Choices:
         return [name for name, found in self.reasons[phase].items() if not found]
 
 
-def state_of(now: Occupancy, queued: int, choices: Choices) -> dict[str, Any]:
+def state_of(driver: EngineDriver, now: Occupancy, queued: int) -> dict[str, Any]:
     """The engine's figures as plain data. queued: requests that it has not been handed yet. `totals` only grow."""
     engine = now.engine
     decode = None
     if now.num_decoding:
-        decode = choices.look_up(Shape(Phase.DECODE, now.num_decoding, 1, max(now.num_decoding_tokens // now.num_decoding, 1)))
+        decode = explained(driver, Shape(Phase.DECODE, now.num_decoding, 1, max(now.num_decoding_tokens // now.num_decoding, 1)))
     steps = sorted(engine.totals.steps_by_phase.items())
     return {
         "time": engine.time,
@@ -98,12 +98,24 @@ def state_of(now: Occupancy, queued: int, choices: Choices) -> dict[str, Any]:
     }
 
 
-def table_of(llm: AsyncLLM, choices: Choices) -> dict[str, Any]:
+def choices_of(driver: EngineDriver) -> Choices:
+    """Those of an engine, made when they are first asked for."""
+    found: Choices = driver.kept.setdefault("choices", Choices(driver.engine.executor.selector))
+    return found
+
+
+def explained(driver: EngineDriver, shape: Shape) -> dict[str, Any]:
+    """See Choices.look_up."""
+    return choices_of(driver).look_up(shape)
+
+
+def table_of(driver: EngineDriver) -> dict[str, Any]:
     """The choice at start, why each other backend was not taken, and all measured points over the layout and block size."""
+    choices = choices_of(driver)
     selection, costs = choices.selector.selection, choices.selector.costs
     return {
-        "model": llm.model.name,
-        "device": str(llm.driver.assembly.device),
+        "model": driver.assembly.model.name,
+        "device": str(driver.assembly.device),
         "layout": selection.layout.name,
         "block_size": selection.block_size,
         "why": selection.why,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from importlib.resources import files
 from typing import Annotated, Final, Literal
 
@@ -15,7 +16,7 @@ from headway.core.engine.occupancy import Occupancy, occupancy
 from headway.core.select.costs import Shape
 from headway.server.endpoints import endpoint
 from headway.server.errors import ApiError
-from headway.server.live import MOST_SEQUENCES, Choices, state_of, table_of
+from headway.server.live import MOST_SEQUENCES, explained, state_of, table_of
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -47,7 +48,6 @@ class PageRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service, self._llm = service, service.llm
-        self._choices = Choices(service.llm.engine.executor.selector)
         self._state: asyncio.Task[bytes] | None = None
         self._stale_at = 0.0
         self._table: bytes | None = None
@@ -75,7 +75,7 @@ class PageRoutes:
     async def table(self) -> Response:
         """The choice made at start, why other backends were not taken, and the measured times that `auto` obeys."""
         if self._table is None:
-            found = await self._llm.in_thread(lambda: table_of(self._llm, self._choices))
+            found = await self._llm.have_done(table_of, aside=True)
             self._table = orjson.dumps({"version": __version__, "served_as": self._service.names, **found})
         return _json(self._table)
 
@@ -88,12 +88,12 @@ class PageRoutes:
             raise ApiError(400, f"query_len: needs at most kv_len ({kv_len}) new tokens, got {query_len}", "query_len")
         if phase == "prefill" and query_len != kv_len:
             raise ApiError(400, f"query_len: needs kv_len ({kv_len}), since prefill has no cached tokens, got {query_len}")
-        return _json(orjson.dumps(await self._llm.in_thread(lambda: self._choices.look_up(shape))))
+        return _json(orjson.dumps(await self._llm.have_done(partial(explained, shape=shape), aside=True)))
 
     async def _read(self) -> bytes:
-        now: Occupancy = await self._llm.ask(lambda engine: occupancy(engine, MOST_SEQUENCES))
+        now: Occupancy = await self._llm.ask(partial(occupancy, most=MOST_SEQUENCES))
         queued = self._service.num_unsubmitted
-        return await self._llm.in_thread(lambda: orjson.dumps(state_of(now, queued, self._choices)))
+        return orjson.dumps(await self._llm.have_done(partial(state_of, now=now, queued=queued), aside=True))
 
 
 class _Asset:

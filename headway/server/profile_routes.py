@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -9,7 +10,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.profiling import ProfileRequest, StepProfiler
+from headway.profiling import ProfileRequest, start_profile, stop_profile, write_trace
 from headway.server.body import read_text
 from headway.server.endpoints import endpoint
 from headway.server.errors import ApiError
@@ -21,7 +22,7 @@ class ProfileRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service, self._llm = service, service.llm
-        self._profiler: StepProfiler | None = None
+        self._profiling = False
 
     def add_to(self, app: FastAPI) -> None:
         """Add both."""
@@ -33,24 +34,24 @@ class ProfileRoutes:
         """Begin to look at steps. The body may be empty."""
         folder = self._folder()
         asked = ProfileRequest.model_validate_json(await read_text(request, self._service.options) or b"{}")
-        if self._profiler is not None:
+        if self._profiling:
             raise ApiError(409, "a profile is being taken already; /stop_profile ends it")
-        self._profiler = profiler = StepProfiler(self._llm.driver, folder, asked)
+        self._profiling = True
         try:
-            await self._llm.ask(lambda _: profiler.start())
+            await self._llm.have_done(partial(start_profile, folder=folder, asked=asked))
         except BaseException:
-            self._profiler = None
+            self._profiling = False
             raise
         return Response(b"{}", media_type="application/json")
 
     async def stop(self) -> Response:
         """End that; tells where the time of a step went, and the file of the trace."""
         self._folder()
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
+        if not self._profiling:
             raise ApiError(409, "no profile is being taken; /start_profile begins one")
-        found = await self._llm.ask(lambda _: profiler.stop())
-        found.trace = await self._llm.in_thread(profiler.write_trace)
+        self._profiling = False
+        found = await self._llm.have_done(stop_profile)
+        found.trace = await self._llm.have_done(write_trace, aside=True)
         return Response(orjson.dumps(found.model_dump()), media_type="application/json")
 
     def _folder(self) -> Path:

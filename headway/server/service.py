@@ -46,7 +46,7 @@ class Service:
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         self.llm, self.options = llm, options
         self.names = list(options.served_model_names) or [llm.model.name]
-        self.metrics = Metrics(self.names[0], llm.engine.capacity.pool.page_format.block_size)
+        self.metrics = Metrics(self.names[0], llm.facts.block_size)
         self.params_maker = ParamsMaker(llm.get_default_sampling_params())
         self.num_queued = 0
         """Requests without a first token."""

@@ -8,11 +8,13 @@ import time
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 from weakref import ref
 
 import pytest
 
 from headway import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
+from headway.engine_thread import EngineThread
 from streaming import read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -110,7 +112,7 @@ def test_an_id_that_is_taken_again_brings_no_token_of_the_request_before(llm: LL
 def test_what_is_dropped_without_a_shutdown_ends_its_thread(llm: LLM) -> None:
     served = AsyncLLM.from_llm(llm)
     asyncio.run(read(served.generate([1, 2, 3], GREEDY)))
-    left, thread = ref(served), served._thread._thread
+    left, thread = ref(served), cast(EngineThread, served._host)._thread
     del served
     gc.collect()
     thread.join(10)

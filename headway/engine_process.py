@@ -1,0 +1,214 @@
+"""An engine in a process of its own: the parent's side."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, Final, NamedTuple, TypeVar
+
+from headway.core.contract.errors import ConfigError
+from headway.core.system.child import found_modules, how_it_ended, python
+from headway.driver import Listener
+from headway.engine_args import EngineArgs
+from headway.engine_host import EngineDeadError, Task, give_up
+from headway.engine_messages import Answered, Asked, Dead, Failed, Ready, Start, Stepped
+from headway.intake import Intake
+from headway.models.loader import read_tokenizer
+from headway.request_names import RequestNames
+from headway.wire import Wire
+
+log = logging.getLogger("headway")
+
+T = TypeVar("T")
+
+_END_SECONDS: Final = 20.0
+"""For the process to end by itself: a step may run, and files may have to be written."""
+
+
+class TextFacts(NamedTuple):
+    """A headway.intake.TextModel without its weights."""
+
+    name: str
+    folder: Path
+    tokenizer: Any
+
+
+class EngineProcess:
+    """Runs an engine in a child process; an `EngineHost`.
+
+    The child is a Python of its own, which finds the modules that this one finds; it ends with this process, whatever ends that.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        """Load the model there, and wait for it.
+
+        :raises HeadwayError: anything the caller can put right.
+        :raises EngineDeadError: the process has ended instead.
+        """
+        near, far = socket.socketpair()
+        with far:
+            self._process = subprocess.Popen(
+                python("headway.engine_worker", str(far.fileno())),
+                pass_fds=[far.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": found_modules()},
+            )
+        self._wire = Wire(near)
+        self._guard = Lock()
+        """Of `_error` and `_waiting`."""
+        self._error: EngineDeadError | None = None
+        self._waiting: dict[int, Future[Any]] = {}
+        self._numbers = count()
+        self._listeners: list[Listener] = []
+        self._died: list[Callable[[EngineDeadError], None]] = []
+        self._num_sequences = 0, 0
+        self.names = RequestNames()
+        try:
+            ready = self._begin(args)
+            tokenizer = read_tokenizer(ready.folder) if ready.has_tokenizer else None
+        except BaseException:
+            self._end()
+            raise
+        self.model, self.facts = TextFacts(ready.name, ready.folder, tokenizer), ready.facts
+        self.intake = Intake(self.model, ready.facts.limits)
+        Thread(target=self._read, name="headway-engine-process", daemon=True).start()
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """See EngineHost."""
+        return self._error
+
+    @property
+    def num_sequences(self) -> tuple[int, int]:
+        """See EngineHost; after the last step that has brought something."""
+        return self._num_sequences
+
+    def listen(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
+        """See EngineHost. Both are called in a thread of this process."""
+        self._died.append(died)
+        self._listeners.append(listener)
+
+    def leave(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
+        """See EngineHost."""
+        self._listeners.remove(listener)
+        unfinished()  # the engine has ended, and they with it
+
+    def call(self, task: Task[T]) -> Future[T]:
+        """See EngineHost."""
+        return self._ask(task, aside=False)
+
+    def aside(self, task: Task[T]) -> Future[T]:
+        """See EngineHost."""
+        return self._ask(task, aside=True)
+
+    def stop(self) -> None:
+        """See EngineHost."""
+        self._fail(EngineDeadError("the engine was shut down"))
+        self._end()
+
+    def _begin(self, args: EngineArgs) -> Ready:
+        try:
+            self._wire.send(Start(args, log.getEffectiveLevel()))
+            answer = self._wire.receive()
+        except (EOFError, OSError):
+            raise self._how_it_ended() from None
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise _unsendable("its options", error) from error
+        if isinstance(answer, Failed):
+            raise answer.error
+        assert isinstance(answer, Ready)
+        return answer
+
+    def _ask(self, task: Task[T], aside: bool) -> Future[T]:
+        try:
+            data = pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise _unsendable("what it is asked for", error) from error
+        future: Future[T] = Future()
+        with self._guard:
+            if self._error is not None:
+                raise EngineDeadError(str(self._error)) from self._error.__cause__
+            number = next(self._numbers)
+            self._waiting[number] = future
+        with suppress(OSError):  # it has just ended: `_read` tells everybody
+            self._wire.send(Asked(number, data, aside))
+        return future
+
+    def _read(self) -> None:
+        """Hand on what the process tells, until it ends."""
+        with suppress(EOFError, OSError):
+            while True:
+                message = self._wire.receive()
+                if isinstance(message, Stepped):
+                    self._hear(message)
+                elif isinstance(message, Dead):
+                    error = EngineDeadError(message.message)
+                    error.__cause__ = RuntimeError(message.cause)
+                    self._fail(error)
+                else:
+                    self._resolve(message)
+        if self._error is None:
+            self._fail(self._how_it_ended())
+
+    def _hear(self, step: Stepped) -> None:
+        self._num_sequences = step.num_sequences
+        deltas = step.outputs()
+        for listener in list(self._listeners):
+            for key, index in listener(deltas):
+                give_up(self, key, index)
+
+    def _resolve(self, message: Answered | Failed) -> None:
+        assert message.number is not None
+        with self._guard:
+            future = self._waiting.pop(message.number, None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return
+        if isinstance(message, Failed):
+            future.set_exception(message.error)
+        else:
+            future.set_result(message.result)
+
+    def _fail(self, error: EngineDeadError) -> None:
+        """Nothing is asked from now on; whoever waits is told, and the clients where a fault is the reason."""
+        with self._guard:
+            if self._error is not None:
+                return
+            self._error = error
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        if error.__cause__ is not None:
+            log.error("%s", error)
+            for died in self._died:
+                died(error)
+
+    def _how_it_ended(self) -> EngineDeadError:
+        how = f"the engine's process {how_it_ended(self._process.wait())}"
+        error = EngineDeadError(f"{how}; its last lines on stderr may say why, and so may dmesg where memory was short")
+        error.__cause__ = RuntimeError(how)
+        return error
+
+    def _end(self) -> None:
+        """End the process: by itself if it can, and wait for that."""
+        self._wire.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("the engine's process has not ended within %g s and is killed", _END_SECONDS)
+            self._process.kill()
+            self._process.wait()
+
+
+def _unsendable(what: str, error: Exception) -> ConfigError:
+    need = "objects that can be handed to another process, such as functions of a module"
+    return ConfigError(f"the engine's process: {what}", need, str(error), "own_process=False runs the engine in this one")

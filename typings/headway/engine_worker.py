@@ -1,0 +1,1 @@
+../../headway/engine_worker.py

@@ -1,0 +1,1 @@
+../../headway/request_names.py

@@ -1,0 +1,1 @@
+../../headway/wire.py
