@@ -10,12 +10,11 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from headway.assembly import assemble
 from headway.core.contract.errors import HeadwayError
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
-from headway.driver import EngineDriver
+from headway.driver import driver_of
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.engine_host import EngineDeadError, EngineHost, Task, add_request, give_up, look
 from headway.engine_process import EngineProcess
@@ -51,7 +50,7 @@ class AsyncLLM(EngineState):
 
         :raises HeadwayError: anything the caller can put right, in one line.
         """
-        self._start(_in_thread(EngineArgs.of(*model, **options)))
+        self._start(EngineThread(driver_of(EngineArgs.of(*model, **options))))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, own_process: bool = False) -> Self:
@@ -61,16 +60,19 @@ class AsyncLLM(EngineState):
         by the engine's steps and what is done for each token here, and what ends that process leaves this one alone. Options and
         parameters must be such as can be pickled; `engine`, `driver` and functions as logits processors are for threads.
         """
+        return cls.over(EngineProcess(partial(driver_of, engine_args)) if own_process else EngineThread(driver_of(engine_args)))
+
+    @classmethod
+    def over(cls, host: EngineHost) -> Self:
+        """Over an engine that runs already; see `engine_host`."""
         made = cls.__new__(cls)
-        made._start(EngineProcess(engine_args) if own_process else _in_thread(engine_args))
+        made._start(host)
         return made
 
     @classmethod
     def from_llm(cls, llm: LLM) -> Self:
         """Over the model and the engine of an LLM, which may be used meanwhile: the requests of both share the batch."""
-        made = cls.__new__(cls)
-        made._start(EngineThread(llm.driver))
-        return made
+        return cls.over(EngineThread(llm.driver))
 
     def _start(self, host: EngineHost) -> None:
         super().__init__(host)
@@ -248,10 +250,6 @@ class AsyncLLM(EngineState):
         if not box.remove(name.key).finished:
             give_up(self._host, name.key, None)
         self._host.names.release(name.request_id)
-
-
-def _in_thread(args: EngineArgs) -> EngineThread:
-    return EngineThread(EngineDriver(assemble(args)))
 
 
 def _forget_prefixes(engine: EngineLoop) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any
 
-from headway.assembly import Assembly
+from headway.assembly import Assembly, assemble
 from headway.core.engine.deltas import OutputDelta
+from headway.engine_args import EngineArgs
 from headway.heap import GIVE_BACK_INTERVAL, give_back
 from headway.intake import Intake
 from headway.request_names import RequestNames
@@ -62,3 +63,8 @@ class EngineDriver:
         if self.on_cpu and started >= self._next_give_back:
             give_back()
             self._next_give_back = started + GIVE_BACK_INTERVAL
+
+
+def driver_of(args: EngineArgs) -> EngineDriver:
+    """A driver of a new engine; see `assemble`."""
+    return EngineDriver(assemble(args))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.core.engine.deltas import OutputDelta
-from headway.engine_args import EngineArgs
+from headway.driver import EngineDriver
 from headway.engine_host import EngineFacts
 
 
 class Start(NamedTuple):
-    """The first message: what the engine is to be."""
+    """The first message: what makes the engine, and the level of its log."""
 
-    args: EngineArgs
+    make: Callable[[], EngineDriver]
     log_level: int
 
 

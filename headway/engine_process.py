@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,15 +14,14 @@ from threading import Lock, Thread
 from typing import Any, Final, NamedTuple, TypeVar
 
 from headway.core.contract.errors import ConfigError
-from headway.core.system.child import found_modules, how_it_ended, python
-from headway.driver import Listener
-from headway.engine_args import EngineArgs
+from headway.core.system.child import how_it_ended
+from headway.driver import EngineDriver, Listener
 from headway.engine_host import EngineDeadError, Task, give_up
 from headway.engine_messages import Answered, Asked, Dead, Failed, Ready, Start, Stepped
+from headway.engine_spawn import Spawned, spawn_engine
 from headway.intake import Intake
 from headway.models.loader import read_tokenizer
 from headway.request_names import RequestNames
-from headway.wire import Wire
 
 log = logging.getLogger("headway")
 
@@ -45,24 +42,18 @@ class TextFacts(NamedTuple):
 class EngineProcess:
     """Runs an engine in a child process; an `EngineHost`.
 
-    The child is a Python of its own, which finds the modules that this one finds; it ends with this process, whatever ends that.
+    The child ends with this process, whatever ends that.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, make: Callable[[], EngineDriver], spawned: Spawned | None = None) -> None:
         """Load the model there, and wait for it.
+
+        make: called in the child, `partial(driver_of, args)`. spawned: the child, if it was begun already.
 
         :raises HeadwayError: anything the caller can put right.
         :raises EngineDeadError: the process has ended instead.
         """
-        near, far = socket.socketpair()
-        with far:
-            self._process = subprocess.Popen(
-                python("headway.engine_worker", str(far.fileno())),
-                pass_fds=[far.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": found_modules()},
-            )
-        self._wire = Wire(near)
+        self._process, self._wire = spawned or spawn_engine()
         self._guard = Lock()
         """Of `_error` and `_waiting`."""
         self._error: EngineDeadError | None = None
@@ -73,7 +64,7 @@ class EngineProcess:
         self._num_sequences = 0, 0
         self.names = RequestNames()
         try:
-            ready = self._begin(args)
+            ready = self._begin(make)
             tokenizer = read_tokenizer(ready.folder) if ready.has_tokenizer else None
         except BaseException:
             self._end()
@@ -115,9 +106,9 @@ class EngineProcess:
         self._fail(EngineDeadError("the engine was shut down"))
         self._end()
 
-    def _begin(self, args: EngineArgs) -> Ready:
+    def _begin(self, make: Callable[[], EngineDriver]) -> Ready:
         try:
-            self._wire.send(Start(args, log.getEffectiveLevel()))
+            self._wire.send(Start(make, log.getEffectiveLevel()))
             answer = self._wire.receive()
         except (EOFError, OSError):
             raise self._how_it_ended() from None

@@ -12,18 +12,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.core.engine.deltas import OutputDelta
 from headway.core.system.faults import never_refuse_a_character, open_what_is_closed
 from headway.engine_host import EngineDeadError
 from headway.engine_messages import Answered, Asked, Dead, Failed, Ready, Start, Stepped
+from headway.engine_thread import EngineThread
 from headway.logs import log_to_stderr
 from headway.threads import SWITCH_INTERVAL
 from headway.wire import Wire
-
-if TYPE_CHECKING:
-    from headway.engine_thread import EngineThread
 
 
 class Worker:
@@ -37,7 +35,10 @@ class Worker:
 
     def run(self) -> None:
         """Load, and serve."""
-        start: Start = self._wire.receive()
+        try:
+            start: Start = self._wire.receive()
+        except (EOFError, OSError):  # the parent has found an option that cannot work
+            return
         log_to_stderr(start.log_level)
         Thread(target=self._read, daemon=True).start()  # notices a parent that leaves while the model is being loaded
         try:
@@ -51,11 +52,7 @@ class Worker:
         host.stop()
 
     def _load(self, start: Start) -> EngineThread:
-        from headway.assembly import assemble
-        from headway.driver import EngineDriver
-        from headway.engine_thread import EngineThread
-
-        host = EngineThread(EngineDriver(assemble(start.args)))
+        host = EngineThread(start.make())
         host.listen(self._stepped, self._died)
         model = host.model
         self._host = host

@@ -4,23 +4,28 @@
     python -m headway.bench.serve.overhead --streams 16 --tokens 4 --step-ms 2 --prompt-ms 1.6 --rounds 50
 
 A stand-in for the engine gives every stream a token at a fixed rate, in one call per step as the real one does; a client in
-another process reads all streams and counts. Tells tokens a second, what they are of those that the stand-in's steps allow, how
+another process reads all streams and counts. The stand-in has a process of its own, as the engine of a server has, or with
+`--in-thread` one of the server's. Tells tokens a second, what they are of those that the stand-in's steps allow, how
 much later than the stand-in's own first token clients see theirs, and the CPU time of the server's thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
 import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from headway.async_llm import AsyncLLM
 from headway.core.engine.deltas import OutputDelta
@@ -29,15 +34,21 @@ from headway.core.engine.marks import no_mark
 from headway.core.engine.stats import EngineSnapshot, EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.driver import EngineDriver
+from headway.engine_process import EngineProcess
 from headway.engine_thread import EngineThread
+from headway.models.loader import read_tokenizer
+
+T = TypeVar("T")
 
 
 class PacedEngine:
     """Gives every request a token a step, and a step lasts as long as it is told to."""
 
-    def __init__(self, vocab_size: int, step_seconds: float, work_seconds: float, prompt_seconds: float = 0.0) -> None:
+    def __init__(
+        self, vocab_size: int, step_seconds: float, work_seconds: float, prompt_seconds: float = 0.0, launches: int = 1
+    ) -> None:
         """work_seconds: of a step, that it computes in Python; the rest it waits, as for a device. prompt_seconds: that a step
-        takes longer for each prompt in it."""
+        takes longer for each prompt in it. launches: times that its work lets the interpreter's lock go."""
         self.limits = PromptLimits(32768, vocab_size, "")
         pool = SimpleNamespace(page_format=SimpleNamespace(block_size=16), num_pages=1)
         self.capacity = SimpleNamespace(pool=pool, max_num_seqs=4096)
@@ -46,6 +57,7 @@ class PacedEngine:
         self.mark = no_mark
         self.stats = EngineStats()
         self.step_seconds, self._work, self._prompt = step_seconds, work_seconds, prompt_seconds
+        self._launches = launches
         self._num_new = 0
         self._live: dict[str, list[int]] = {}
         self._due = 0.0
@@ -68,8 +80,11 @@ class PacedEngine:
     def step(self) -> list[OutputDelta]:
         """A token for everybody."""
         began = time.perf_counter()
-        while time.perf_counter() - began < self._work:
-            pass
+        for _ in range(self._launches):
+            ends = time.perf_counter() + self._work / self._launches
+            while time.perf_counter() < ends:
+                pass
+            os.stat("/")  # which lets the lock go for a moment, as the launch of a kernel does
         self._due = max(self._due, began - self.step_seconds) + self.step_seconds + self._prompt * self._num_new
         self._num_new = 0
         time.sleep(max(self._due - time.perf_counter(), 0.0))
@@ -92,16 +107,26 @@ class PacedEngine:
         return EngineSnapshot(time.perf_counter(), len(self._live), 0, 1, 0, 0, self.stats)
 
 
-def paced_llm(tokenizer: Any, step_seconds: float, work_seconds: float, prompt_seconds: float = 0.0) -> AsyncLLM:
-    """An AsyncLLM over a PacedEngine. tokenizer: None for token ids alone."""
-    vocab_size = 1000 if tokenizer is None else len(tokenizer)
-    model = SimpleNamespace(name="paced", folder=Path("/nonexistent"), tokenizer=tokenizer)
-    engine = PacedEngine(vocab_size, step_seconds, work_seconds, prompt_seconds)
+def paced_driver(folder: Path | None, step_seconds: float, work_seconds: float, *others: Any) -> EngineDriver:
+    """A PacedEngine as an engine's process has one. folder: of a tokenizer; None for token ids. others: as PacedEngine's."""
+    tokenizer = None if folder is None else read_tokenizer(folder)
+    model = SimpleNamespace(name="paced", folder=folder, tokenizer=tokenizer)
+    engine = PacedEngine(1000 if tokenizer is None else len(tokenizer), step_seconds, work_seconds, *others)
     device = SimpleNamespace(type="cpu")
-    llm: AsyncLLM = AsyncLLM.__new__(AsyncLLM)
     assembly: Any = SimpleNamespace(model=model, engine=engine, stats_log=None, device=device)
-    llm._start(EngineThread(EngineDriver(assembly)))
-    return llm
+    return EngineDriver(assembly)
+
+
+def _steps(engine: Any) -> int:
+    return int(engine.num_steps)
+
+
+def _step_seconds(engine: Any) -> float:
+    return float(engine.step_seconds)
+
+
+def _first_seconds(engine: Any, streams: int) -> float:
+    return float(engine.first_seconds(streams))
 
 
 CLIENT = """
@@ -149,21 +174,25 @@ def measure(llm: AsyncLLM, streams: int, tokens: int, rounds: int = 1, prompt: i
         pass
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
-    engine: Any = llm.engine
-    steps, used = engine.num_steps, time.clock_gettime(clock)
+
+    def ask(function: Callable[[Any], T]) -> T:
+        return asyncio.run(llm.ask(function))
+
+    steps, used = ask(_steps), time.clock_gettime(clock)
     command = [sys.executable, "-c", CLIENT, *map(str, (server.port, streams, tokens, rounds, prompt))]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout)
     used = time.clock_gettime(clock) - used
-    steps = engine.num_steps - steps
+    steps, step_seconds = ask(_steps) - steps, ask(_step_seconds)
+    first_seconds = ask(partial(_first_seconds, streams=streams))
     server.should_exit = True
     thread.join()
     seconds, total = found["seconds"], streams * tokens * rounds
     return {
         "tokens_per_second": total / seconds,
-        "of_paced": total / seconds * engine.step_seconds / streams,
+        "of_paced": total / seconds * step_seconds / streams,
         "tokens_per_chunk": total / found["chunks"],
         "step_ms": 1e3 * seconds / max(steps, 1),
-        "first_token_over_ms": 1e3 * (statistics.median(found["first"]) - engine.first_seconds(streams)),
+        "first_token_over_ms": 1e3 * (statistics.median(found["first"]) - first_seconds),
         "server_us_per_token": 1e6 * used / total,
         "server_us_per_request": 1e6 * used / streams / rounds,
         "bytes_per_token": found["bytes"] / total,
@@ -177,20 +206,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--work-ms", type=float, default=0.0, help="of a step, in Python: what an engine's host work takes")
+    parser.add_argument("--launches", type=int, default=1, help="times that this work lets the interpreter's lock go")
     parser.add_argument("--prompt-ms", type=float, default=0.0, help="of a step, longer for each prompt in it")
     parser.add_argument("--prompt-len", type=int, default=512, help="tokens")
     parser.add_argument("--rounds", type=int, default=1, help="times that all streams begin at once")
-    parser.add_argument("--tokenizer", help="folder of a tokenizer; none: texts are empty")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer; none: texts are empty")
+    parser.add_argument("--in-thread", action="store_true", help="the stand-in in a thread of the server, and not in a process")
     asked = parser.parse_args()
-    tokenizer = None
-    if asked.tokenizer:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(asked.tokenizer)
-    llm = paced_llm(tokenizer, 1e-3 * asked.step_ms, 1e-3 * asked.work_ms, 1e-3 * asked.prompt_ms)
+    times = 1e-3 * asked.step_ms, 1e-3 * asked.work_ms, 1e-3 * asked.prompt_ms
+    make = partial(paced_driver, asked.tokenizer, *times, asked.launches)
+    llm = AsyncLLM.over(EngineThread(make()) if asked.in_thread else EngineProcess(make))
     found = measure(llm, asked.streams, asked.tokens, asked.rounds, asked.prompt_len)
     print(json.dumps({name: round(value, 2) for name, value in found.items()}))
 
 
 if __name__ == "__main__":
-    main()
+    from headway.bench.serve import overhead  # by this name the other process finds what is here
+
+    overhead.main()

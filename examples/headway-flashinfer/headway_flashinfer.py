@@ -128,8 +128,8 @@ class FlashInfer(AttentionBackend):
         kind, wrapper, count = plan
         q, out, value = q[:count], out[:count], self.spec.v_head_dim
         if kind == MLA:
-            parts, rows = (q[..., :value].contiguous(), q[..., value:].contiguous()), cache.key.squeeze(2)
-            wrapper.run(*parts, rows[..., :value], rows[..., value:], out=out)
+            rows = cache.key.squeeze(2)
+            wrapper.run(q[..., :value], q[..., value:], rows[..., :value], rows[..., value:], out=out)
         else:
             wrapper.run(q, (cache.key, cache.value), out=out)
 

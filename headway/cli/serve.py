@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from headway.cli.engine_options import takes_engine_options
 from headway.core.contract.errors import ConfigError
-from headway.engine_args import help_texts
+from headway.engine_args import EngineArgs, help_texts
 
 SERVER = "Server"
 LIMITS = "Limits"
@@ -67,18 +68,22 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve MODEL with OpenAI's API: chats, completions, and Prometheus' metrics."""
+    from headway.engine_spawn import spawn_engine
     from headway.server.address import bound_socket
 
-    sock = bound_socket(host, port)
-    try:
-        from headway.server.launch import serve as listen
-        from headway.server.service import ServerOptions
-    except ImportError as error:
-        raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
     if api_key and (api_key != api_key.strip() or not api_key.isprintable()):  # not shown: it is a secret
         got = "one with spaces around it or control characters"
         raise ConfigError("--api-key", "a text that a header carries", got, "a file's last line break may belong to it")
     model = model_option or model
+    args = EngineArgs.of(model, **engine)
+    sock = bound_socket(host, port)
+    spawned = spawn_engine()  # which imports what it needs while this process does
+    try:
+        from headway.server.launch import serve as listen
+        from headway.server.service import ServerOptions
+    except ImportError as error:
+        spawned.wire.close()
+        raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
     options = ServerOptions(
         served_model_names=tuple(served_model_name or ()) or (model,),
         api_key=api_key or None,
@@ -95,8 +100,9 @@ def serve(
     started = time.perf_counter()
     with err.status(f"loading {model}"):
         from headway.async_llm import AsyncLLM
-        from headway.engine_args import EngineArgs
+        from headway.driver import driver_of
+        from headway.engine_process import EngineProcess
 
-        llm = AsyncLLM.from_engine_args(EngineArgs.of(model, **engine), own_process=True)
+        llm = AsyncLLM.over(EngineProcess(partial(driver_of, args), spawned))
     err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {llm.facts.selection}")
     listen(llm, options, host, sock, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))

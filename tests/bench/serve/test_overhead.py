@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from headway.bench.serve.overhead import measure, paced_llm
+from headway import AsyncLLM
+from headway.bench.serve.overhead import measure, paced_driver
+from headway.engine_thread import EngineThread
 
 
 def test_tokens_and_first_tokens_are_measured_against_the_stand_in() -> None:
-    llm = paced_llm(None, 2e-3, 0, 1e-3)
+    llm = AsyncLLM.over(EngineThread(paced_driver(None, 2e-3, 0, 1e-3)))
     found = measure(llm, streams=3, tokens=4, rounds=2, prompt=5)
     llm.shutdown()
     assert 0 < found["of_paced"] < 1.5

@@ -1,0 +1,1 @@
+../../headway/engine_spawn.py
