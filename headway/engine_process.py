@@ -19,6 +19,7 @@ from headway.driver import EngineDriver, Listener
 from headway.engine_host import EngineDeadError, Task, give_up
 from headway.engine_messages import Answered, Asked, Dead, Failed, Ready, Start, Stepped
 from headway.engine_spawn import Spawned, spawn_engine
+from headway.heap import freeze_heap
 from headway.intake import Intake
 from headway.models.loader import read_tokenizer
 from headway.request_names import RequestNames
@@ -71,6 +72,7 @@ class EngineProcess:
             raise
         self.model, self.facts = TextFacts(ready.name, ready.folder, tokenizer), ready.facts
         self.intake = Intake(self.model, ready.facts.limits)
+        freeze_heap()
         Thread(target=self._read, name="headway-engine-process", daemon=True).start()
 
     @property

@@ -29,6 +29,7 @@ def spawn_engine() -> Spawned:
             python("headway.engine_worker", str(far.fileno())),
             pass_fds=[far.fileno()],
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal is for the parent, even while the child still starts
             env={**os.environ, "PYTHONPATH": found_modules()},
         )
     return Spawned(process, Wire(near))

@@ -111,7 +111,7 @@ class Worker:
 def main() -> None:
     """The process: its argument is the descriptor of the wire."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal or a service manager tells the parent, too, which ends this process
+        signal.signal(number, signal.SIG_IGN)  # a service manager tells the parent, too, which ends this process
     open_what_is_closed()
     never_refuse_a_character(sys.stdout, sys.stderr)
     sys.setswitchinterval(SWITCH_INTERVAL)

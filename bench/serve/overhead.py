@@ -110,7 +110,7 @@ class PacedEngine:
 def paced_driver(folder: Path | None, step_seconds: float, work_seconds: float, *others: Any) -> EngineDriver:
     """A PacedEngine as an engine's process has one. folder: of a tokenizer; None for token ids. others: as PacedEngine's."""
     tokenizer = None if folder is None else read_tokenizer(folder)
-    model = SimpleNamespace(name="paced", folder=folder, tokenizer=tokenizer)
+    model = SimpleNamespace(name="paced", folder=folder or Path("/nonexistent"), tokenizer=tokenizer)
     engine = PacedEngine(1000 if tokenizer is None else len(tokenizer), step_seconds, work_seconds, *others)
     device = SimpleNamespace(type="cpu")
     assembly: Any = SimpleNamespace(model=model, engine=engine, stats_log=None, device=device)

@@ -18,12 +18,12 @@ from rich.text import Text
 from headway.bench.crossover.html import to_html
 from headway.bench.crossover.report import notes, print_view, to_csv, to_markdown
 from headway.bench.crossover.view import view
-from headway.cli.app import _Harmless
 from headway.core.engine.blocks import BlockManager
 from headway.core.engine.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.terminal import Terminal, for_standard_output
 from headway.core.system.text import csv_cell, harmless, markdown, page, picture
+from headway.logs import _Harmless
 from tables import a_cell, a_table
 
 EVIL = [

@@ -9,7 +9,8 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,15 @@ import pytest
 from headway import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError, PromptError, UnsupportedError
 from headway.core.contract.support import Reason
+from headway.core.engine.deltas import OutputDelta
 from headway.core.engine.loop import EngineLoop
 from headway.engine_args import EngineArgs
 from headway.engine_process import EngineProcess
 from headway.server.launch import Server
 from headway.server.service import ServerOptions
 from streaming import plain, read
+
+pytestmark = pytest.mark.xdist_group("engine process")  # one process has the model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -143,11 +147,12 @@ def _unsendable(_: object) -> object:
 
 def test_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
     async def run() -> None:
+        await apart.ask(_slow)
         stream = apart.generate([1, 2, 3], LONG)
         await anext(stream)
         assert (apart.num_running, apart.num_waiting) == (1, 0)
-        await apart.abort([])
         await stream.aclose()
+        await apart.ask(_fast)
 
     asyncio.run(run())
     asyncio.run(idle(apart))
@@ -192,6 +197,7 @@ def test_a_process_that_is_killed_ends_requests_with_its_reason_and_this_process
     process = process_of(made)
 
     async def run() -> None:
+        await made.ask(_slow)
         stream = made.generate([1, 2, 3], LONG)
         await anext(stream)
         process.send_signal(signal.SIGKILL)
@@ -210,30 +216,45 @@ def test_a_process_that_is_killed_ends_requests_with_its_reason_and_this_process
     assert not process.is_running()
 
 
+@pytest.mark.slow
 def test_a_fault_in_the_engine_is_told(llm: LLM) -> None:
     made = start(llm)
 
     async def run() -> None:
-        stream = made.generate([1, 2, 3], LONG)
-        await anext(stream)
         await made.ask(_break)
         with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
-            await read(stream)
+            await read(made.generate([1, 2, 3], LONG))
 
     asyncio.run(run())
     assert made.errored
     made.shutdown()
 
 
+def _slow(engine: EngineLoop) -> None:
+    """So that a request does not end before the test has done something to it."""
+    engine.step = partial(_step_slowly, engine.step)  # type: ignore[method-assign]
+
+
+def _step_slowly(step: Callable[[], list[OutputDelta]]) -> list[OutputDelta]:
+    time.sleep(0.02)
+    return step()
+
+
+def _fast(engine: EngineLoop) -> None:
+    del engine.step
+
+
 def _break(engine: EngineLoop) -> None:
     engine.step = partial(_divide, None)  # type: ignore[method-assign, assignment]
 
 
+@pytest.mark.slow
 def test_a_shutdown_ends_streams_as_an_abort_does(llm: LLM) -> None:
     made = start(llm)
     process = process_of(made)
 
     async def run() -> list[RequestOutput]:
+        await made.ask(_slow)
         stream = made.generate([1, 2, 3], LONG)
         first = await anext(stream)
         made.shutdown()
@@ -244,9 +265,8 @@ def test_a_shutdown_ends_streams_as_an_abort_does(llm: LLM) -> None:
     assert (made.errored, made.is_running, process.is_running()) == (False, False, False)
 
 
-@pytest.mark.parametrize(
-    "end", [pytest.param("", marks=pytest.mark.slow, id="ends"), pytest.param("os.kill(os.getpid(), 9)", id="killed")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"], ids=["ends", "killed"])
 def test_no_process_outlives_its_parent(llm: LLM, end: str) -> None:
     options = f"{str(llm.model.folder)!r}, kv_cache_memory='1MiB', num_threads=1"
     script = (
@@ -258,6 +278,19 @@ def test_no_process_outlives_its_parent(llm: LLM, end: str) -> None:
     assert done.returncode == (-9 if end else 0), done.stderr
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1.0, 3.0])
+def test_ctrl_c_ends_a_command_that_still_loads_without_a_traceback(llm: LLM, seconds: float) -> None:
+    command = [sys.executable, "-m", "headway", "serve", str(llm.model.folder), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        time.sleep(seconds)
+        children = psutil.Process(process.pid).children()
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, "Traceback" in said) == (130, False), said
+    assert psutil.wait_procs(children, 20)[1] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)

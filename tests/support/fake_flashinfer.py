@@ -151,7 +151,9 @@ class BatchMLAPagedAttentionWrapper(_Wrapper):
         self.lens = kv_len_arr.tolist()
 
     def run(self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, out: Tensor) -> None:
-        assert q_nope.is_contiguous() and q_pe.is_contiguous()  # noqa: PT018
+        for part in (q_nope, q_pe):  # the library's kernels take strides, and load 16 bytes at a time
+            assert part.stride(-1) == 1
+            assert all(stride * part.element_size() % 16 == 0 for stride in part.stride()[:-1])
         for row, length in enumerate(self.lens):
             key = torch.cat([ckv_cache, kpe_cache], -1)[self.pages[row]].flatten(0, 1)[:length, None]
             self._attend(torch.cat([q_nope, q_pe], -1), row, key, key[..., : ckv_cache.shape[-1]], out)
