@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from headway.core.engine.deltas import OutputDelta
 from headway.driver import EngineDriver
 from headway.engine_host import EngineFacts
+
+UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)
+"""What pickle raises."""
 
 
 class Start(NamedTuple):
@@ -40,23 +44,44 @@ class Answered(NamedTuple):
     """What became of a task."""
 
     number: int
-    result: Any
+    result: bytes
+    """Pickled by itself, likewise."""
+    num_sequences: tuple[int, int]
+    """That run, that wait."""
 
 
 class Failed(NamedTuple):
     """The error of a task, or (number None) of the start."""
 
     number: int | None
-    error: BaseException
+    error: bytes
+    """Pickled by itself; empty where it cannot be."""
+    said: str
+
+    @classmethod
+    def by(cls, number: int | None, error: BaseException) -> Failed:
+        """Of an error."""
+        said = f"{type(error).__name__}: {error}"
+        try:
+            return cls(number, pickle.dumps(error), said)
+        except UNSENDABLE:
+            return cls(number, b"", said)
+
+    def raised(self) -> BaseException:
+        """The error; a RuntimeError with its text where its class is not to be found here, a plugin's for instance."""
+        try:
+            found = pickle.loads(self.error)
+        except Exception:
+            return RuntimeError(self.said)
+        return found if isinstance(found, BaseException) else RuntimeError(self.said)
 
 
 class Stepped(NamedTuple):
     """What a step has added."""
 
     deltas: list[tuple[Any, ...]]
-    """Each an OutputDelta as a plain tuple, which takes half as long to pickle."""
+    """Each an OutputDelta as a plain tuple, which takes a third as long to pickle."""
     num_sequences: tuple[int, int]
-    """That run, that wait."""
 
     @classmethod
     def of(cls, deltas: list[OutputDelta], num_sequences: tuple[int, int]) -> Stepped:

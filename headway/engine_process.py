@@ -17,7 +17,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.child import how_it_ended
 from headway.driver import EngineDriver, Listener
 from headway.engine_host import EngineDeadError, Task, give_up
-from headway.engine_messages import Answered, Asked, Dead, Failed, Ready, Start, Stepped
+from headway.engine_messages import UNSENDABLE, Answered, Asked, Dead, Failed, Ready, Start, Stepped
 from headway.engine_spawn import Spawned, spawn_engine
 from headway.heap import freeze_heap
 from headway.intake import Intake
@@ -82,7 +82,7 @@ class EngineProcess:
 
     @property
     def num_sequences(self) -> tuple[int, int]:
-        """See EngineHost; after the last step that has brought something."""
+        """See EngineHost; after the last step that has brought something, or the last task."""
         return self._num_sequences
 
     def listen(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
@@ -114,17 +114,17 @@ class EngineProcess:
             answer = self._wire.receive()
         except (EOFError, OSError):
             raise self._how_it_ended() from None
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except UNSENDABLE as error:
             raise _unsendable("its options", error) from error
         if isinstance(answer, Failed):
-            raise answer.error
+            raise answer.raised()
         assert isinstance(answer, Ready)
         return answer
 
     def _ask(self, task: Task[T], aside: bool) -> Future[T]:
         try:
             data = pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except UNSENDABLE as error:
             raise _unsendable("what it is asked for", error) from error
         future: Future[T] = Future()
         with self._guard:
@@ -138,19 +138,21 @@ class EngineProcess:
 
     def _read(self) -> None:
         """Hand on what the process tells, until it ends."""
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 message = self._wire.receive()
                 if isinstance(message, Stepped):
                     self._hear(message)
                 elif isinstance(message, Dead):
-                    error = EngineDeadError(message.message)
-                    error.__cause__ = RuntimeError(message.cause)
-                    self._fail(error)
+                    self._fail(_dead(message.message, RuntimeError(message.cause)))
                 else:
                     self._resolve(message)
-        if self._error is None:
-            self._fail(self._how_it_ended())
+        except (EOFError, OSError):
+            if self._error is None:
+                self._fail(self._how_it_ended())
+        except BaseException as fault:  # whatever it is, somebody waits for this thread
+            self._fail(_dead(f"what the engine's process told could not be handed on: {type(fault).__name__}: {fault}", fault))
+            self._wire.close()
 
     def _hear(self, step: Stepped) -> None:
         self._num_sequences = step.num_sequences
@@ -163,12 +165,17 @@ class EngineProcess:
         assert message.number is not None
         with self._guard:
             future = self._waiting.pop(message.number, None)
+        if isinstance(message, Answered):
+            self._num_sequences = message.num_sequences
         if future is None or not future.set_running_or_notify_cancel():
             return
         if isinstance(message, Failed):
-            future.set_exception(message.error)
-        else:
-            future.set_result(message.result)
+            future.set_exception(message.raised())
+            return
+        try:
+            future.set_result(pickle.loads(message.result))
+        except Exception as error:  # a class that is found in the child alone
+            future.set_exception(error)
 
     def _fail(self, error: EngineDeadError) -> None:
         """Nothing is asked from now on; whoever waits is told, and the clients where a fault is the reason."""
@@ -187,9 +194,8 @@ class EngineProcess:
 
     def _how_it_ended(self) -> EngineDeadError:
         how = f"the engine's process {how_it_ended(self._process.wait())}"
-        error = EngineDeadError(f"{how}; its last lines on stderr may say why, and so may dmesg where memory was short")
-        error.__cause__ = RuntimeError(how)
-        return error
+        said = f"{how}; its last lines on stderr may say why, and so may dmesg where memory was short"
+        return _dead(said, RuntimeError(how))
 
     def _end(self) -> None:
         """End the process: by itself if it can, and wait for that."""
@@ -200,6 +206,12 @@ class EngineProcess:
             log.warning("the engine's process has not ended within %g s and is killed", _END_SECONDS)
             self._process.kill()
             self._process.wait()
+
+
+def _dead(said: str, cause: BaseException) -> EngineDeadError:
+    error = EngineDeadError(said)
+    error.__cause__ = cause
+    return error
 
 
 def _unsendable(what: str, error: Exception) -> ConfigError:

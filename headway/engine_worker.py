@@ -17,7 +17,7 @@ from typing import Any
 from headway.core.engine.deltas import OutputDelta
 from headway.core.system.faults import never_refuse_a_character, open_what_is_closed
 from headway.engine_host import EngineDeadError
-from headway.engine_messages import Answered, Asked, Dead, Failed, Ready, Start, Stepped
+from headway.engine_messages import UNSENDABLE, Answered, Asked, Dead, Failed, Ready, Start, Stepped
 from headway.engine_thread import EngineThread
 from headway.logs import log_to_stderr
 from headway.threads import SWITCH_INTERVAL
@@ -45,7 +45,7 @@ class Worker:
             host = self._load(start)
         except BaseException as error:
             error.add_note(f"in the engine's process:\n{traceback.format_exc()}")
-            self._fail(None, error)
+            self._send(Failed.by(None, error))
             self._left.wait()
             return
         self._left.wait()
@@ -74,25 +74,21 @@ class Worker:
             task = pickle.loads(asked.task)
             future: Future[Any] = (self._host.aside if asked.aside else self._host.call)(task)
         except Exception as error:
-            self._fail(asked.number, error)
+            self._send(Failed.by(asked.number, error))
         else:
             future.add_done_callback(partial(self._answer, asked.number))
 
     def _answer(self, number: int, future: Future[Any]) -> None:
+        assert self._host is not None
         error = future.exception()
+        try:
+            data = b"" if error is not None else pickle.dumps(future.result())
+        except UNSENDABLE as unsendable:
+            error = unsendable
         if error is not None:
-            self._fail(number, error)
-            return
-        try:
-            self._send(Answered(number, future.result()))
-        except (pickle.PicklingError, AttributeError, TypeError) as unsendable:
-            self._fail(number, unsendable)
-
-    def _fail(self, number: int | None, error: BaseException) -> None:
-        try:
-            self._send(Failed(number, error))
-        except (pickle.PicklingError, AttributeError, TypeError):
-            self._send(Failed(number, RuntimeError(f"{type(error).__name__}: {error}")))
+            self._send(Failed.by(number, error))
+        else:
+            self._send(Answered(number, data, self._host.num_sequences))
 
     def _stepped(self, deltas: list[OutputDelta]) -> tuple[tuple[str, int | None], ...]:
         assert self._host is not None

@@ -37,7 +37,10 @@ class Wire:
 
         :raises EOFError, OSError: the other end is closed.
         """
-        return pickle.load(self._file)
+        try:
+            return pickle.load(self._file)
+        except pickle.UnpicklingError as error:  # it was killed in the middle of a message
+            raise EOFError(str(error)) from error
 
     def close(self) -> None:
         """Close this end; a thread that waits in `receive` finds the end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -77,12 +78,14 @@ def serve(
     model = model_option or model
     args = EngineArgs.of(model, **engine)
     sock = bound_socket(host, port)
-    spawned = spawn_engine()  # which imports what it needs while this process does
+    # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread.
+    spawned = None if sys.platform == "win32" else spawn_engine()
     try:
         from headway.server.launch import serve as listen
         from headway.server.service import ServerOptions
     except ImportError as error:
-        spawned.wire.close()
+        if spawned is not None:
+            spawned.wire.close()
         raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
     options = ServerOptions(
         served_model_names=tuple(served_model_name or ()) or (model,),
@@ -102,7 +105,9 @@ def serve(
         from headway.async_llm import AsyncLLM
         from headway.driver import driver_of
         from headway.engine_process import EngineProcess
+        from headway.engine_thread import EngineThread
 
-        llm = AsyncLLM.over(EngineProcess(partial(driver_of, args), spawned))
+        make = partial(driver_of, args)
+        llm = AsyncLLM.over(EngineThread(make()) if spawned is None else EngineProcess(make, spawned))
     err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {llm.facts.selection}")
     listen(llm, options, host, sock, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))

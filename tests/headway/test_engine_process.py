@@ -127,6 +127,8 @@ def test_errors_are_those_of_a_thread(apart: AsyncLLM) -> None:
             await apart.have_done(_divide)
         with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
             await apart.have_done(_unsendable)
+        with pytest.raises(RuntimeError, match=r"NobodyElses.*seven"):
+            await apart.have_done(_raise_what_nobody_else_knows)
         assert (await read(apart.generate([1], GREEDY)))[-1].finished
         assert await apart.reset_prefix_cache()
         assert (await apart.stats()).num_cached_blocks == 0
@@ -141,6 +143,10 @@ def _divide(_: object) -> float:
     return 1 / 0
 
 
+def _raise_what_nobody_else_knows(_: object) -> None:
+    raise type("NobodyElses", (Exception,), {})("seven")
+
+
 def _unsendable(_: object) -> object:
     return lambda: None
 
@@ -153,6 +159,7 @@ def test_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
         assert (apart.num_running, apart.num_waiting) == (1, 0)
         await stream.aclose()
         await apart.ask(_fast)
+        assert (apart.num_running, apart.num_waiting) == (0, 0)
 
     asyncio.run(run())
     asyncio.run(idle(apart))
