@@ -165,12 +165,13 @@ def test_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
     asyncio.run(idle(apart))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
         ({"attn_backend": "triton"}, UnsupportedError, "CUDA GPU"),
-        pytest.param({"dtype": "float12"}, ConfigError, "float12", marks=pytest.mark.slow),
-        pytest.param({"model": "/nonexistent"}, ModelError, "/nonexistent", marks=pytest.mark.slow),
+        ({"dtype": "float12"}, ConfigError, "float12"),
+        ({"model": "/nonexistent"}, ModelError, "/nonexistent"),
     ],
     ids=["backend", "dtype", "model"],
 )
