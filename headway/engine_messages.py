@@ -5,14 +5,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from headway.core.engine.deltas import OutputDelta
 from headway.driver import EngineDriver
 from headway.engine_host import EngineFacts
-
-UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)
-"""What pickle raises."""
 
 
 class Start(NamedTuple):
@@ -64,7 +61,7 @@ class Failed(NamedTuple):
         said = f"{type(error).__name__}: {error}"
         try:
             return cls(number, pickle.dumps(error), said)
-        except UNSENDABLE:
+        except Exception:  # whatever its own code raises
             return cls(number, b"", said)
 
     def raised(self) -> BaseException:

@@ -17,7 +17,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.child import how_it_ended
 from headway.driver import EngineDriver, Listener
 from headway.engine_host import EngineDeadError, Task, give_up
-from headway.engine_messages import UNSENDABLE, Answered, Asked, Dead, Failed, Ready, Start, Stepped
+from headway.engine_messages import Answered, Asked, Dead, Failed, Ready, Start, Stepped
 from headway.engine_spawn import Spawned, spawn_engine
 from headway.heap import freeze_heap
 from headway.intake import Intake
@@ -28,6 +28,8 @@ log = logging.getLogger("headway")
 
 T = TypeVar("T")
 
+_UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)
+"""What pickle raises."""
 _END_SECONDS: Final = 20.0
 """For the process to end by itself: a step may run, and files may have to be written."""
 
@@ -114,7 +116,7 @@ class EngineProcess:
             answer = self._wire.receive()
         except (EOFError, OSError):
             raise self._how_it_ended() from None
-        except UNSENDABLE as error:
+        except _UNSENDABLE as error:
             raise _unsendable("its options", error) from error
         if isinstance(answer, Failed):
             raise answer.raised()
@@ -124,7 +126,7 @@ class EngineProcess:
     def _ask(self, task: Task[T], aside: bool) -> Future[T]:
         try:
             data = pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
-        except UNSENDABLE as error:
+        except _UNSENDABLE as error:
             raise _unsendable("what it is asked for", error) from error
         future: Future[T] = Future()
         with self._guard:

@@ -17,7 +17,7 @@ from typing import Any
 from headway.core.engine.deltas import OutputDelta
 from headway.core.system.faults import never_refuse_a_character, open_what_is_closed
 from headway.engine_host import EngineDeadError
-from headway.engine_messages import UNSENDABLE, Answered, Asked, Dead, Failed, Ready, Start, Stepped
+from headway.engine_messages import Answered, Asked, Dead, Failed, Ready, Start, Stepped
 from headway.engine_thread import EngineThread
 from headway.logs import log_to_stderr
 from headway.threads import SWITCH_INTERVAL
@@ -83,7 +83,7 @@ class Worker:
         error = future.exception()
         try:
             data = b"" if error is not None else pickle.dumps(future.result())
-        except UNSENDABLE as unsendable:
+        except Exception as unsendable:  # whatever the result's own code raises: somebody waits for an answer
             error = unsendable
         if error is not None:
             self._send(Failed.by(number, error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,8 @@ class ProfileRoutes:
     def __init__(self, service: Service) -> None:
         self._service, self._llm = service, service.llm
         self._profiling = False
+        self._turn = asyncio.Lock()
+        """Of whoever starts or stops one: the next begins when the trace of the last is written."""
 
     def add_to(self, app: FastAPI) -> None:
         """Add both."""
@@ -34,24 +37,22 @@ class ProfileRoutes:
         """Begin to look at steps. The body may be empty."""
         folder = self._folder()
         asked = ProfileRequest.model_validate_json(await read_text(request, self._service.options) or b"{}")
-        if self._profiling:
-            raise ApiError(409, "a profile is being taken already; /stop_profile ends it")
-        self._profiling = True
-        try:
+        async with self._turn:
+            if self._profiling:
+                raise ApiError(409, "a profile is being taken already; /stop_profile ends it")
             await self._llm.have_done(partial(start_profile, folder=folder, asked=asked))
-        except BaseException:
-            self._profiling = False
-            raise
+            self._profiling = True
         return Response(b"{}", media_type="application/json")
 
     async def stop(self) -> Response:
         """End that; tells where the time of a step went, and the file of the trace."""
         self._folder()
-        if not self._profiling:
-            raise ApiError(409, "no profile is being taken; /start_profile begins one")
-        self._profiling = False
-        found = await self._llm.have_done(stop_profile)
-        found.trace = await self._llm.have_done(write_trace, aside=True)
+        async with self._turn:
+            if not self._profiling:
+                raise ApiError(409, "no profile is being taken; /start_profile begins one")
+            self._profiling = False
+            found = await self._llm.have_done(stop_profile)
+            found.trace = await self._llm.have_done(write_trace, aside=True)
         return Response(orjson.dumps(found.model_dump()), media_type="application/json")
 
     def _folder(self) -> Path:
