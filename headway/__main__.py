@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import os
 import signal
 import sys
-import threading
 import traceback
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.system.faults import end_quietly, in_words, never_refuse_a_character, open_what_is_closed, trace
-
-if TYPE_CHECKING:
-    from sys import UnraisableHookArgs
+from headway.interrupts import never_lost
 
 _NARROWEST: Final = 20
 """Columns."""
@@ -30,16 +26,15 @@ def main() -> None:
     message and exit code 2. Only a fault of Headway's own shows a traceback.
     """
     open_what_is_closed()
-    hook, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     never_refuse_a_character(sys.stdout, sys.stderr)
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) < _NARROWEST:  # some terminals say 0; nothing can be shown in a few columns
         os.environ["COLUMNS"] = str(_NARROWEST)
     try:
         try:
-            _run()
+            with never_lost():
+                _run()
         finally:
-            sys.unraisablehook = hook
             sys.stdout.flush()  # a full device shows here, and not when Python ends and can only complain
             # Once Python ends nothing is left to save, and Ctrl-C shall end it without a traceback of some library's.
             atexit.register(_let_go, os.getpid())
@@ -63,16 +58,6 @@ def main() -> None:
         trace("the command", error)
         _say("error: ", said)
         sys.exit(2)
-
-
-def _interrupt_again(ignored: UnraisableHookArgs) -> None:
-    """Ctrl-C that hits a callback, of an import's lock for instance, would be dropped by Python: it counts a moment later."""
-    if ignored.exc_type is KeyboardInterrupt:
-        timer = threading.Timer(0.05, _thread.interrupt_main)  # here it would be dropped as well
-        timer.daemon = True
-        timer.start()
-    else:
-        sys.__unraisablehook__(ignored)
 
 
 def _let_go(process: int) -> None:

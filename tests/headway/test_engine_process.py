@@ -35,6 +35,8 @@ pytestmark = pytest.mark.xdist_group("engine process")  # one process has the mo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+ENDED_BY_CTRL_C = 130, -signal.SIGINT
+"""Which shells show as the same. Python ends by the signal where one has hit a text that `exec` ran, as dataclasses have."""
 
 
 def start(llm: LLM, **options: object) -> AsyncLLM:
@@ -297,7 +299,7 @@ def test_ctrl_c_ends_a_command_that_still_loads_without_a_traceback(llm: LLM, se
         children = psutil.Process(process.pid).children()
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate(timeout=60)[1]
-    assert (process.returncode, "Traceback" in said) == (130, False), said
+    assert (process.returncode in ENDED_BY_CTRL_C, "Traceback" in said) == (True, False), (process.returncode, said)
     assert psutil.wait_procs(children, 20)[1] == []
 
 

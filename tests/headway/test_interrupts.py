@@ -1,0 +1,72 @@
+"""Ctrl-C of a command: never lost, never another error, and no import torn by it."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.interrupts import never_lost
+
+PRESSES = """
+import os, signal, time
+came = []
+try:
+    for _ in range({times}):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # Python's handlers run between its instructions, and the timer's interrupt comes in this time
+except KeyboardInterrupt:
+    came.append("KeyboardInterrupt")
+"""
+
+
+@pytest.fixture
+def presses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that presses Ctrl-C while it is imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "presses_ctrl_c", raising=False)
+    importlib.invalidate_caches()
+    return "presses_ctrl_c"
+
+
+def test_ctrl_c_waits_for_the_end_of_an_import(presses: str, tmp_path: Path) -> None:
+    (tmp_path / f"{presses}.py").write_text(PRESSES.format(times=1))
+
+    def work() -> None:
+        with never_lost():
+            importlib.import_module(presses)
+            time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert sys.modules[presses].came == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_second_ctrl_c_does_not_wait_for_an_import_that_may_hang(presses: str, tmp_path: Path) -> None:
+    (tmp_path / f"{presses}.py").write_text(PRESSES.format(times=2))
+    with never_lost():
+        assert importlib.import_module(presses).came == ["KeyboardInterrupt"]
+        time.sleep(0.2)  # the timer of the first is cancelled
+
+
+def test_without_an_import_ctrl_c_comes_at_once() -> None:
+    begun = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt), never_lost():
+        signal.raise_signal(signal.SIGINT)
+    assert time.perf_counter() - begun < 1
+
+
+def test_a_command_in_the_background_goes_on_ignoring_ctrl_c() -> None:
+    """As shells start it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with never_lost():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
