@@ -37,6 +37,20 @@ def never_lost() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@contextmanager
+def left_to_asyncio() -> Iterator[None]:
+    """Within it Ctrl-C is Python's own again, which asyncio.run makes an end of its main task: it replaces no other handler."""
+    before = signal.getsignal(signal.SIGINT)
+    if not isinstance(before, _AfterImports) or current_thread() is not main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class _AfterImports:
     """A handler of SIGINT that raises KeyboardInterrupt as Python's does, but tears no import."""
 

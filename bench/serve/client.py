@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ import httptools
 import orjson
 
 from headway.core.contract.errors import ConfigError
+from headway.interrupts import left_to_asyncio
 
 T = TypeVar("T")
 
@@ -125,11 +127,12 @@ class Client:
     @staticmethod
     def run(work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine that uses a client, on the fastest event loop that there is."""
-        try:
+        factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+        with suppress(ImportError):  # Windows has none
             import uvloop
-        except ImportError:  # Windows has none
-            return asyncio.run(work)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+
+            factory = uvloop.new_event_loop
+        with left_to_asyncio(), asyncio.Runner(loop_factory=factory) as runner:
             return runner.run(work)
 
     async def model(self) -> str:

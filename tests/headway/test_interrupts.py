@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.bench.serve.client import Client
 from headway.interrupts import never_lost
 
 PRESSES = """
@@ -59,6 +61,21 @@ def test_without_an_import_ctrl_c_comes_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), never_lost():
         signal.raise_signal(signal.SIGINT)
     assert time.perf_counter() - begun < 1
+
+
+def test_a_benchmark_of_a_server_ends_its_requests_by_ctrl_c() -> None:
+    ended = []
+
+    async def request() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(5)
+        finally:
+            ended.append(sys.exc_info()[0])
+
+    with pytest.raises(KeyboardInterrupt), never_lost():
+        Client.run(request())
+    assert ended == [asyncio.CancelledError]
 
 
 def test_a_command_in_the_background_goes_on_ignoring_ctrl_c() -> None:
