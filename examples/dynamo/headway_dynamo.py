@@ -20,7 +20,7 @@ from dynamo.common.backend import EngineConfig, GenerateChunk, GenerateRequest, 
 from dynamo.common.backend.run import run
 from dynamo.common.utils.token_ids import token_ids_to_list
 
-from headway import AsyncLLM, RequestOutputKind, SamplingParams
+from headway import AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams
 
 SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed"),
@@ -72,7 +72,9 @@ class HeadwayEngine(LLMEngine):
     async def start(self, worker_id: int) -> EngineConfig:
         """Load the model; Dynamo sends requests from then on."""
         del worker_id
-        self._llm = llm = await asyncio.to_thread(lambda: AsyncLLM(self._model, **self._options))
+        args = EngineArgs.of(self._model, **self._options)
+        # Its own interpreter: the engine's steps would wait for the lock while this one answers Dynamo, and the other way round.
+        self._llm = llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, own_process=True)
         facts = llm.facts
         return EngineConfig(
             model=self._model,

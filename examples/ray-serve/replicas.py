@@ -3,10 +3,11 @@
     pip install "headway[serve]" "ray[serve]" pyarrow
     serve run replicas:app model=Qwen/Qwen3-0.6B gpus=1 min_replicas=1 max_replicas=4
 
-A replica is a process with a model, an engine and the whole OpenAI API. In front of them stands an ingress without a model:
-it reads a request's body once, so that Ray's router sees the prompt, and passes on what a replica answers. Ray starts a new
-replica for one that has died. What the dead one had not begun to answer goes to another replica; a stream that had begun ends
-with an error event, for nobody can know which of its tokens the client has read.
+A replica is a process with the whole OpenAI API, and has its model and engine in a child process, as `headway serve` does. In
+front of the replicas stands an ingress without a model: it reads a request's body once, so that Ray's router sees the prompt,
+and passes on what a replica answers. Ray starts a new replica for one that has died. What the dead one had not begun to answer
+goes to another replica; a stream that had begun ends with an error event, for nobody can know which of its tokens the client has
+read.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class Replica:
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         """options: those of AsyncLLM."""
-        from headway import AsyncLLM
+        from headway import AsyncLLM, EngineArgs
         from headway.server.app import create_app
         from headway.server.service import ServerOptions
 
-        self._llm = AsyncLLM(model, **options)
+        self._llm = AsyncLLM.from_engine_args(EngineArgs.of(model, **options), own_process=True)
         self._app = create_app(self._llm, ServerOptions(served_model_names=(model,)))
         self._name = serve.get_replica_context().replica_id.unique_id.encode()
 

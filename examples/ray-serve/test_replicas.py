@@ -94,6 +94,7 @@ def test_requests_go_on_when_a_replica_is_killed(model: str) -> None:
     assert len(set(map(tuple, expected.values()))) == len(prompts)
     before = processes()
     assert len(before) == 2
+    (engine,) = before[0].children()
     jobs = [(prompt, streamed) for prompt in prompts for streamed in (False, True) for _ in range(2)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         begun: list[str] = []
@@ -118,6 +119,7 @@ def test_requests_go_on_when_a_replica_is_killed(model: str) -> None:
         time.sleep(0.5)
     last = complete(prompts[0])
     assert (last.tokens, last.wrong) == (expected[prompts[0]], "")
+    assert psutil.wait_procs([engine], 20)[1] == [], "the engine of the replica that was killed goes on"
 
 
 def first_other(tokens: list[int], whole: list[int]) -> int | None:
