@@ -5,7 +5,7 @@ from __future__ import annotations
 import _thread
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer, current_thread, main_thread
 from types import FrameType
@@ -22,16 +22,23 @@ _AGAIN_AFTER: Final = 0.05
 def never_lost() -> Iterator[None]:
     """Within it each Ctrl-C ends the main thread's work, and ends it by a KeyboardInterrupt.
 
-    Python drops one that hits a callback, and in an import its C extensions make other errors of one, or abort. One that comes
-    during an import is therefore raised at the import's end; the next is raised at once, for the import may hang.
+    Python drops one that hits a callback, after which a library may fail over what it has not got; and in an import C extensions
+    make other errors of one, or abort. One that was dropped is raised again a moment later, or in place of an error that comes
+    before that. One that comes during an import is raised at its end; the next is raised at once, for the import may hang.
     """
-    hook, sys.unraisablehook = sys.unraisablehook, _again_after_a_callback
+    handler = _Handler()
+    hook, sys.unraisablehook = sys.unraisablehook, handler.see_dropped
     takes = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if takes:
-        signal.signal(signal.SIGINT, _AfterImports())
+        signal.signal(signal.SIGINT, handler)
     try:
         yield
+    except (Exception, SystemExit) as error:
+        if handler.owes_one:
+            raise KeyboardInterrupt from error
+        raise
     finally:
+        handler.forget()
         sys.unraisablehook = hook
         if takes:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,7 +48,7 @@ def never_lost() -> Iterator[None]:
 def left_to_asyncio() -> Iterator[None]:
     """Within it Ctrl-C is Python's own again, which asyncio.run makes an end of its main task: it replaces no other handler."""
     before = signal.getsignal(signal.SIGINT)
-    if not isinstance(before, _AfterImports) or current_thread() is not main_thread():
+    if not isinstance(before, _Handler) or current_thread() is not main_thread():
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,23 +58,45 @@ def left_to_asyncio() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-class _AfterImports:
+class _Handler:
     """A handler of SIGINT that raises KeyboardInterrupt as Python's does, but tears no import."""
 
     def __init__(self) -> None:
-        self._waits: Timer | None = None
+        self._timer: Timer | None = None
         self._again = False
         """Whether the next call is the timer's, and not a second Ctrl-C."""
 
+    @property
+    def owes_one(self) -> bool:
+        """Whether a Ctrl-C has come that has ended nothing yet."""
+        return self._timer is not None
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
         again, self._again = self._again, False
-        if _imports(frame) and (again or self._waits is None):
-            self._waits = _soon(self._interrupt)
-            return
-        if self._waits is not None:
-            self._waits.cancel()
-            self._waits = None
-        signal.default_int_handler(number, frame)
+        if _imports(frame) and (again or self._timer is None):
+            self._put_off()
+        else:
+            self.forget()
+            signal.default_int_handler(number, frame)
+
+    def see_dropped(self, ignored: UnraisableHookArgs) -> None:
+        """An unraisablehook: Python has dropped an exception."""
+        if ignored.exc_type is KeyboardInterrupt:
+            self._put_off()
+        else:
+            sys.__unraisablehook__(ignored)
+
+    def forget(self) -> None:
+        """What was owed is raised, or there is nothing left that it could end."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _put_off(self) -> None:
+        self.forget()
+        self._timer = Timer(_AGAIN_AFTER, self._interrupt)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _interrupt(self) -> None:
         self._again = True
@@ -78,20 +107,6 @@ def _imports(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
-
-
-def _again_after_a_callback(ignored: UnraisableHookArgs) -> None:
-    if ignored.exc_type is KeyboardInterrupt:
-        _soon(_thread.interrupt_main)  # here it would be dropped as well
-    else:
-        sys.__unraisablehook__(ignored)
-
-
-def _soon(interrupt: Callable[[], None]) -> Timer:
-    timer = Timer(_AGAIN_AFTER, interrupt)
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 class Interrupts:

@@ -7,6 +7,7 @@ import importlib
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,25 @@ def test_without_an_import_ctrl_c_comes_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), never_lost():
         signal.raise_signal(signal.SIGINT)
     assert time.perf_counter() - begun < 1
+
+
+def test_an_error_that_comes_of_a_dropped_interrupt_is_the_interrupt() -> None:
+    """pydantic's validators are such: one that was made while Ctrl-C came refuses everything."""
+
+    class Watched:
+        pass
+
+    def work() -> None:
+        with never_lost():
+            watched = Watched()
+            reference = weakref.ref(watched, lambda _: signal.raise_signal(signal.SIGINT))
+            del watched
+            raise ValueError(reference)
+
+    with pytest.raises(KeyboardInterrupt) as ended:
+        work()
+    assert isinstance(ended.value.__cause__, ValueError)
+    time.sleep(0.2)  # it is not raised again
 
 
 def test_a_benchmark_of_a_server_ends_its_requests_by_ctrl_c() -> None:
