@@ -63,8 +63,7 @@ class _Handler:
 
     def __init__(self) -> None:
         self._timer: Timer | None = None
-        self._again = False
-        """Whether the next call is the timer's, and not a second Ctrl-C."""
+        """Until it calls this handler again, and not longer: a call that finds it is a second Ctrl-C."""
 
     @property
     def owes_one(self) -> bool:
@@ -72,8 +71,7 @@ class _Handler:
         return self._timer is not None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        again, self._again = self._again, False
-        if _imports(frame) and (again or self._timer is None):
+        if self._timer is None and _imports(frame):
             self._put_off()
         else:
             self.forget()
@@ -88,9 +86,9 @@ class _Handler:
 
     def forget(self) -> None:
         """What was owed is raised, or there is nothing left that it could end."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
 
     def _put_off(self) -> None:
         self.forget()
@@ -99,8 +97,11 @@ class _Handler:
         self._timer.start()
 
     def _interrupt(self) -> None:
-        self._again = True
-        _thread.interrupt_main()
+        self._timer = None
+        if sys.platform == "win32":
+            _thread.interrupt_main()
+        else:  # which would not wake it from a wait
+            signal.pthread_kill(main_thread().ident or 0, signal.SIGINT)
 
 
 def _imports(frame: FrameType | None) -> bool:
