@@ -11,6 +11,7 @@ from random import Random
 from headway.core.contract.errors import ConfigError
 
 _WORDS = ("time", "people", "way", "water", "word", "day", "part", "number", "sound", "place", "year", "work", "back", "line")
+_LIMITS = ("ttft", "tpot", "e2e")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,23 @@ def parse_mix(text: str) -> list[Length]:
             raise ConfigError("--mix", "tokens in and out with a weight, such as 512/128 or 128/64:3,4096/256:1", repr(text))
         found.append(Length(int(match[1]), int(match[2]), float(match[3] or 1)))
     return found
+
+
+def limits_of(text: str | None) -> dict[str, float]:
+    """The milliseconds that a good request keeps, from a text such as "ttft:200,tpot:20"; empty where there is none.
+
+    :raises ConfigError: a text of another form.
+    """
+    limits: dict[str, float] = {}
+    for part in filter(None, (text or "").split(",")):
+        name, _, value = part.strip().partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            name = ""
+        if name not in _LIMITS or not 0 < limits[name] < math.inf:
+            raise ConfigError("--goodput", "limits in ms such as ttft:200,tpot:20,e2e:5000", repr(text))
+    return limits
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from headway.profiling import ProfileRequest
 
 _MODES = ("online", "offline", "naive")
-_LIMITS = ("ttft", "tpot", "e2e")
 
 
 def serve(
@@ -72,7 +71,7 @@ def serve(
         from headway.bench.serve.client import Client
     except ImportError as error:
         raise ConfigError("headway bench serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
-    from headway.bench.serve.load import Load, parse_mix
+    from headway.bench.serve.load import Load, limits_of, parse_mix
     from headway.bench.serve.run import Plan, Sending
     from headway.bench.serve.table import draw, print_report
     from headway.profiling import ProfileRequest
@@ -83,7 +82,7 @@ def serve(
     chosen = names_of(modes) or []
     if not chosen or not set(chosen) <= set(_MODES):
         raise ConfigError("--modes", f"some of {', '.join(_MODES)}", repr(modes))
-    limits, rates = _limits(goodput), _rates(rate)
+    limits, rates = limits_of(goodput), _rates(rate)
     plans = [Plan("online", each, burstiness, max_concurrency) for each in rates] if "online" in chosen else []
     plans += [Plan(mode, max_concurrency=max_concurrency) for mode in ("offline", "naive") if mode in chosen]
     load = Load(num_requests, parse_mix(mix), shared_prefix, num_prefixes, turns, vocab_size, seed)
@@ -165,16 +164,3 @@ def _rates(text: str) -> list[float]:
     if not rates or not all(0 < each < math.inf for each in rates):
         raise ConfigError("--rate", "requests per second, such as 4 or 1,2,4", repr(text))
     return rates
-
-
-def _limits(text: str | None) -> dict[str, float]:
-    limits: dict[str, float] = {}
-    for part in names_of(text) or ():
-        name, _, value = part.partition(":")
-        try:
-            limits[name] = float(value)
-        except ValueError:
-            name = ""
-        if name not in _LIMITS or not 0 < limits[name] < math.inf:
-            raise ConfigError("--goodput", "limits in ms such as ttft:200,tpot:20,e2e:5000", repr(text))
-    return limits
