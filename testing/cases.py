@@ -110,7 +110,8 @@ def make_case(
         lengths = [length for length, _ in cached]
         past = AttentionMetadata.build(lengths, [0] * len(cached), [table for _, table in cached], block_size, spec.device)
         writer(*new_rows(sum(lengths)), cache, past.slot_mapping)
-    metadata = AttentionMetadata.build(query_lens, context_lens, tables, block_size, spec.device, decode_query_len)
+    lens_and_tables = query_lens, context_lens, tables, block_size, spec.device, decode_query_len
+    metadata = AttentionMetadata.build(*lens_and_tables, num_blocks=num_blocks)
     tokens = metadata.num_tokens
     q = rows(tokens, spec.num_heads, spec.head_dim)
     k, v = new_rows(tokens)

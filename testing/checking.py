@@ -45,7 +45,7 @@ def check(
     start: Callable[[int], None] = lambda count: None,
     tell: Callable[[CellResult], None] = lambda result: None,
 ) -> CheckReport:
-    """Run what is wanted. start: told the number of cells; tell: told each result as it comes.
+    """Run what is wanted. start: told the number of cells; tell: told each result as it comes. Ctrl-C ends it with what there is.
 
     :raises HeadwayError: there is no such subject, check, layout or cell.
     """
@@ -54,7 +54,7 @@ def check(
     if wanted.in_process and not wanted.cell:
         raise ConfigError("--in-process", "one cell: --cell CELL", "none")
     started = time.monotonic()
-    listed, results = _here(wanted) if wanted.in_process else _in_children(wanted, start, tell)
+    listed, results, left = _here(wanted) if wanted.in_process else _in_children(wanted, start, tell)
     return CheckReport(
         target=wanted.target or f"layout {wanted.layout}",
         subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
@@ -66,26 +66,29 @@ def check(
         machine=machine_of(torch.device(wanted.device)),
         unavailable=listed.unavailable,
         seconds=round(time.monotonic() - started, 1),
+        not_run=left,
         cells=results,
     )
 
 
-def _here(wanted: Wanted) -> tuple[Listed, list[CellResult]]:
+def _here(wanted: Wanted) -> tuple[Listed, list[CellResult], int]:
     kit = Kit(load_subject(wanted.target or BASELINE, torch.device(wanted.device), plugins=wanted.plugins))
     listed = Listed(**kit.listed(layout=wanted.layout))
-    return listed, [] if listed.unavailable else [kit.run(Cell.parse(wanted.cell))]
+    return listed, [] if listed.unavailable else [kit.run(Cell.parse(wanted.cell))], 0
 
 
 def _in_children(
     wanted: Wanted, start: Callable[[int], None], tell: Callable[[CellResult], None]
-) -> tuple[Listed, list[CellResult]]:
+) -> tuple[Listed, list[CellResult], int]:
+    """Also how many cells were left when the run was interrupted."""
     target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device)
     children = [Child(target, wanted.device, 1, timeout, wanted.plugins) for _ in range(max(1, wanted.jobs))]
     try:
         listed = children[0].list(quick=wanted.quick, layout=wanted.layout)
         cells = _picked(listed.cells, wanted) if not listed.unavailable else []
         start(len(cells))
-        return listed, Run(children[: max(1, len(cells))], tell).all(cells)
+        results = Run(children[: max(1, len(cells))], tell).all(cells)
+        return listed, results, len(cells) - len(results)
     finally:
         for child in children:
             child.stop()

@@ -83,6 +83,8 @@ class CheckReport(BaseModel):
     unavailable: str = ""
     """Why nothing could be tried on this machine."""
     seconds: float = 0.0
+    not_run: int = 0
+    """Cells that were left when the run was interrupted."""
     cells: list[CellResult] = []
 
     @property

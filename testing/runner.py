@@ -119,14 +119,22 @@ class Run:
     _fault: BaseException | None = None
 
     def all(self, cells: Sequence[str]) -> list[CellResult]:
-        """The results in the order of the cells. What a thread raises is raised here: a cell without a result has not passed."""
+        """The results in the order of the cells. What a thread raises is raised here: a cell without a result has not passed.
+
+        Ctrl-C ends the run: the results are then those that there are.
+        """
         left = list(reversed(cells))
         threads = [threading.Thread(target=self._guarded, args=(child, left)) for child in self.children]
         for thread in threads:
             thread.start()
+        results = self.results
         try:
             for thread in threads:
                 thread.join()
+        except KeyboardInterrupt:
+            left.clear()
+            with self._lock:
+                results = dict(self.results)  # without the cells whose processes are stopped now
         except BaseException:
             left.clear()
             raise
@@ -135,7 +143,7 @@ class Run:
                 child.stop()
         if self._fault is not None:
             raise self._fault
-        return [self.results[cell] for cell in cells if cell in self.results]
+        return [results[cell] for cell in cells if cell in results]
 
     def _guarded(self, child: Child, left: list[str]) -> None:
         try:

@@ -49,9 +49,12 @@ def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) ->
             yield from _wrapped(line, width, "", "yellow")
     yield Text()
     counts = Counter(cell.status for cell in report.cells)
-    verdict = "FAILED" if failed else "passed"
-    summary = ", ".join(f"{counts[status]} {status}" for status in _MARKS if counts[status])
-    yield Text(f"{verdict}: {summary or 'nothing was tried'} in {report.seconds:.0f} s", "bold red" if failed else "bold green")
+    verdict, style = ("FAILED", "bold red") if failed else ("passed", "bold green")
+    if report.not_run and not failed:
+        verdict, style = "interrupted", "bold yellow"
+    parts = [f"{counts[status]} {status}" for status in _MARKS if counts[status]]
+    parts += [f"{report.not_run} not run"] if report.not_run else []
+    yield Text(f"{verdict}: {', '.join(parts) or 'nothing was tried'} in {report.seconds:.0f} s", style)
 
 
 def _line(name: str, text: str, cells: Sequence[CellResult], width: int) -> Text:
@@ -114,10 +117,10 @@ def badge(report: CheckReport) -> str:
     """The outcome as an SVG picture, in the form that shields.io made usual."""
     failed, done = len(report.failed), len(report.cells)
     kind = "quick" if report.quick else "full"
-    if report.unavailable or not done:
-        text, colour = "not tested", "#9f9f9f"
-    elif failed:
+    if failed:
         text, colour = f"{failed} of {done} failed", "#e05d44"
+    elif report.unavailable or report.not_run or not done:
+        text, colour = "not tested", "#9f9f9f"
     else:
         text, colour = f"{done} cells passed ({kind})", "#4c1"
     label = page(f"headway check {report.subject}")

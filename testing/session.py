@@ -157,6 +157,7 @@ class Session:
             self.block_size,
             self.spec.device,
             num_draft_tokens=[turn.num_draft_tokens for turn in work] + [0] * padding_rows,
+            num_blocks=self.num_blocks,
         )
 
     def _seen(self, seq: Tokens) -> list[int]:

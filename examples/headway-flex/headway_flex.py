@@ -6,7 +6,6 @@ sequence, the block mask lists the pages that a tile of queries reads, and a tab
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache as memo
 from typing import Any, NamedTuple
 
@@ -18,8 +17,6 @@ from headway.contract import ALL_PHASES, NHD, AttentionBackend, BackendInfo, Cap
 
 Q_BLOCK = 128
 """Queries of a block of the mask."""
-LIMITS = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
-"""Of torch.compile, beyond which a shape would be refused."""
 
 
 class Step(NamedTuple):
@@ -53,10 +50,10 @@ class Flex(AttentionBackend):
         super().__init__(*arguments, **keywords)
         from torch.nn.attention.flex_attention import flex_attention
 
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16  # more shapes than 8
         self._attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         self._compiled = set()
-        slopes = self.spec.alibi_slopes
-        self._slopes = None if slopes is None else torch.tensor(slopes, device=self.spec.device)
+        self._slopes = self.spec.alibi_slopes and torch.tensor(self.spec.alibi_slopes, device=self.spec.device)
 
     @classmethod
     def available(cls):
@@ -67,6 +64,13 @@ class Flex(AttentionBackend):
         except Exception as error:
             return Support.no("torch.compile", "a C++ compiler", error, "apt install g++")
         return Support()
+
+    @classmethod
+    def supports(cls, spec, layout, block_size, phase):
+        support = super().supports(spec, layout, block_size, phase)
+        if (spec.device.type, spec.dtype) != ("cuda", torch.float32) or spec.head_dim <= 128:  # more exceeds shared memory
+            return support
+        return support & Support.no("head_dim", "at most 128 in float32 on a GPU", str(spec.head_dim), "--dtype bfloat16")
 
     @classmethod
     def accepts(cls, cache):
@@ -122,23 +126,19 @@ class Flex(AttentionBackend):
             distance = positions[tile] + query - (back[tile, slot // size] * size + slot % size)
             return score if slopes is None else score - slopes[head] * distance
 
-        sizes = (Q_BLOCK, size), visible, lengths, False  # no lists for a backward pass
-        mask = BlockMask.from_kv_blocks(counts, pages, None, None, *sizes)
+        mask = BlockMask.from_kv_blocks(counts, pages, None, None, (Q_BLOCK, size), visible, lengths, False)  # no backward pass
         return mask, None if softcap is None and slopes is None else changed
 
     def decode(self, q, cache, plan, out):
         """Any number of the newest tokens of each sequence."""
-        spec, (mask, score_mod) = self.spec, plan.mods(len(cache.key))
+        mask, score_mod = plan.mods(len(cache.key))
         key, value = (each.flatten(0, 1).transpose(0, 1)[None] for each in (cache.key, cache.value))
         tiles = q.index_select(0, plan.rows).unflatten(0, (-1, plan.tile)).transpose(1, 2)
-        shape = (*tiles.shape, key.shape[2])
-        compiled = shape in self._compiled
-        if not compiled:
+        if (shape := (*tiles.shape, key.shape[2])) not in self._compiled:
             self._compiled.add(shape)
             announce_compilation(f"flex_attention {shape}")
         options = {"BLOCK_N": min(self.block_size, 64)} if q.is_cuda else None
-        with nullcontext() if compiled else torch._dynamo.config.patch(LIMITS):  # each patch() keeps some memory
-            found = self._attend(tiles, key, value, score_mod, mask, spec.scale, spec.group_size > 1, kernel_options=options)
+        found = self._attend(tiles, key, value, score_mod, mask, self.spec.scale, self.spec.group_size > 1, False, options)
         out.copy_(found.transpose(1, 2).flatten(0, 1).index_select(0, plan.places))
 
     def prefill(self, q, k, v, cache, plan, out):

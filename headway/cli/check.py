@@ -33,7 +33,7 @@ def check(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result as JSON.")] = None,
     badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the outcome as an SVG badge.")] = None,
 ) -> None:
-    """Test TARGET against the contract; exit with 1 if anything fails.
+    """Test TARGET against the contract; exit with 1 if anything fails. Ctrl-C shows what was found by then.
 
     The backend runs in child processes, so that one that crashes, hangs or exits is a finding like any other.
     """
@@ -76,5 +76,7 @@ def check(
         write_bytes(badge(report).encode(), badge_file, "--badge")
     if report.unavailable:
         raise typer.Exit(2)
+    if report.not_run:
+        raise KeyboardInterrupt  # which ends a command as it always does
     if report.failed:
         raise typer.Exit(1)
