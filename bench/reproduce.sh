@@ -2,8 +2,8 @@
 # Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
-# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, requests; about
-# 10, 6, 20, 25, 10, 6 and 8 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
+# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, requests, servers; about
+# 10, 6, 20, 25, 10, 6, 8 and 12 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
 # A part that fails is reported and does not stop the others.
@@ -117,10 +117,26 @@ peers() {  # whichever is installed; one that is not says so
     run wide bench throughput $wide --batch-size 320,512 --input-len 256 --output-len 256 --repeat 2 --output "$out/throughput-wide.json"
 }
 
+servers() {  # MODEL_FOLDER: a config.json such as models/shapes/qwen3-0.6b's and a tokenizer of its vocabulary; vLLM where it is installed
+    model=${MODEL_FOLDER:?a folder with config.json and a tokenizer}
+    compare="$PYTHON -P -m headway.bench.serve.compare --vocab-size 100000"
+    ours="$HEADWAY serve $model --load-format dummy --port {port}"
+    $compare --at-once 16 --passes 6 --rate 23.6,23.6 --mix 512/512 --warmup 16 --server "http=$ours --max-model-len 8192" \
+        --server "no-http=in-process {\"model\": \"$model\", \"load_format\": \"dummy\", \"max_model_len\": 8192}" \
+        --output "$out/server-first-token.json" || failed="$failed first-token"
+    long="$ours --max-model-len 16384 --attn-backend"
+    $compare --at-once 220 --passes 1 --rate 0.8x,0.87x,0.94x --seconds 8 --mix 128/128:10,12288/128:1 --goodput ttft:500,tpot:8 --warmup 44 \
+        --server "auto=$long auto" --server "triton=$long triton" --server "flash_attn_3=$long flash_attn_3" \
+        --output "$out/server-limits.json" || failed="$failed limits"
+    vllm="$PYTHON -m vllm.entrypoints.openai.api_server --model $model --load-format dummy --dtype bfloat16 --max-model-len 8192"
+    $compare --at-once 256 --rate 0.5x,0.9x --seconds 12 --mix 512/128 --server "vllm=$vllm --gpu-memory-utilization 0.85 --port {port}" \
+        --server "headway=$ours --max-model-len 8192" --output "$out/server-vllm.json" || failed="$failed vllm"
+}
+
 for part in "$@"; do
     case $part in
-        tests | engine | crossover | kernels | peers | conformance | requests) $part ;;
-        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers, conformance or requests, got $part" >&2; exit 2 ;;
+        tests | engine | crossover | kernels | peers | conformance | requests | servers) $part ;;
+        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers, conformance, requests or servers, got $part" >&2; exit 2 ;;
     esac
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

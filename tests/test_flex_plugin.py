@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from grid import spec
+from headway.backends.layouts import write_rows
 from headway.core.contract.layout import NHD, CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.registry.given import load_file
+from headway.testing.cases import make_case
 from headway.testing.cells import Cell
 from headway.testing.kit import Kit
 from headway.testing.pool import Foreign
@@ -87,3 +89,22 @@ def test_it_computes_every_feature_it_claims(feature: str, dtype: str) -> None:
     kit = Kit(load_subject(f"{FILE}:Flex", torch.device("cpu")))
     result = kit.run(Cell("answer", "mixed", layout="nhd", block_size=16, head_dim=64, group=4, feature=feature, dtype=dtype))
     assert result.status == "passed", result
+
+
+def test_a_step_of_the_kit_says_how_large_its_pool_is_as_the_engine_does(plugin: ModuleType) -> None:
+    """So that masks, copied from the host, are made by `plan`, which may wait for the device."""
+    layer = spec(num_heads=4, num_kv_heads=2, head_dim=64)
+    made = make_case([(5, 9), (1, 30)], layer, NHD, 16, write_rows)
+    assert made.metadata.num_blocks == len(made.cache.key)
+    backend = plugin.Flex(layer, NHD, 16)
+    made_masks = backend.plan(made.metadata.decode).mods
+    assert made_masks.cache_info().currsize == 1
+
+
+def test_long_heads_of_float32_are_refused_on_a_gpu(plugin: ModuleType) -> None:
+    def claims(**changes: object) -> str:
+        return str(plugin.Flex.supports(spec(**{"device": torch.device("cuda"), **changes}), NHD, 16, Phase.DECODE))
+
+    assert "head_dim: needs at most 128 in float32 on a GPU, got 256" in claims(head_dim=256)
+    assert claims(head_dim=128) == claims(head_dim=256, dtype=torch.bfloat16) == "yes"
+    assert claims(head_dim=256, device=torch.device("cpu")) == "yes"

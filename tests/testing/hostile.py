@@ -41,6 +41,14 @@ class Hangs(_Plain):
         time.sleep(600)
 
 
+class HangsAndTells(_Plain):
+    name = "hangs_and_tells"
+
+    def decode(self, q, cache, plan, out, lse=None):
+        open("hangs", "w").close()  # in the folder of the command
+        time.sleep(600)
+
+
 class Raises(_Plain):
     name = "raises"
 

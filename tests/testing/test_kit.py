@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from functools import cache
+import time
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -209,6 +211,28 @@ def test_the_command_line_and_its_exit_codes(tmp_path: Path) -> None:
     assert mistaken.returncode == 2
     assert "nobody registered" in mistaken.stderr
     assert "Traceback" not in mistaken.stderr
+
+
+def test_ctrl_c_shows_what_was_found(tmp_path: Path) -> None:
+    options = ["--quick", "--jobs", "1", "--json", str(tmp_path / "found.json"), "--badge", str(tmp_path / "badge.svg")]
+    command_ = [sys.executable, "-m", "headway", "check", f"{HOSTILE}:HangsAndTells", *options]
+    taken_back = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+    run = subprocess.Popen(
+        command_, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=taken_back, cwd=tmp_path
+    )
+    until = time.monotonic() + 100
+    while not (tmp_path / "hangs").exists():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode in (130, -signal.SIGINT), err
+    assert "Traceback" not in err
+    report = read_check(tmp_path / "found.json")
+    assert report.not_run > len(report.cells) > 0
+    assert f"interrupted: {len(report.cells)} passed, {report.not_run} not run" in out
+    assert "not tested" in (tmp_path / "badge.svg").read_text()
 
 
 def test_a_cell_in_this_process_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
