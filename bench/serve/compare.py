@@ -170,7 +170,10 @@ def print_comparison(found: Comparison, console: Console) -> None:
 
 
 def _ms(spread: Spread | None) -> str:
-    return "-" if spread is None else f"{spread.p50:.2f}, {spread.p99:.2f}"
+    """The median and the 99th percentile, in about three digits."""
+    if spread is None:
+        return "-"
+    return ", ".join(f"{each:.{0 if each >= 100 else 1 if each >= 10 else 2}f}" for each in (spread.p50, spread.p99))
 
 
 def main(

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
-from headway.bench.serve.compare import Comparison, goodput, rates_of
+from headway.bench.serve.compare import Comparison, goodput, print_comparison, rates_of
 from headway.bench.serve.contenders import Contender
 from headway.core.contract.errors import ConfigError
 from headway.testing.json_files import read_json
 from sandbox import save_tiny_model
 
+ROOT = Path(__file__).resolve().parents[3]
 WORK = ("--mix", "12/6", "--vocab-size", "300", "--warmup", "2", "--seconds", "0.5", "--goodput", "ttft:5000,tpot:5000")
 
 
@@ -69,6 +71,16 @@ def test_what_does_not_start_is_told_in_one_line(server: str, match: str, tmp_pa
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert re.search(match, line), line
     assert "Traceback" not in done.stderr
+
+
+def test_a_measured_comparison_is_shown_whole_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    file = ROOT / "bench" / "results" / "h200" / "server-mixed.json"
+    found = Comparison.model_validate(json.loads(file.read_text())["comparison"])
+    print_comparison(found, Console(width=80))
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert all(out.count(each.name) == len(each.cells) + 1 for each in found.contenders)
 
 
 def test_rates_are_numbers_or_shares() -> None:
