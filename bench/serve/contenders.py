@@ -44,10 +44,28 @@ class Contender:
         :raises ConfigError: a text of another form.
         """
         name, _, command = text.partition("=")
-        known = "{port}" in command or command.split(" ", 1)[0] == IN_PROCESS
+        made = cls(name, command)
+        try:
+            known = made.options is not None or "{port}" in "".join(shlex.split(command))
+        except ValueError:  # no JSON, or a quotation without its end
+            known = False
         if not name or not known:
             raise ConfigError("--server", _NEEDS, repr(text))
-        return cls(name, command)
+        return made
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Of LLM; None: it is a server.
+
+        :raises ValueError: they are no JSON object.
+        """
+        first, _, rest = self.command.partition(" ")
+        if first != IN_PROCESS:
+            return None
+        options = json.loads(rest)
+        if not isinstance(options, dict):
+            raise ValueError(rest)
+        return options
 
 
 @dataclass
@@ -66,8 +84,8 @@ async def started(contender: Contender) -> AsyncIterator[Started]:
 
     :raises HeadwayError: it does not start.
     """
-    if contender.command.split(" ", 1)[0] == IN_PROCESS:
-        async with _in_process(contender) as found:
+    if contender.options is not None:
+        async with _in_process(contender.options) as found:
             yield found
         return
     with socket.socket() as free:
@@ -82,9 +100,7 @@ async def started(contender: Contender) -> AsyncIterator[Started]:
         try:
             client = Client(f"http://127.0.0.1:{port}")
             await _ready(client, process, contender.name, log)
-            told = await client.ask("/version")
-            version = str(json.loads(told.text).get("version", "")) if told.status == 200 else ""
-            yield Started(client, await client.model(), version)
+            yield Started(client, await client.model(), _version(await client.ask("/version")))
         finally:
             await asyncio.to_thread(_stop, process)
 
@@ -101,6 +117,13 @@ async def _ready(client: Client, process: subprocess.Popen[bytes], name: str, lo
         await asyncio.sleep(0.2)
 
 
+def _version(answer: Answer) -> str:
+    try:
+        return str(json.loads(answer.text)["version"]) if answer.status == 200 else ""
+    except (ValueError, KeyError, TypeError):  # a path that this server has for something else
+        return ""
+
+
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ask it to end; then end whatever is left of its session."""
     process.terminate()
@@ -112,15 +135,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @asynccontextmanager
-async def _in_process(contender: Contender) -> AsyncIterator[Started]:
+async def _in_process(options: dict[str, Any]) -> AsyncIterator[Started]:
     """AsyncLLM with its engine in a process of its own, as that of `headway serve`: what is left out is HTTP."""
     from headway.async_llm import AsyncLLM
     from headway.engine_args import EngineArgs
 
-    try:
-        options = dict(json.loads(contender.command.removeprefix(IN_PROCESS)))
-    except ValueError:
-        raise ConfigError("--server", _NEEDS, repr(contender.command)) from None
     args = EngineArgs.of(options.pop("model", "smollm2"), **options)
     llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args, own_process=True)
     try:

@@ -58,6 +58,9 @@ def test_a_server_and_the_engine_without_http_get_the_same_work(tmp_path: Path) 
     [
         ("a=sleep 5", r"--server: needs NAME=COMMAND with \{port\}"),
         ("a=in-process {", "--server: needs NAME=COMMAND"),
+        ("a=in-process [1]", "--server: needs NAME=COMMAND"),
+        ("a=serve 'x {port}", "--server: needs NAME=COMMAND"),
+        ('a=in-process {"model": "nowhere-at-all"}', "nowhere-at-all"),
         ("a=/nowhere/server {port}", "a: /nowhere/server cannot be started: No such file"),
         (
             f"a={sys.executable} -c 'print(\"no room\"); raise SystemExit(3)' {{port}}",
