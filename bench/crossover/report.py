@@ -10,6 +10,7 @@ from typing import Any, Final
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -47,8 +48,9 @@ def print_view(view: View, console: Console) -> None:
     shown = [_shown(block, longest) for block in blocks]
     unbounded = console.options.update(width=10_000)
     fits = all(console.measure(block, options=unbounded).maximum <= console.width for block in shown)
-    for block in shown if fits else (_shown(_narrow_block(block), longest) for block in view.blocks):
-        console.print(block)
+    for block in shown if fits else [_shown(_narrow_block(block), longest) for block in view.blocks]:
+        # The lines of a Text are finished; rich would take a second to look for places to wrap ten thousand of them.
+        console.print(Segments([Segment(f"{block}\n")]) if isinstance(block, Text) else block)
     if not fits:
         console.print(Text("the two fastest of each row; a wider terminal, --json or --export shows every backend", "dim"))
     for line in notes(view):
