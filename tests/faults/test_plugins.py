@@ -156,7 +156,7 @@ def test_a_policy_that_says_nothing_is_refused(policy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_one_hostile_plugin_costs_a_start_less_than_ten_seconds(
+def test_one_hostile_plugin_holds_a_start_up_for_less_than_eight_seconds(
     plugins: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
@@ -166,7 +166,7 @@ def test_one_hostile_plugin_costs_a_start_less_than_ten_seconds(
     install_hostile(plugins, name)
     started = time.monotonic()
     done = run_headway("backends", "--json", plugins=plugins, cwd=tmp_path)
-    assert time.monotonic() - started < 10 + usual
+    assert time.monotonic() - started < 8 + 2 * usual  # the process of the trial has a start of its own
     assert done.code == 0, done
     (failure,) = json.loads(done.out)["failures"]
     assert HOSTILE[name][2] in failure["error"]
