@@ -48,9 +48,10 @@ def print_view(view: View, console: Console) -> None:
     shown = [_shown(block, longest) for block in blocks]
     unbounded = console.options.update(width=10_000)
     fits = all(console.measure(block, options=unbounded).maximum <= console.width for block in shown)
-    for block in shown if fits else [_shown(_narrow_block(block), longest) for block in view.blocks]:
-        # The lines of a Text are finished; rich would take a second to look for places to wrap ten thousand of them.
-        console.print(Segments([Segment(f"{block}\n")]) if isinstance(block, Text) else block)
+    for block in shown if fits else (_shown(_narrow_block(block), longest) for block in view.blocks):
+        # The lines of a Text are finished: rich would take a second to look for places to wrap ten thousand of them,
+        # and a terminal that is too narrow wraps them itself.
+        console.print(Segments([Segment(f"{block}\n")]) if isinstance(block, Text) else block, crop=False)
     if not fits:
         console.print(Text("the two fastest of each row; a wider terminal, --json or --export shows every backend", "dim"))
     for line in notes(view):
@@ -69,7 +70,7 @@ def _shown(block: Table, longest: int) -> Table | Text:
         for row in zip(*columns, strict=True)
     ]
     rule = "-" * max(map(len, lines))
-    return Text("\n".join([str(block.title), lines[0], rule, *lines[1:], ""]), no_wrap=True, overflow="ignore")
+    return Text("\n".join([str(block.title), lines[0], rule, *lines[1:], ""]))
 
 
 def _block(block: Block, backends: Sequence[str]) -> Table:

@@ -51,3 +51,15 @@ def test_twenty_thousand_cells(rows: int, tmp_path: Path) -> None:
     assert len(lines) >= rows
     row = next(line.split() for line in lines if line.split()[:1] == [str(rows)])
     assert "b0" in row
+
+
+def test_a_terminal_of_thirty_columns_gets_every_row_of_a_long_table_whole() -> None:
+    cells = [
+        a_cell(us, backend=name, case=f"1q1s{n}", kv_len=n)
+        for n in range(1, 601)
+        for name, us in (("slow", 15.0), ("fast", 10.0))
+    ]
+    page = io.StringIO()
+    print_view(view(a_table(*cells)), Terminal(file=page, width=30))
+    rows = [line.split() for line in page.getvalue().splitlines() if line.endswith("1.50x")]
+    assert rows == [[str(n), "fast", "10.0", "slow", "15.0", "1.50x"] for n in range(1, 601)]
