@@ -6,10 +6,13 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: demo test test-slow test-all test-lowest soak test-vllm test-ray test-dynamo check docs format clean
+.PHONY: help demo test test-slow test-all test-lowest soak test-vllm test-ray test-dynamo check docs docs-made format clean
 .DEFAULT_GOAL := demo
 
-demo: $(READY)  ## a real model writes, through a paged cache and a backend found as a plugin
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## the default: a real model writes, through a paged cache and a backend found as a plugin
 	$(BIN)/headway generate --chat "What is the capital of France?"
 	$(BIN)/headway backends
 	$(BIN)/headway table show
@@ -17,8 +20,8 @@ demo: $(READY)  ## a real model writes, through a paged cache and a backend foun
 test: $(READY)  ## the everyday subset, in five minutes on two cores; WORKERS=8 for more of them
 	$(PYTEST) -m "not slow"
 
-test-slow: $(READY)  ## what the everyday subset leaves out
-	$(PYTEST) -m slow
+test-slow: $(READY)  ## the tests that the everyday subset leaves out
+	$(PYTEST) -m "slow and not soak"
 
 test-all: test test-slow  ## everything that runs without a GPU
 
@@ -38,7 +41,8 @@ test-lowest: .venv-lowest/.ready  ## the everyday subset with the oldest library
 	touch $@
 
 SOAK_SECONDS ?= 1800
-soak: $(READY)  ## an engine, then a server, at work for SOAK_SECONDS each: memory and blocks that are not given back are errors
+soak: $(READY)  ## the tests of minutes; then an engine and a server, for SOAK_SECONDS each: memory or blocks not given back are errors
+	$(PYTEST) -m soak
 	OMP_NUM_THREADS=1 HEADWAY_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -q -s -m slow \
 		tests/faults/test_soak.py tests/headway/server/test_streams.py -k "memory"
 
@@ -83,11 +87,17 @@ check: $(READY)  ## format, lint, types
 docs: $(READY)  ## the documentation as a site in site/; a link to nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-format: $(READY)
+docs-made: $(READY)  ## what scripts make for docs/: tables and pictures from bench/results, diagrams, the support matrix
+	$(BIN)/python docs/_tools/result_tables.py docs/benchmarks/*.md
+	$(BIN)/python docs/_tools/pictures.py docs/images
+	$(BIN)/python docs/_tools/diagrams.py docs/images
+	$(BIN)/python docs/_tools/support_matrix.py bench/results/*/check-*.json --docs docs/backends.md
+
+format: $(READY)  ## format and lint, mending what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:
+clean:  ## remove .venv and what was built
 	rm -rf $(VENV) build dist site *.egg-info
 
 # The model package comes without its dependencies: only the weights in it are used.

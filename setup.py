@@ -1,12 +1,11 @@
-"""What pyproject.toml cannot say: core/, backends/, ... install as headway.core, headway.backends, ...; and PyPI's README."""
+"""What pyproject.toml cannot say: PyPI's README has absolute links."""
 
 import re
 import tomllib
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 
-PARTS = ("core", "registry", "backends", "models", "testing", "tuning", "bench")
 ROOT = Path(__file__).parent
 SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Source")
 
@@ -24,10 +23,6 @@ def readme() -> str:
 
 
 setup(
-    packages=["headway", *(f"headway.{sub}" for sub in find_packages("headway"))]
-    + [f"headway.{part}" for part in PARTS]
-    + [f"headway.{part}.{sub}" for part in PARTS for sub in find_packages(part)],
-    package_dir={"headway": "headway", **{f"headway.{part}": part for part in PARTS}},
     long_description=readme(),
     long_description_content_type="text/markdown",
 )

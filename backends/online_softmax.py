@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.backends.masks import alibi, visible
+from headway.backends.sdpa import alibi, visible
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec

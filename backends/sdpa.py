@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from headway.backends.masks import alibi, visible
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import ConfigError
@@ -27,7 +26,7 @@ _ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ContiguousBlocks:
     """Sequences of one length, whose blocks are equally far apart: in many a cache their rows can be read where they lie."""
 
     first: int
@@ -40,7 +39,7 @@ class Run:
     kv_len: int
 
     @classmethod
-    def of(cls, table: NDArray[numpy.int32], kv_len: int) -> Run | None:
+    def of(cls, table: NDArray[numpy.int32], kv_len: int) -> ContiguousBlocks | None:
         """table: [count, blocks] of sequences of this length; None: blocks are anywhere."""
         first, steps = table[:, 0], numpy.diff(table)
         apart = int(first[1] - first[0]) if len(first) > 1 else 0
@@ -62,11 +61,11 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DenseGroup:
     """Neighbouring sequences that one dense call serves: `count` sequences of `query_len` new tokens."""
 
     tokens: slice
-    """Their packed tokens."""
+    """The packed tokens of these sequences."""
     count: int
     query_len: int
     slots: Tensor | None
@@ -75,7 +74,7 @@ class Group:
     """Added to the scores, 0 or -inf and ALiBi: [count or 1, num_heads or 1, query_len, kv_len]; None: no mask but causality."""
     causal: bool
     """Whether the call must mask causally by itself (query_len = kv_len, no bias)."""
-    run: Run | None = None
+    run: ContiguousBlocks | None = None
     """Where `slots` are rows that may follow one another in the cache's memory."""
 
 
@@ -117,7 +116,7 @@ class SDPA(AttentionBackend):
         """Name of the kernel that will really run."""
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, torch's own choice"
 
-    def plan(self, metadata: AttentionMetadata) -> list[Group]:
+    def plan(self, metadata: AttentionMetadata) -> list[DenseGroup]:
         """Group neighbours that fit one dense call, and make their gather indices and masks, once for all layers."""
         decode = metadata.phase is Phase.DECODE
         lens = zip(metadata.query_lens, metadata.kv_lens, strict=True)
@@ -133,7 +132,7 @@ class SDPA(AttentionBackend):
             row += count
         return groups
 
-    def _group(self, metadata: AttentionMetadata, row: int, count: int, query_len: int) -> Group:
+    def _group(self, metadata: AttentionMetadata, row: int, count: int, query_len: int) -> DenseGroup:
         start = int(metadata.query_start_loc_cpu[row])
         tokens = slice(start, start + count * query_len)
         kv_lens = metadata.seq_lens_cpu[row : row + count].long()
@@ -146,15 +145,15 @@ class SDPA(AttentionBackend):
         # What an fp8 cache holds is read back, or the answer would depend on how a prompt was cut into chunks.
         dense = dense and self.spec.cache_dtype == self.spec.dtype
         if dense and plain:
-            return Group(tokens, count, query_len, None, None, causal=query_len > 1)
+            return DenseGroup(tokens, count, query_len, None, None, causal=query_len > 1)
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
         every_key_seen = query_len == 1 and plain and bool((kv_lens == longest).all())
         bias = None if every_key_seen else self._bias(kv_lens, query_len, longest).to(device)
         run = None
         if slots is not None and not self.spec.batch_invariant and bool((kv_lens == longest).all()):
             blocks = -(-longest // metadata.block_size)
-            run = Run.of(metadata.block_table_cpu[row : row + count, :blocks].numpy(), longest)
-        return Group(tokens, count, query_len, slots, bias, causal=False, run=run)
+            run = ContiguousBlocks.of(metadata.block_table_cpu[row : row + count, :blocks].numpy(), longest)
+        return DenseGroup(tokens, count, query_len, slots, bias, causal=False, run=run)
 
     def _bias(self, kv_lens: Tensor, query_len: int, longest: int) -> Tensor:
         explicit = _explicit(self.spec)
@@ -167,7 +166,7 @@ class SDPA(AttentionBackend):
         return bias.masked_fill(~seen, -torch.inf)
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[Group], out: Tensor, lse: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Dense where there is no context, over gathered rows where there is."""
         with self._kernels():
@@ -179,13 +178,13 @@ class SDPA(AttentionBackend):
                     keys, values = self._gather(cache, group)
                 self._attend(q, keys, values, group, out, lse)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: list[Group], out: Tensor, lse: Tensor | None = None) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None) -> None:
         """One padded call for all sequences of the same query length."""
         with self._kernels():
             for group in plan:
                 self._attend(q, *self._gather(cache, group), group, out, lse)
 
-    def _gather(self, cache: LayerCache, group: Group) -> tuple[Tensor, Tensor]:
+    def _gather(self, cache: LayerCache, group: DenseGroup) -> tuple[Tensor, Tensor]:
         """Cached keys and values in the layer's element type; those of an fp8 cache times their scales."""
         assert group.slots is not None
         k, v = self._in_place(cache, group.run) or cache.gather(group.slots)
@@ -194,7 +193,7 @@ class SDPA(AttentionBackend):
         keys, values = (rows.float() * scale for rows, scale in ((k, self.spec.k_scale), (v, self.spec.v_scale)))
         return keys.to(self.spec.dtype), values.to(self.spec.dtype)
 
-    def _in_place(self, cache: LayerCache, run: Run | None) -> tuple[Tensor, Tensor] | None:
+    def _in_place(self, cache: LayerCache, run: ContiguousBlocks | None) -> tuple[Tensor, Tensor] | None:
         axes = cache.layout.tensors
         if run is None or not cache.layout.has_value:
             return None
@@ -202,7 +201,7 @@ class SDPA(AttentionBackend):
         v = None if k is None else run.rows(cache.value, axes["value"], cache.block_size)
         return None if k is None or v is None else (k, v)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor, lse: Tensor | None) -> None:
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: DenseGroup, out: Tensor, lse: Tensor | None) -> None:
         """keys, values: [count, kv_len, num_kv_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
         rows = q[group.tokens]
         if self.spec.batch_invariant:  # a copy begins at an aligned address, whatever the sequence's place in the step
@@ -286,3 +285,23 @@ def _slots(metadata: AttentionMetadata, row: int, kv_lens: Tensor) -> Tensor:
     table = metadata.block_table_cpu[row : row + len(kv_lens)].long()
     blocks = table.gather(1, positions // metadata.block_size)
     return blocks * metadata.block_size + positions % metadata.block_size
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
+    """Whether a query at one position sees a key at another (positions broadcast): bool.
+
+    Causal; with a window of w keys a query at p sees p - w + 1 .. p, itself included (transformers' and Mistral's meaning).
+    """
+    distance = query_positions - key_positions
+    seen = distance >= 0
+    if spec.sliding_window is not None:
+        seen &= distance < spec.sliding_window
+    return seen
+
+
+def alibi(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
+    """ALiBi bias -slope * distance, float32 [num_heads, *broadcast positions]."""
+    assert spec.alibi_slopes is not None
+    distance = (query_positions - key_positions).float()
+    slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=distance.device)
+    return -slopes.view(-1, *[1] * distance.dim()) * distance

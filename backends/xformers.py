@@ -37,7 +37,7 @@ FLASH_BLOCK_MULTIPLE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OperatorCall:
     """Neighbouring sequences that one call serves."""
 
     tokens: slice
@@ -109,11 +109,11 @@ class XFormersAttention(AttentionBackend):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the operator that runs unless the option prefill_op names another, as xformers calls it."""
+        """xformers' name of the operator that runs unless the option prefill_op names another."""
         name = SPLIT_K if phase is Phase.DECODE else "flash" if phase is Phase.EXTEND else _default_prefill()
         return f"{_operator(name).NAME} (xformers)"
 
-    def plan(self, metadata: AttentionMetadata) -> list[Group]:
+    def plan(self, metadata: AttentionMetadata) -> list[OperatorCall]:
         """Masks of the step, made once for all layers.
 
         :raises BackendError: more query tokens a sequence in decode than the split-K kernel masks.
@@ -122,7 +122,7 @@ class XFormersAttention(AttentionBackend):
         if phase is Phase.PREFILL:
             queries = self._lengths(metadata.query_start_loc, metadata.query_lens)
             bias = self._masks.BlockDiagonalCausalMask(queries, queries)
-            return [Group(slice(0, metadata.num_tokens), self._prefill_operator, bias, paged=False, source=None)]
+            return [OperatorCall(slice(0, metadata.num_tokens), self._prefill_operator, bias, paged=False, source=None)]
         if phase is Phase.EXTEND:
             return [self._paged(metadata, 0, metadata.num_seqs, _operator("flash"))]
         if metadata.max_query_len > SPLIT_K_QUERY_LEN:
@@ -135,7 +135,7 @@ class XFormersAttention(AttentionBackend):
                 first = row
         return groups
 
-    def _paged(self, metadata: AttentionMetadata, first: int, last: int, operator: Any) -> Group:
+    def _paged(self, metadata: AttentionMetadata, first: int, last: int, operator: Any) -> OperatorCall:
         start, end = (int(metadata.query_start_loc_cpu[row]) for row in (first, last))
         starts, table = metadata.query_start_loc[first : last + 1], metadata.block_table[first:last]
         query_lens, kv_lens = metadata.query_lens[first:last], metadata.kv_lens[first:last]
@@ -160,7 +160,7 @@ class XFormersAttention(AttentionBackend):
         kind = masks.PagedBlockDiagonalPaddedKeysMask if plain else masks.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
         queries = self._lengths(starts - start if start else starts, query_lens)
         bias = kind(q_seqinfo=queries, k_seqinfo=keys, block_tables=table, page_size=metadata.block_size)
-        return Group(slice(start, end), operator, bias, paged=True, source=source)
+        return OperatorCall(slice(start, end), operator, bias, paged=True, source=source)
 
     def _lengths(self, starts: Tensor, lens: Sequence[int]) -> Any:
         positions = [0]
@@ -169,7 +169,7 @@ class XFormersAttention(AttentionBackend):
         return self._masks._SeqLenInfo(seqstart=starts, max_seqlen=max(lens), min_seqlen=min(lens), seqstart_py=positions)
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[Group], out: Tensor, lse: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[OperatorCall], out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Over this step's k and v where there is no context, else over the cache."""
         assert lse is None, "not declared"
@@ -179,7 +179,7 @@ class XFormersAttention(AttentionBackend):
         else:
             self._run(q, k, v, group, out)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: list[Group], out: Tensor, lse: Tensor | None = None) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: list[OperatorCall], out: Tensor, lse: Tensor | None = None) -> None:
         """One call for each run of sequences with the same number of new tokens."""
         assert lse is None, "not declared"
         for group in plan:
@@ -188,7 +188,7 @@ class XFormersAttention(AttentionBackend):
                 group.bias.block_tables[:, : group.source.shape[1]].copy_(group.source)
             self._run(q[group.tokens], cache.key, cache.value, group, out[group.tokens])
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, group: Group, out: Tensor) -> None:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, group: OperatorCall, out: Tensor) -> None:
         scale = self.spec.scale
         inputs = self._inputs(
             query=self._grouped(q), key=self._grouped(k), value=self._grouped(v), attn_bias=group.bias, scale=scale
@@ -251,7 +251,7 @@ def _works(name: str) -> Support:
 
 
 def _refusals(operator: Any, inputs: Any) -> list[str]:
-    """What the library says against a call, less what does not bear on it.
+    """The library's objections to a call, without those that do not concern our use of the operator.
 
     A C++ part that does not load makes xformers refuse every operator, and ours do not use it: CUTLASS is torch's own kernel,
     flash is the package flash-attn's or torch's, split-K is Triton.

@@ -1,16 +1,45 @@
-"""What every picture has in common: how matplotlib (the extra `plot`) is found, and how a figure becomes a PNG."""
+"""What all pictures share: colours, how matplotlib (the extra `plot`) is found, how a figure becomes a PNG, and grouped bars."""
 
 from __future__ import annotations
 
 import io
 import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.core.contract.errors import ConfigError
 
 _PIXELS_PER_INCH = 110
 _LETTERS_PER_INCH = 11.5
-"""Of a heading."""
+"""Letters of a heading that fit an inch."""
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99ddff", "#bbbbbb")
+"""One for each backend: told apart by people who do not see all colours, and readable with dark text or white; after Paul Tol's
+bright and light schemes."""
+BAR_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#66ccee", "#aa3377")
+"""One for each series of bars, Headway's first."""
+NONE = "#6e7278"
+TIE = "#d9c7a3"
+"""The colour of a tie: two or more backends that cannot be told apart."""
+
+
+def colours(backends: Sequence[str]) -> dict[str, str]:
+    """A colour for each backend, by its place in the table."""
+    return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(backends)}
+
+
+def cell_colour(winners: Sequence[str], chosen: dict[str, str]) -> str:
+    """The winner's colour; TIE where several win, NONE where no backend has a time."""
+    return NONE if not winners else TIE if len(winners) > 1 else chosen.get(winners[0], NONE)
+
+
+def faded(speedup: float | None) -> float:
+    """Opacity of a winner's cell: the more it gains, the fuller; a win by half again is full."""
+    gain = 1.0 if speedup is None else min(max(speedup - 1.0, 0.0) / 0.5, 1.0)
+    return 0.45 + 0.55 * gain
+
+
+Series = Mapping[str, Sequence[float | None]]
+"""Name of a bar -> its height in each group; None where it was not measured."""
 
 
 def new_figure(width: float, height: float, otherwise: str = "") -> Any:
@@ -48,3 +77,43 @@ def bare(axis: Any) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
+
+
+def bars(
+    title: str, groups: Sequence[str], series: Series, ylabel: str, xlabel: str, line: tuple[float, str] | None = None
+) -> bytes:
+    """Grouped bars as a PNG, each with its figure above it, and "not measured" where there is none.
+
+    line: a height to draw across, and what it stands for.
+
+    :raises ConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(max(7.5, 1.15 * len(groups) * max(len(series), 2) ** 0.6 + 1.5), 4.6)
+    axis = figure.subplots()
+    width = 0.82 / len(series)
+    highest = max(value for values in series.values() for value in values if value is not None)
+    for number, (name, values) in enumerate(series.items()):
+        places = [group + (number - (len(series) - 1) / 2) * width for group in range(len(groups))]
+        axis.bar(
+            places, [value or 0.0 for value in values], 0.94 * width, label=name, color=BAR_COLOURS[number % len(BAR_COLOURS)]
+        )
+        for place, value in zip(places, values, strict=True):
+            _figure(axis, place, value, highest)
+    if line is not None:
+        axis.axhline(line[0], color="#444444", linewidth=1, linestyle="--", label=line[1])
+    axis.set(title=title, ylabel=ylabel, xlabel=xlabel, ylim=(0, 1.14 * highest))
+    axis.set_xticks(range(len(groups)), groups)
+    axis.spines[["top", "right"]].set_visible(False)
+    if highest >= 100:
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return png(figure)
+
+
+def _figure(axis: Any, place: float, value: float | None, highest: float) -> None:
+    if value is None:
+        axis.text(place, 0.01 * highest, "not measured", ha="center", va="bottom", rotation=90, fontsize=7, color="#777777")
+    else:
+        text = f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+        readable = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # where a line crosses it
+        axis.text(place, value + 0.015 * highest, text, ha="center", va="bottom", fontsize=7, bbox=readable)

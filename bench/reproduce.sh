@@ -21,6 +21,13 @@ run() {  # a name, then arguments of headway
     $HEADWAY "$@" || failed="$failed $name"
 }
 
+study() {  # a name, a module of headway.bench.studies, then its arguments
+    name=$1 module=headway.bench.studies.$2; shift 2
+    echo "== $name: $PYTHON -m $module $*"
+
+    $PYTHON -P -m "$module" "$@" || failed="$failed $name"
+}
+
 engine() {  # a static backend and, if its table is there, auto
     table="$out/crossover-16-8-128.json"
     small="--model qwen3-0.6b --load-format dummy --dtype bfloat16 --max-model-len 4096"
@@ -60,20 +67,20 @@ crossover() {
 kernels() {
     both="--geometry 32/8/128 --geometry 16/8/128"
     bench="bench kernel"
-    run decode $bench --phase decode --backends triton --only-peers flash_attn,flashinfer.fa2,flashinfer.cuda_cores $both \
+    study decode kernel_peers --phase decode --backends triton --only-peers flash_attn,flashinfer.fa2,flashinfer.cuda_cores $both \
         --layouts nhd --block-sizes 16,256 --output "$out/decode.json"
     # shapes outside every grid
     unseen="--geometry 16/2/128 --geometry 24/8/128 --geometry 28/4/128 --geometry 32/32/128 --geometry 40/8/128 --geometry 64/8/128"
     cases=1q1s700,1q1s3000,1q1s11000,3q1s20000,5q1s1700,12q1s600,24q1s5200,35q1s9606,70q1s1100,150q1s400,200q1s2600
-    run decode-heldout $bench --phase decode --backends triton \
+    study decode-heldout kernel_peers --phase decode --backends triton \
         --only-peers flash_attn,flash_attn_3.bare,flashinfer.fa2,flashinfer.cuda_cores,xformers.splitk $unseen --geometry 64/8/64 \
         --geometry 8/1/256 --layouts nhd --block-sizes 16,256 --cases "$cases,60q1s500_2q1s30000,20q1s300_20q1s6000" \
         --warmup-ms 5 --rep-ms 20 --output "$out/decode-heldout.json"
-    run paged $bench --phase decode --backends triton,vllm_paged --no-peers --layouts vllm_5d --block-sizes 16 $both \
+    run paged $bench --phase decode --backends triton,vllm_paged --layouts vllm_5d --block-sizes 16 $both \
         --output "$out/vllm-paged-decode.json"
-    run prefill $bench --phase prefill --backends hopper,triton,flash_attn_3 --only-peers flash_attn,flash_attn_3.bare $both --layouts nhd \
+    study prefill kernel_peers --phase prefill --backends hopper,triton,flash_attn_3 --only-peers flash_attn,flash_attn_3.bare $both --layouts nhd \
         --block-sizes 256 --output "$out/prefill.json"
-    run extend $bench --phase prefill --backends hopper,triton,flash_attn_3 --only-peers flash_attn,flash_attn_3.bare $both --layouts nhd \
+    study extend kernel_peers --phase prefill --backends hopper,triton,flash_attn_3 --only-peers flash_attn,flash_attn_3.bare $both --layouts nhd \
         --block-sizes 16,256 --cases 1q16s3k,1q64s30000,1q200s5200,1q512s2560,1q512s60512,1q2ks10k,8q200s3200 --output "$out/extend.json"
     run write $bench --phase write --layouts nhd,hnd,vllm_5d --output "$out/write.json"
 }
@@ -92,8 +99,8 @@ conformance() {  # every backend at once: most of the time goes into compiling k
 }
 
 requests() {  # what parameters cost, what guesses and the host's memory gain; the adapter beside the native decoder
-    run requests bench requests --output "$out/requests.json"
-    run requests-8b bench requests second-turn overload --model llama-3-8b --output "$out/requests-8b.json"
+    study requests requests --output "$out/requests.json"
+    study requests-8b requests second-turn overload --model llama-3-8b --output "$out/requests-8b.json"
     for way in headway transformers; do
         run adapter-$way bench throughput --model qwen3-0.6b --load-format dummy --dtype bfloat16 --model-impl $way --max-model-len 4096 \
             --batch-size 64 --input-len 512 --output-len 512 --output "$out/adapter-$way.json"
@@ -107,7 +114,7 @@ tests() {
 
 peers() {  # whichever is installed; one that is not says so
     for who in vllm nano-vllm transformers; do
-        peer="$PYTHON -P -m headway.bench.peers $who --repeat 2"
+        peer="$PYTHON -P -m headway.bench.studies.engines $who --repeat 2"
         echo "== peers: $who"
         $peer --workload nano --output "$out/peer-$who-nano.json" || failed="$failed $who-nano"
         $peer --batch-size 1,16,64 --input-len 512 --output "$out/peer-$who-512.json" || failed="$failed $who-512"
@@ -119,7 +126,7 @@ peers() {  # whichever is installed; one that is not says so
 
 servers() {  # MODEL_FOLDER: a config.json such as models/shapes/qwen3-0.6b's and a tokenizer of its vocabulary; vLLM where it is installed
     model=${MODEL_FOLDER:?a folder with config.json and a tokenizer}
-    compare="$PYTHON -P -m headway.bench.serve.compare --vocab-size 100000"
+    compare="$PYTHON -P -m headway.bench.studies.servers.compare --vocab-size 100000"
     ours="$HEADWAY serve $model --load-format dummy --port {port}"
     $compare --at-once 16 --passes 6 --rate 23.6,23.6 --mix 512/512 --warmup 16 --server "http=$ours --max-model-len 8192" \
         --server "no-http=in-process {\"model\": \"$model\", \"load_format\": \"dummy\", \"max_model_len\": 8192}" \

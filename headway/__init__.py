@@ -25,16 +25,17 @@ __all__ = [
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
     from headway.core.contract.errors import HeadwayError
-    from headway.core.engine.stats import EngineSnapshot
+    from headway.core.engine.state.stats import EngineSnapshot
     from headway.core.sampling.logprobs import Logprob
     from headway.core.sampling.params import RequestOutputKind, SamplingParams
     from headway.core.sampling.structured import StructuredOutputsParams
     from headway.engine_args import EngineArgs
-    from headway.engine_host import EngineDeadError
+    from headway.hosting.host import EngineDeadError
     from headway.llm import LLM
     from headway.outputs import CompletionOutput, RequestOutput
-    from headway.prompts import TextPrompt, TokensPrompt
-    from headway.registry import create_registry, hookimpl
+    from headway.registry import hookimpl
+    from headway.requests.prompts import TextPrompt, TokensPrompt
+    from headway.tuning.isolated.trial import create_registry
     from headway.version import __version__
 
 _HOME = {
@@ -42,18 +43,18 @@ _HOME = {
     "LLM": "headway.llm",
     "CompletionOutput": "headway.outputs",
     "EngineArgs": "headway.engine_args",
-    "EngineDeadError": "headway.engine_host",
-    "EngineSnapshot": "headway.core.engine.stats",
+    "EngineDeadError": "headway.hosting.host",
+    "EngineSnapshot": "headway.core.engine.state.stats",
     "HeadwayError": "headway.core.contract.errors",
     "Logprob": "headway.core.sampling.logprobs",
     "RequestOutput": "headway.outputs",
     "RequestOutputKind": "headway.core.sampling.params",
     "SamplingParams": "headway.core.sampling.params",
     "StructuredOutputsParams": "headway.core.sampling.structured",
-    "TextPrompt": "headway.prompts",
-    "TokensPrompt": "headway.prompts",
+    "TextPrompt": "headway.requests.prompts",
+    "TokensPrompt": "headway.requests.prompts",
     "__version__": "headway.version",
-    "create_registry": "headway.registry",
+    "create_registry": "headway.tuning.isolated.trial",
     "hookimpl": "headway.registry",
 }
 

@@ -10,62 +10,66 @@ import traceback
 from typing import Final
 
 from headway.core.contract.errors import ConfigError, HeadwayError
-from headway.core.system.faults import end_quietly, in_words, never_refuse_a_character, open_what_is_closed, trace
-from headway.interrupts import never_lost
+from headway.core.system.logs import log_traceback
+from headway.core.system.system_errors import drop_unwritten, escape_unencodable, open_closed_streams, system_error_text
+from headway.machine.interrupts import handle_sigint, interrupt_command
 
 _NARROWEST: Final = 20
-"""Columns."""
+"""Columns of the narrowest terminal that is believed."""
 _BROKEN_PIPE: Final = 141
-"""As shells report SIGPIPE."""
+"""Exit code by which shells report SIGPIPE."""
+_INTERRUPTED: Final = 130
+"""Exit code by which shells report SIGINT."""
 
 
 def main() -> None:
     """Run the command line.
 
-    A mistake of the user's and an error of the world (a full disk, a folder in a file's place, too little memory) end with one
-    message and exit code 2. Only a fault of Headway's own shows a traceback.
+    A mistake of the user's and an error of the system (a full disk, a folder in a file's place, too little memory) end with one
+    message and exit code 2, Ctrl-C with 130 or by SIGINT. Only a fault of Headway's own shows a traceback.
     """
-    open_what_is_closed()
-    never_refuse_a_character(sys.stdout, sys.stderr)
+    open_closed_streams()
+    escape_unencodable(sys.stdout, sys.stderr)
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) < _NARROWEST:  # some terminals say 0; nothing can be shown in a few columns
         os.environ["COLUMNS"] = str(_NARROWEST)
     try:
         try:
-            with never_lost():
-                _run()
+            with handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
+                run_command_line()
         finally:
-            sys.stdout.flush()  # a full device shows here, and not when Python ends and can only complain
-            # Once Python ends nothing is left to save, and Ctrl-C shall end it without a traceback of some library's.
-            atexit.register(_let_go, os.getpid())
+            sys.stdout.flush()  # a full device shows here, not when Python ends and can only complain
+            # Nothing is left to save while Python ends: Ctrl-C ends it without a traceback of some library's.
+            atexit.register(_stop_handling_sigint, os.getpid())
     except BrokenPipeError:
-        end_quietly(sys.stdout)
+        drop_unwritten(sys.stdout)
         sys.exit(_BROKEN_PIPE)
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # which typer has made an exit of
-            end_quietly(sys.stdout)
+        if isinstance(ended.__context__, BrokenPipeError):  # which typer turns into an exit
+            drop_unwritten(sys.stdout)
             sys.exit(_BROKEN_PIPE)
         raise
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(_INTERRUPTED)
     except Exception as error:
-        said = str(error) if isinstance(error, HeadwayError) else in_words(error)
-        end_quietly(sys.stdout)
+        said = str(error) if isinstance(error, HeadwayError) else system_error_text(error)
+        drop_unwritten(sys.stdout)
         if said is None:
             traceback.print_exception(error)
             _say("fault: ", "the lines above tell of a fault of Headway's own; please report it with them and the command")
             sys.exit(1)
-        trace("the command", error)
+        log_traceback("the command", error)
         _say("error: ", said)
         sys.exit(2)
 
 
-def _let_go(process: int) -> None:
-    if os.getpid() == process:  # and not a fork of it
+def _stop_handling_sigint(process: int) -> None:
+    if os.getpid() == process:  # not in a fork
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _run() -> None:
+def run_command_line() -> None:
+    """Import the commands, and run the one that sys.argv names."""
     try:
         os.getcwd()
     except FileNotFoundError:  # libraries end the process without a word about it

@@ -10,21 +10,21 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from headway.core.contract.errors import HeadwayError
+from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.stats import EngineSnapshot
+from headway.core.engine.state.request_limits import CheckedRequest
+from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
-from headway.driver import driver_of
 from headway.engine_args import EngineArgs, takes_arguments_of
-from headway.engine_host import EngineDeadError, EngineHost, Task, add_request, give_up, look
-from headway.engine_process import EngineProcess
-from headway.engine_state import EngineState
-from headway.engine_thread import EngineThread
-from headway.intake import CheckedRequest, check_streamed, quickly_checked, template_options
+from headway.hosting.driver import EngineDriver, driver_of
+from headway.hosting.host import EngineDeadError, EngineHost, Task, abort_request, add_request, query
+from headway.hosting.process_host import EngineProcess
+from headway.hosting.thread_host import EngineThread
 from headway.outputs import RequestOutput
-from headway.prompts import Message, Prompt, alone
-from headway.request_names import RequestName
-from headway.streams import Mailbox, Mailboxes, RequestStream
+from headway.requests.chat_template import template_options
+from headway.requests.prompts import Message, Prompt, list_of_one
+from headway.requests.streams import Mailbox, Mailboxes, RequestStream
+from headway.requests.validation import RequestName, quickly_checked
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DRAIN_INTERVAL = 0.02
-"""Seconds between two looks at what still runs."""
+"""Seconds between two checks for requests that still run."""
 _TOKENISERS = 2
-"""Threads that render templates and tokenise; the tokenizer's own code runs beside Python's."""
+"""Threads that render templates and tokenise; the tokenizer's native code does not hold Python's lock."""
 
 
-class AsyncLLM(EngineState):
-    """A model whose requests come and go while it runs. Methods are named as those of vLLM's AsyncLLM.
+class AsyncLLM:
+    """A running model whose requests come and go. Methods are named as those of vLLM's AsyncLLM.
 
     Prompts are tokenised in threads, the engine runs in another thread or in a process of its own, and texts are made on the
     caller's event loop. Coroutines of several event loops may use one AsyncLLM.
@@ -54,31 +54,34 @@ class AsyncLLM(EngineState):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, *, own_process: bool = False) -> Self:
-        """With these options.
+        """Make an AsyncLLM with these options.
 
-        own_process: run the engine in a process of its own, as `headway serve` does. Python's interpreter lock is then not shared
-        by the engine's steps and what is done for each token here, and what ends that process leaves this one alone. Options and
-        parameters must be such as can be pickled; `engine`, `driver` and functions as logits processors are for threads.
+        own_process: run the engine in a process of its own, as `headway serve` does. Its steps then do not share Python's lock
+        with the work for each token here, and a fault that ends that process leaves this one alone. Options and parameters must
+        be picklable; `engine`, `driver` and functions as logits processors need a thread.
         """
         return cls.over(EngineProcess(partial(driver_of, engine_args)) if own_process else EngineThread(driver_of(engine_args)))
 
     @classmethod
     def over(cls, host: EngineHost) -> Self:
-        """Over an engine that runs already; see `engine_host`."""
+        """Make an AsyncLLM over an engine that runs already."""
         made = cls.__new__(cls)
         made._start(host)
         return made
 
     @classmethod
     def from_llm(cls, llm: LLM) -> Self:
-        """Over the model and the engine of an LLM, which may be used meanwhile: the requests of both share the batch."""
+        """Make an AsyncLLM over the engine of an LLM, which stays usable: the requests of both share the batch."""
         return cls.over(EngineThread(llm.driver))
 
     def _start(self, host: EngineHost) -> None:
-        super().__init__(host)
+        self.host = host
+        """What runs the engine, in a thread or a process."""
+        self.model, self.facts = host.model, host.facts
+        self._mailboxes = Mailboxes()
         self._tokenisers = ThreadPoolExecutor(_TOKENISERS, "headway-tokenise")
         self._draining = False
-        host.listen(self._mailboxes.post, self._mailboxes.fail)
+        host.add_client(self._mailboxes.post, self._mailboxes.fail)
         self._stop = weakref.finalize(self, _stop, host, self._mailboxes, self._tokenisers)
 
     async def generate(
@@ -91,16 +94,16 @@ class AsyncLLM(EngineState):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; each item is the output so far, or what SamplingParams.output_kind says.
 
-        The request ends with the iterator, and with the task that reads it: who stops listening need not abort it. prompt and
-        sampling_params: see LLM.generate. request_id: a text that no unfinished request has; None: one is made. priority: see
+        The request ends with the iterator, and with the task that reads it: a caller who stops reading need not abort it. prompt
+        and sampling_params: see LLM.generate. request_id: a text that no unfinished request has; None: one is made. priority: see
         scheduling_policy.
 
         :raises PromptError: an empty or too long prompt, before the first item.
         :raises ConfigError: a parameter that cannot work, likewise.
-        :raises EngineDeadError: a fault in the engine has ended it.
+        :raises EngineDeadError: the engine has ended.
         """
-        (request,) = await self.check(alone(prompt), sampling_params)
-        stream = self.submit(request, request_id, priority=priority)
+        (request,) = await self.check(list_of_one(prompt), sampling_params, priority=priority)
+        stream = self.submit(request, request_id)
         try:
             async for output in stream:
                 yield output
@@ -137,24 +140,25 @@ class AsyncLLM(EngineState):
         :raises HeadwayError: the model has no chat template, or a message has another form.
         """
         options = template_options(add_generation_prompt, continue_final_message, chat_template, tools, chat_template_kwargs)
-        return await self.in_thread(partial(self._host.intake.chat_prompt, messages, **options))
+        return await self.in_thread(partial(self.host.validator.chat_prompt, messages, **options))
 
     async def check(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[CheckedRequest]:
-        """Tokenise and check prompts in a thread, without queueing any: all are good for `submit`, or it raises.
+        """Tokenise and check prompts in a thread, without queueing any: `submit` takes what is returned, and checks no more.
 
-        A few short prompts of token ids are checked at once: a thread would take longer to wake than that takes.
+        A few short prompts of token ids are checked at once: a thread would take longer to wake than the check.
 
         :raises HeadwayError: as `generate`.
         """
-        if quickly_checked(prompts):
-            return self._host.intake.check(prompts, sampling_params)
-        return await self.in_thread(partial(self._host.intake.check, prompts, sampling_params))
+        check = partial(self.host.validator.check, prompts, sampling_params, priority, streamed=True)
+        return check() if quickly_checked(prompts) else await self.in_thread(check)
 
-    def submit(self, request: CheckedRequest, request_id: str | None = None, *, priority: int = 0) -> RequestStream:
+    def submit(self, request: CheckedRequest, request_id: str | None = None) -> RequestStream:
         """Queue a request that `check` returned, and return the stream of its outputs; call it on an event loop.
 
         The stream must be read to its end or closed; `generate` sees to that.
@@ -162,15 +166,13 @@ class AsyncLLM(EngineState):
         :raises ConfigError: the id is taken.
         :raises EngineDeadError: the engine has ended or is being drained.
         """
-        self.facts.limits.check_priority(priority)
-        check_streamed(request.params)
         if self._draining:
             raise EngineDeadError("the engine takes no more requests, because it is being drained")
-        box = self._mailboxes.of(asyncio.get_running_loop(), self.model.tokenizer, partial(give_up, self._host))
-        name = self._host.names.claim(request_id)
+        box = self._mailboxes.of(asyncio.get_running_loop(), self.model.tokenizer, partial(abort_request, self.host))
+        name = self.host.names.claim(request_id)
         stream = box.open(name, request, partial(self._close, box, name))
         try:
-            added = self._host.call(add_request(name.key, request.prompt_token_ids, request.resolved, priority))
+            added = self.host.run_between_steps(add_request(name.key, request._replace(prompt=None)))  # a text need not travel
         except (EngineDeadError, HeadwayError):
             stream.close()
             raise
@@ -184,12 +186,12 @@ class AsyncLLM(EngineState):
         """
         for each in [request_id] if isinstance(request_id, str) else list(request_id):
             self._mailboxes.abort(each)
-        await asyncio.sleep(0)  # which lets it happen
+        await asyncio.sleep(0)  # the mailboxes act in the next round of the loop
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait until those that run have ended. timeout: seconds; None: however long it takes.
+        """Take no more requests, and wait until those that run have ended. timeout: seconds; None: no limit.
 
-        Returns whether all have ended.
+        Returns whether all of them have ended.
         """
         self._draining = True
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
@@ -200,7 +202,7 @@ class AsyncLLM(EngineState):
         return True
 
     def shutdown(self) -> None:
-        """End all requests, as `abort` does, and the engine's thread, after the step that it is in. This is for good."""
+        """End all requests, as `abort` does, and the engine, for good, after the step that runs now."""
         self._stop()
 
     async def __aenter__(self) -> Self:
@@ -214,28 +216,89 @@ class AsyncLLM(EngineState):
         return self.model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends: what `generate` takes where it is given none."""
-        return self._host.intake.default_params()
+        """The parameters that the model's generation_config.json recommends, which `generate` takes where none are given."""
+        return self.host.validator.default_params()
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
-        await self.ask(_forget_prefixes)
+        await self.query(_forget_prefixes)
         return True
 
     async def stats(self) -> EngineSnapshot:
-        """What the engine does at this moment and has done since it started, read between two steps. It raises as `ask`."""
-        return await self.ask(EngineLoop.snapshot)
+        """The engine's figures, at this moment and since its start, read between two steps. Raises as `query`."""
+        return await self.query(EngineLoop.snapshot)
 
-    async def ask(self, function: Callable[[EngineLoop], T]) -> T:
-        """What a function finds that is called with the engine between two steps; EngineDeadError without one.
+    async def query(self, function: Callable[[EngineLoop], T]) -> T:
+        """Call a function with the engine, between two steps, and return its result.
 
-        It is called where the engine runs: another process needs a function of a module, or a partial of one.
+        The call happens where the engine runs: an engine in another process needs a function of a module, or a partial of one.
+
+        :raises EngineDeadError: the engine has ended.
         """
-        return await self.have_done(look(function))
+        return await self.run_task(query(function))
 
-    async def have_done(self, task: Task[T], *, aside: bool = False) -> T:
-        """What a task finds; see `engine_host`. aside: it is done beside the engine's steps, which it must not change."""
-        return await asyncio.wrap_future((self._host.aside if aside else self._host.call)(task))
+    async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:
+        """Call a task with the engine's driver and return its result; where and how it raises: as `query`.
+
+        concurrently: run the task beside the engine's steps, which it must not change, and not between two of them.
+        """
+        run = self.host.run_concurrently if concurrently else self.host.run_between_steps
+        return await asyncio.wrap_future(run(task))
+
+    @property
+    def driver(self) -> EngineDriver:
+        """The driver of an engine that runs in a thread of this process.
+
+        :raises ConfigError: the engine runs in another process.
+        """
+        if not isinstance(self.host, EngineThread):
+            raise ConfigError("AsyncLLM", "own_process=False for its driver and engine", "an engine in another process")
+        return self.host.driver
+
+    @property
+    def engine(self) -> EngineLoop:
+        """The engine of `driver`."""
+        return self.driver.engine
+
+    @property
+    def is_running(self) -> bool:
+        """True while the engine serves requests."""
+        return self.host.error is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """True after a fault or a shutdown."""
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """True after a fault has ended the engine."""
+        return self.host.error is not None and self.host.error.__cause__ is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine has ended; None while it runs."""
+        return self.host.error
+
+    async def check_health(self) -> None:
+        """:raises EngineDeadError: the engine has ended."""
+        if self.host.error is not None:
+            raise self.host.error
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests of this AsyncLLM whose stream has not ended."""
+        return self._mailboxes.num_streams
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences (completions of requests) in the engine that have not begun, or wait to go on."""
+        return self.host.num_sequences[1]
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the engine that its steps advance."""
+        return self.host.num_sequences[0]
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Call a function in one of the threads that tokenise.
@@ -246,10 +309,10 @@ class AsyncLLM(EngineState):
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, function)
 
     def _close(self, box: Mailbox, name: RequestName) -> None:
-        """After a stream was read to its end or given up."""
+        """Forget a request whose stream was read to its end or given up."""
         if not box.remove(name.key).finished:
-            give_up(self._host, name.key, None)
-        self._host.names.release(name.request_id)
+            abort_request(self.host, name.key, None)
+        self.host.names.release(name.request_id)
 
 
 def _forget_prefixes(engine: EngineLoop) -> None:
@@ -257,7 +320,7 @@ def _forget_prefixes(engine: EngineLoop) -> None:
 
 
 def _tell(box: Mailbox, key: str, added: Future[None]) -> None:
-    """Pass on that the engine has refused a request."""
+    """Pass a refusal of the engine on to the stream of its request."""
     error = added.exception()
     if error is not None:
         box.post_failure(error, key)
@@ -266,4 +329,4 @@ def _tell(box: Mailbox, key: str, added: Future[None]) -> None:
 def _stop(host: EngineHost, mailboxes: Mailboxes, tokenisers: ThreadPoolExecutor) -> None:
     host.stop()
     tokenisers.shutdown(wait=False, cancel_futures=True)
-    host.leave(mailboxes.post, mailboxes.abort_all)
+    host.remove_client(mailboxes.post, mailboxes.abort_all)

@@ -3,7 +3,7 @@
 They change only with `API_VERSION`. `headway.core` and everything else is Headway's own and may change in any release.
 """
 
-from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, GraphLevel, Plan
+from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, GraphLevel, Lengths, Plan, StepLimits
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.errors import (
@@ -28,11 +28,9 @@ from headway.core.contract.layout import (
     LayoutInfo,
 )
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.core.contract.processors import LogitsProcessorInfo
-from headway.core.contract.proposers import Proposer, ProposerInfo, ProposerOptions, SequenceProposer
+from headway.core.contract.sampling_plugins import LogitsProcessorInfo, Proposer, ProposerInfo, ProposerOptions, SequenceProposer
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
 from headway.core.contract.support import YES, Reason, Support
-from headway.core.contract.warmup import Lengths, StepLimits
 
 __all__ = [
     "ALL_PHASES",

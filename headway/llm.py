@@ -9,17 +9,15 @@ from typing import Any, NoReturn, cast, overload
 
 from tqdm import tqdm
 
-from headway.asked import priorities_of
-from headway.assembly import assemble
-from headway.core.engine.stats import EngineSnapshot
+from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
-from headway.driver import EngineDriver
 from headway.engine_args import EngineArgs, takes_arguments_of
-from headway.intake import check_streamed, template_options
+from headway.hosting.assembly import assemble
+from headway.hosting.driver import EngineDriver
 from headway.outputs import RequestOutput
-from headway.processor import OutputProcessor
-from headway.progress import Progress, RequestState
-from headway.prompts import Message, Prompt, is_one
+from headway.requests.chat_template import template_options
+from headway.requests.prompts import Message, Prompt, is_one
+from headway.requests.request_state import OutputProcessor, Progress, RequestState
 from headway.vllm_names import check_keywords, missing_attribute
 
 
@@ -39,9 +37,9 @@ class LLM:
         self.registry, self.device, self.num_threads, self.model, self.engine, _ = assembly
         self.tokenizer = self.model.tokenizer
         self.driver = EngineDriver(assembly)
-        """What this LLM and others share that run on its engine; see AsyncLLM.from_llm."""
+        """Shared with each AsyncLLM that runs on the same engine; see AsyncLLM.from_llm."""
         self._processor = OutputProcessor(self.tokenizer)
-        self.driver.listen(self._processor.process)
+        self.driver.add_listener(self._processor.process)
 
     def generate(
         self,
@@ -62,7 +60,8 @@ class LLM:
         :raises PromptError: an empty or too long prompt; it is found before anything runs, so nothing is lost.
         :raises ConfigError: a keyword or a parameter that cannot work, likewise.
         """
-        check_keywords("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "priority"))
+        if others:
+            check_keywords("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "priority"))
         requests, progress = self._add(prompts, sampling_params, priority)
         with (
             self._ended(requests),
@@ -70,7 +69,7 @@ class LLM:
         ):
             started = time.perf_counter()
             while not progress.finished:
-                with self.driver.turns:
+                with self.driver.lock:
                     self._step(progress)
                 bar.update(progress.num_finished - bar.n)
                 bar.set_postfix_str(f"{progress.num_tokens / (time.perf_counter() - started):.1f} tok/s", refresh=False)
@@ -95,20 +94,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: int | Sequence[int] = 0,
     ) -> Iterator[tuple[str | int, RequestOutput]]:
-        """Complete one prompt, or several at once, and yield an output of each whenever a step has added to it.
+        """Complete one prompt, or several at once, and yield an output of each whenever a step has added tokens.
 
         Yields (new text of completion 0, output) for one prompt, and (index of the prompt, output) for a list of them. An output
         holds all completions so far, or what SamplingParams.output_kind says. A request ends where the iterator is closed, and by
         `abort`, between two outputs or from another thread.
 
-        :raises ConfigError: best_of is larger than n, for which completion is returned shows at the end alone.
+        :raises ConfigError: best_of is larger than n, so that only the end shows which completions are returned.
         """
         requests, progress = self._add(prompts, sampling_params, priority, streamed=True)
         one, shown = len(requests) == 1 and is_one(prompts), 0
         with self._ended(requests):
             unread = dict(enumerate(requests))
             while unread:
-                with self.driver.turns:
+                with self.driver.lock:
                     self._step(progress)
                     outputs = [(index, state.next_output()) for index, state in unread.items() if state.has_news]
                 for index, output in outputs:
@@ -123,8 +122,8 @@ class LLM:
 
         A request that is unknown or has ended is left alone.
         """
-        with self.driver.turns:
-            ids = self._processor.request_ids if request_id is None else request_id
+        with self.driver.lock:
+            ids = self._processor.keys if request_id is None else request_id
             for each in [ids] if isinstance(ids, str) else ids:
                 self._processor.abort(each)
                 self.engine.abort(each)
@@ -144,8 +143,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the model's own chat template; the outputs come in their order.
 
-        messages: a list of {"role": ..., "content": ...}, or a list of such lists. continue_final_message: go on with the last
-        message instead of answering it. chat_template: in place of the model's. tools, chat_template_kwargs: for the template.
+        messages: a list of {"role": ..., "content": ...}, or a list of such lists. continue_final_message: continue the last
+        message instead of answering it. chat_template: replaces the model's. tools, chat_template_kwargs: for the template.
 
         :raises HeadwayError: the model has no chat template, or a message has another form.
         """
@@ -154,7 +153,7 @@ class LLM:
         one = all(isinstance(message, Mapping) for message in messages)
         conversations = [messages] if one else messages
         options = template_options(add_generation_prompt, continue_final_message, chat_template, tools, chat_template_kwargs)
-        prompts = [self.driver.intake.chat_prompt(cast("Sequence[Message]", each), **options) for each in conversations]
+        prompts = [self.driver.validator.chat_prompt(cast("Sequence[Message]", each), **options) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
@@ -162,22 +161,22 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends: what `generate` takes where it is given none."""
-        return self.driver.intake.default_params()
+        """The parameters that the model's generation_config.json recommends, which `generate` takes where none are given."""
+        return self.driver.validator.default_params()
 
     def stats(self) -> EngineSnapshot:
-        """What the engine does at this moment and has done since it started, read between two steps."""
-        with self.driver.turns:
+        """The engine's figures, at this moment and since its start, read between two steps."""
+        with self.driver.lock:
             return self.engine.snapshot()
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
-        with self.driver.turns:
+        with self.driver.lock:
             self.engine.blocks.forget_prefixes(everywhere=True)
         return True
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Reached for names that are not there: those of vLLM's LLM are answered with what comes nearest."""
+        """Called for attributes that LLM lacks: for those of vLLM's LLM the error names what comes nearest."""
         raise missing_attribute(name)
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
@@ -185,7 +184,7 @@ class LLM:
 
         :raises HeadwayError: the model has no chat template, or a message has another form.
         """
-        return self.driver.intake.chat_prompt(messages)
+        return self.driver.validator.chat_prompt(messages)
 
     def _add(
         self,
@@ -194,42 +193,38 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         streamed: bool = False,
     ) -> tuple[list[RequestState], Progress]:
-        checked = self.driver.intake.check(prompts, sampling_params)
-        priorities = priorities_of(priority, len(checked))
-        for each in checked if streamed else ():
-            check_streamed(each.params)
-        for own in priorities:
-            self.engine.limits.check_priority(own)
+        """Check the requests of a call, all of them, and queue them, all or none."""
+        checked = self.driver.validator.check(prompts, sampling_params, priority, streamed=streamed)
         requests: list[RequestState] = []
         progress = Progress()
-        with self.driver.turns, self._ended_if_refused(requests):
-            for each, own in zip(checked, priorities, strict=True):
+        with self.driver.lock, self._ended_if_refused(requests):
+            for request in checked:
                 request_id = self.driver.names.claim().request_id
-                requests.append(self._processor.add(request_id, each.prompt, each.prompt_token_ids, each.params, progress))
-                self.engine.add_request(request_id, each.prompt_token_ids, each.resolved, own)
+                requests.append(self._processor.add(request_id, request, progress))
+                self.engine.add_request(request_id, request)
         return requests, progress
 
     def _step(self, progress: Progress) -> None:
-        """Run one step, unless another call's steps have finished this call's requests. All requests advance with it."""
+        """Run one step, for the requests of all calls, unless the steps of another call have finished those of this one."""
         if not progress.finished:
             self.driver.step()
 
     @contextmanager
     def _ended_if_refused(self, requests: list[RequestState]) -> Iterator[None]:
-        """Where one request of a call is refused, those before it do not run either."""
+        """End the requests of a call that are queued already where the engine refuses a later one."""
         try:
             yield
-        except BaseException:  # what the engine refuses, an interrupt, too little memory
+        except BaseException:  # a refusal of the engine, an interrupt, too little memory
             self._end(requests)
             raise
 
     @contextmanager
     def _ended(self, requests: Sequence[RequestState]) -> Iterator[None]:
-        """However a call is left, by the end, by an interrupt or because nobody listens any more, its requests end with it."""
+        """End the requests of a call with the call: at its end, by an interrupt, or where its iterator is given up."""
         try:
             yield
         finally:
-            with self.driver.turns:
+            with self.driver.lock:
                 self._end(requests)
 
     def _end(self, requests: Sequence[RequestState]) -> None:

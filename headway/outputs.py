@@ -1,4 +1,4 @@
-"""What `LLM.generate` returns; the shape of vLLM's offline API."""
+"""Outputs of `LLM.generate`, with the names of vLLM's offline API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from headway.core.sampling.logprobs import Logprob
 
 LogprobsByToken = dict[int, Logprob]
-"""Of one place: by token id, the token that stands there first, then the most likely ones."""
+"""Log-probabilities at one position, by token id: first the token that stands there, then the most likely ones."""
 
 
 @dataclass
@@ -15,10 +15,10 @@ class CompletionOutput:
     """One completion of a prompt."""
 
     index: int
-    """Which of the request's n."""
+    """Number of the completion among the request's n."""
     text: str
     token_ids: list[int]
-    """A stop token that ended it is the last."""
+    """Token ids of the completion; a stop token that ended it is the last."""
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of its tokens; None where none were asked for."""
     logprobs: list[LogprobsByToken] | None = None
@@ -28,10 +28,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token's id or the stop text that ended it; None for an end-of-text token and all else."""
     error: str | None = None
-    """What went wrong: backend, phase and shapes, the NaN, the schema that cannot be compiled, the processor that raised."""
+    """Cause of "error": backend, phase and shapes, the NaN, the schema that cannot be compiled, the processor that raised."""
 
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether the completion has ended."""
         return self.finish_reason is not None
 
 
@@ -64,8 +64,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = field(default=0)
-    """Prompt tokens whose k and v were already in the cache."""
+    """Prompt tokens whose keys and values were already in the cache."""
     prompt_logprobs: list[LogprobsByToken | None] | None = None
     """One for each token of the prompt, None for the first; None as a whole where none were asked for."""
     lora_request: None = None
-    """Always None; it is here for scripts that read it."""
+    """Always None; for scripts of vLLM's that read this field."""

@@ -1,4 +1,4 @@
-"""The version of Headway, which git's tag sets when the package is built: here and nowhere else."""
+"""The version of Headway, which git's tag sets when the package is built."""
 
 from importlib.metadata import PackageNotFoundError, version
 

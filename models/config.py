@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from headway.core.contract.errors import ModelError
 from headway.models.experts.config import ExpertsConfig
 from headway.models.names import LLAMA_NAMES, TensorNames
 
@@ -30,7 +31,7 @@ class LayerConfig:
 
     sliding_window: int | None = None
     rope: int | None = 0
-    """Its rotary embedding among `DecoderConfig.ropes`; None: it has none."""
+    """Index of the layer's rotary embedding in `DecoderConfig.ropes`; None: it has none."""
     experts: bool = False
     """Whether its MLP is the one of `DecoderConfig.experts`; else it is dense."""
 
@@ -58,7 +59,7 @@ class LatentConfig:
 
     @property
     def kv_dim(self) -> int:
-        """Elements of a latent and of the key's rotated part behind it: what is cached of a token."""
+        """Elements cached of a token: a latent, and behind the latent the key's rotated part."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -70,7 +71,7 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Of a dense MLP."""
+    """Inner size of a dense MLP."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -94,7 +95,7 @@ class DecoderConfig:
     """Whether the MLP multiplies its activation by a second product (SwiGLU and its kin; Shazeer 2020)."""
     activation: Activation = "silu"
     softcap: float | None = None
-    """Of the attention scores (Gemma 2)."""
+    """Soft-cap of the attention scores (Gemma 2)."""
     sinks: bool = False
     """Whether each layer brings one logit a head that joins the softmax (gpt-oss)."""
     experts: ExpertsConfig | None = None
@@ -116,3 +117,7 @@ class DecoderConfig:
     def sliding_windows(self) -> tuple[int | None, ...]:
         """Each layer's window."""
         return tuple(layer.sliding_window for layer in self.layers)
+
+
+class BeyondDecoderError(ModelError):
+    """A sound model that Headway's own decoder does not compute; transformers may."""

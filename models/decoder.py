@@ -1,4 +1,4 @@
-"""A packed decoder whose layers are put together from parts: no padding, no batch axis, merged projections."""
+"""A decoder whose layers are composed of parts: packed tokens, no padding, no batch axis, merged projections."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from headway.core.contract.latent import LatentLayer
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
 from headway.models.config import DecoderConfig
-from headway.models.device_operations import operations_for
 from headway.models.invariant import invariant_operations
-from headway.models.layers.experts import ExpertsMLP
-from headway.models.layers.kv_scales import read_kv_scales
 from headway.models.layers.latent_attention import LatentAttention
-from headway.models.layers.mlp import MLP
+from headway.models.layers.mlp import MLP, ExpertsMLP
 from headway.models.layers.self_attention import SelfAttention
-from headway.models.layers.tensors import LayerTensors
+from headway.models.layers.tensors import LayerTensors, read_kv_scales
 from headway.models.linear import Linear
-from headway.models.operations import Embedding, Norm, Operations, Rope
+from headway.models.operations import Embedding, Norm, Operations, Rope, TorchOperations
 from headway.models.rope import rope_tables
 from headway.models.weights import WeightSource
 
@@ -29,48 +25,61 @@ if TYPE_CHECKING:
 
 
 class AttentionPart(Protocol):
-    """How a layer attends: norms, projections and residual included."""
+    """The attention of a layer with its norms, projections and residual."""
 
     @property
     def spec(self) -> AttentionSpec:
-        """What it asks of a backend."""
-
-    @property
-    def layer(self) -> LatentLayer | None:
-        """What the engine is handed for latent attention; None where it is none."""
+        """The layer's attention as a backend sees it."""
 
     @property
     def linears(self) -> list[Linear]:
-        """Its products."""
+        """Products of this part, which absorb norms and are checked for batch invariance."""
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Let what computes the layer prepare its norms and the products after them."""
+        """Merge norms into the products that follow them, where the operations can."""
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`. Returns the new stream."""
+        """Compute the attention and return the new residual stream.
+
+        x: [num_tokens, hidden_size], the residual stream, overwritten; rope: as `Operations.embed` returned it.
+        """
 
 
 class MLPPart(Protocol):
-    """What a layer computes after it has attended, token by token: norms and residual included."""
+    """The MLP of a layer, dense or with experts, with its norms and residual."""
 
     @property
     def linears(self) -> list[Linear]:
-        """Its products."""
+        """Products of this part, which absorb norms and are checked for batch invariance."""
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Let what computes the layer prepare its norms and the products after them."""
+        """Merge norms into the products that follow them, where the operations can."""
 
     def __call__(self, x: Tensor, ops: Operations) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, used up. Returns the new stream."""
+        """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
+
+
+def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
+    """Return the fused kernels on a GPU with Triton, torch's operations elsewhere.
+
+    inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, as `rope_tables` makes them.
+    """
+    if inv_freq.device.type != "cuda":
+        return TorchOperations(inv_freq, factors)
+    try:
+        from headway.models.fused.operations import Fused
+    except ImportError:  # torch for a GPU brings Triton, but not on every system
+        return TorchOperations(inv_freq, factors)
+    return Fused(inv_freq, factors)
 
 
 class Decoder:
-    """Tokens of all sequences of a step in one row each; attention is the only place where they meet."""
+    """A decoder over the packed tokens of all sequences of a step, one row per token; rows meet in attention alone."""
 
     def __init__(self, config: DecoderConfig, weights: WeightSource, batch_invariant: bool = False) -> None:
-        """batch_invariant: compute so that a row's bits do not depend on the other rows or their number; slower.
+        """Take the layers' tensors from `weights`. batch_invariant: a row's bits do not depend on the other rows; slower.
 
-        :raises ModelError: batch_invariant, and this machine's products are not.
+        :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
         """
         self.config, names = config, config.names
         tensors = LayerTensors(config, weights)
@@ -84,12 +93,16 @@ class Decoder:
         weights.finish(names.ignored)
         ropes = rope_tables(config.ropes, weights.device)
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
-        self.operations = invariant_operations(*ropes, linears) if batch_invariant else operations_for(*ropes)
+        self.operations = operations_for(*ropes)
+        if batch_invariant:
+            self.operations = invariant_operations(self.operations, linears, weights.device)
         for layer in self.layers:
             layer.absorb_norms(self.operations)
         self.attention_specs = [layer.attention.spec for layer in self.layers]
-        latents = ((index, layer.attention.layer) for index, layer in enumerate(self.layers))
-        self.latent_layers = {index: latent for index, latent in latents if latent is not None}
+        parts = [layer.attention for layer in self.layers]
+        self.latent_layers = {
+            index: part.layer for index, part in enumerate(parts) if isinstance(part, LatentAttention) and part.layer
+        }
         self.kv_scales = [layer.kv_scales for layer in self.layers]
         """k_scale and v_scale of each layer's cache where it is fp8, from the checkpoint or 1."""
 
@@ -135,13 +148,13 @@ class DecoderLayer:
         self.mlp: MLPPart = ExpertsMLP(config, tensors) if config.layers[index].experts else MLP(config, tensors)
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Let what computes the layer prepare its norms and the products after them."""
+        """Merge norms into the products that follow them, where the operations can."""
         self.attention.absorb_norms(ops)
         self.mlp.absorb_norms(ops)
 
     @property
     def linears(self) -> list[Linear]:
-        """Its products."""
+        """Products of this part, which absorb norms and are checked for batch invariance."""
         return [*self.attention.linears, *self.mlp.linears]
 
     def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.models.errors import BeyondDecoderError
+from headway.models.config import BeyondDecoderError
 from headway.models.names import TensorNames
 
 
 def biases(config: Any) -> dict[str, Any]:
-    """Of all projections, as the configuration has them."""
+    """Biases of all projections, as the configuration says."""
     bias = bool(getattr(config, "attention_bias", False))
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(getattr(config, "mlp_bias", False))}
 

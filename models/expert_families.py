@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from headway.core.contract.errors import ModelError
+from headway.models.config import BeyondDecoderError
 from headway.models.dense_families import qwen3
-from headway.models.errors import BeyondDecoderError
 from headway.models.experts.config import ExpertsConfig
 from headway.models.names import ExpertNames, TensorNames
 

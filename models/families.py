@@ -11,8 +11,7 @@ from headway.core.contract.errors import ModelError
 from headway.models import dense_families as dense
 from headway.models import expert_families as experts
 from headway.models import latent_families as latent
-from headway.models.config import Activation, DecoderConfig, LayerConfig, RopeConfig
-from headway.models.errors import BeyondDecoderError
+from headway.models.config import Activation, BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig
 from headway.models.names import LLAMA_NAMES, TensorNames
 from headway.models.rope import read_rope
 
@@ -54,7 +53,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
     "starcoder2": Family("Starcoder2ForCausalLM", dense.starcoder2, dense.STARCODER2_NAMES),
 }
-"""By model_type. SmolLM and SmolLM2 are Llama."""
+"""Families by model_type. SmolLM and SmolLM2 are Llama."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

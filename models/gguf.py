@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from headway.core.contract.errors import ModelError
-from headway.core.contract.folders import cache_folder
-from headway.core.system.faults import is_panic
 from headway.core.system.files import new_folder
+from headway.core.system.folders import cache_folder
+from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.terminal import Terminal
 from headway.models.checkpoint import check_sizes
 from headway.models.families import read_decoder_config
@@ -62,7 +62,7 @@ def convert(path: Path) -> Path:
             shutil.rmtree(left, ignore_errors=True)
     with new_folder(target) as scratch:
         Terminal(stderr=True).print(f"converting {path.name} to safetensors, once", highlight=False)
-        _convert(path, scratch)
+        convert_into(path, scratch)
     return target
 
 
@@ -83,7 +83,8 @@ def _damage(folder: Path) -> str:
     return ""
 
 
-def _convert(path: Path, target: Path) -> None:
+def convert_into(path: Path, target: Path) -> None:
+    """Write the checkpoint of a .gguf file into a folder, as safetensors."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -100,7 +101,7 @@ def _convert(path: Path, target: Path) -> None:
     except ModelError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not isinstance(error, Exception) and not is_rust_panic(error):
             raise
         text = " ".join(str(error).split())
         raise ModelError(f"model {path}: transformers cannot read it ({type(error).__name__}: {text})") from error

@@ -1,4 +1,4 @@
-"""Operations whose rows keep their bits whatever the other rows and their number: every product in tiles of a fixed shape."""
+"""Batch-invariant operations: a row's bits depend on no other row, because every product runs in tiles of one fixed shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.nn.functional import gelu, pad, relu
 
 from headway.core.contract.errors import ModelError
 from headway.models.config import Activation
-from headway.models.device_operations import operations_for
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
@@ -24,17 +23,17 @@ at the memory's rate has the matrix units busy as well, so that neither a decode
 Softcap = Callable[[Tensor, float], Tensor]
 
 
-class InTiles:
-    """Another's operations, with products of always the same number of rows, the last ones zero.
+class InvariantOperations:
+    """Operations whose products always have the same number of rows: inputs are padded with rows of zeros.
 
     A library picks a product's kernel, and with it the order of its sums, by the shape: one shape is one order. Within a tile a
-    row's place must not matter; `check` makes sure. What is no product goes row by row anyway.
+    row's place must not matter, which `check` tests. All other operations work row by row anyway.
     """
 
     def __init__(
         self, inner: Operations, rows: int, activate: Mapping[Activation, Callable[[Tensor], Tensor]], cap: Softcap
     ) -> None:
-        """rows: of every product; activate: each activation of a matrix; cap: see Operations.softcap."""
+        """rows: rows of every product; activate: functions of a matrix by activation; cap: as Operations.softcap."""
         self._inner = inner
         self._rows = rows
         self._activate = activate
@@ -139,15 +138,12 @@ ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 """Activations whose bits are the same wherever an element lies."""
 
 
-def invariant_operations(inv_freq: Tensor, factors: Tensor, linears: Iterable[Linear]) -> Operations:
-    """As `operations_for`, with rows that keep their bits in the products named.
+def invariant_operations(operations: Operations, linears: Iterable[Linear], device: torch.device) -> Operations:
+    """Wrap operations of a device so that the rows of the given products keep their bits.
 
-    inv_freq, factors: float32 [ropes, head_dim / 2], on the model's device.
-
-    :raises ModelError: see `InTiles.check`.
+    :raises ModelError: a product's rows depend on their place (`InvariantOperations.check`).
     """
-    device = inv_freq.device.type
-    activate, cap = (ON_CPU, softcap_by_exp) if device == "cpu" else (ACTIVATE, softcap)
-    tiles = InTiles(operations_for(inv_freq, factors), TILE_ROWS[device], activate, cap)
-    tiles.check(linears)
-    return tiles
+    activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, softcap)
+    invariant = InvariantOperations(operations, TILE_ROWS[device.type], activate, cap)
+    invariant.check(linears)
+    return invariant

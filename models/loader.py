@@ -12,21 +12,20 @@ import torch
 
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.spec import DTYPES
-from headway.core.system.faults import is_panic
 from headway.core.system.files import read_text
+from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.text import shown
 from headway.models.checkpoint import check_folder, unknown
-from headway.models.config import DecoderConfig
+from headway.models.config import BeyondDecoderError, DecoderConfig
 from headway.models.decoder import Decoder
-from headway.models.dummy import DummyWeights
-from headway.models.errors import BeyondDecoderError
 from headway.models.families import read_decoder_config
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
-from headway.models.weights import Weights, WeightSource
+from headway.models.weights import DummyWeights, Weights, WeightSource
 
 if TYPE_CHECKING:
     from headway.models.transformers_adapter.model import TransformersModel
+import hashlib
 
 LOAD_FORMATS = ("auto", "dummy")
 """auto: the safetensors files of the folder; dummy: random weights in the shapes of its config.json."""
@@ -147,7 +146,7 @@ def read_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not isinstance(error, Exception) and not is_rust_panic(error):
             raise
         if "trust_remote_code" in str(error):
             raise ModelError(
@@ -206,7 +205,27 @@ def _eos(folder: Path, config: Any) -> frozenset[int]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The error's class and what it says, in one line: its first, and the next where that only announces it."""
+    """The error's class and message in one line: the message's first line, and the next where the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return f"{type(error).__name__}: {text}"
+
+
+_WEIGHTS = (".safetensors", ".gguf", ".json")
+
+
+def identity_of(model: LoadedModel, load_format: str) -> str:
+    """A digest of the configuration's content, of the names, sizes and times of the weights' files, of what computes the model,
+    and of the devices' kind and the element type in which it does so."""
+    spec = model.decoder.attention_specs[0]
+    digest = hashlib.blake2b(digest_size=16)
+    parts: list[object] = [load_format, model.implementation, spec.dtype, spec.device.type]
+    files = [model.folder] if model.folder.is_file() else sorted(model.folder.iterdir())
+    for path in files:
+        if path.suffix in _WEIGHTS and path.is_file():
+            stat = path.stat()
+            parts.append((path.name, stat.st_size, stat.st_mtime_ns))
+            if path.name == "config.json":
+                parts.append(path.read_bytes())
+    digest.update(repr(parts).encode())
+    return digest.hexdigest()

@@ -57,7 +57,7 @@ class TensorNames:
     sinks: str = "self_attn.sinks"
     o: str = "self_attn.o_proj"
     attention_post_norm: str | None = None
-    """Of what attention adds to the residual stream."""
+    """Norm of what attention adds to the residual stream."""
     mlp_norm: str | None = "post_attention_layernorm"
     """Before the MLP."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, silu
 
 from headway.core.contract.errors import ModelError
-from headway.core.contract.latent import LatentLayer
+from headway.core.contract.model import LatentLayer
 from headway.core.contract.spec import AttentionSpec
 from headway.models.config import Activation, LatentConfig
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
-from headway.models.latent import PlainLatentLayer
 from headway.models.linear import Linear
 
 ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -79,7 +78,7 @@ class Operations(Protocol):
     """The steps of one model. Rows are independent of each other in every one of them."""
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """A norm and the product that follows it, made once before any step: such that the two together compute the same.
+        """Prepare a norm and the next product once, before any step: the two returned compute together what the two given do.
 
         For products of `norm_qkv` with a rotary embedding and of `norm_gated_product` alone.
         """
@@ -150,8 +149,8 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
     return logits.div_(cap).tanh_().mul_(cap)
 
 
-class Plain:
-    """Every operation as torch has it: what a CPU runs, and what the fused kernels are tested against."""
+class TorchOperations:
+    """Every operation by torch's own functions: what a CPU runs, and what the fused kernels are tested against."""
 
     def __init__(self, inv_freq: Tensor, factors: Tensor) -> None:
         """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
@@ -263,6 +262,40 @@ class PlainLayer:
 
 
 def _rotated(x: Tensor, rope: Rope) -> Tensor:
-    """Halves of x [num_tokens, heads, dim] turned with each other, by cos and sin as `Plain.embed` makes them."""
+    """Halves of x [num_tokens, heads, dim] turned with each other, by cos and sin as `TorchOperations.embed` makes them."""
     cos, sin = rope
     return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
+
+
+class PlainLatentLayer:
+    """Absorbs queries, expands latents, projects what was attended; one weight serves all three, read as it lies."""
+
+    def __init__(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> None:
+        """kv_b: see Operations.latent_layer."""
+        self.expanded = expanded
+        self._nope_dim, self._rank = config.qk_nope_head_dim, config.kv_lora_rank
+        of_heads = kv_b.view(expanded.num_heads, -1, self._rank)
+        self._to_key = of_heads[:, : self._nope_dim]
+        """[num_heads, nope_dim, rank]"""
+        self._to_value = of_heads[:, self._nope_dim :].transpose(1, 2)
+        """[num_heads, rank, v_head_dim]"""
+        self._both = Linear(kv_b)
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """See LatentLayer."""
+        still, turned = q[..., : self._nope_dim], q[..., self._nope_dim :]
+        out = q.new_empty(*q.shape[:2], self._rank + turned.shape[-1])
+        torch.bmm(still.transpose(0, 1), self._to_key, out=out[..., : self._rank].transpose(0, 1))
+        out[..., self._rank :] = turned
+        return out
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """See LatentLayer. v is a view of the product."""
+        rows, turned = latent[:, 0, : self._rank], latent[..., self._rank :]
+        both = self._both(rows).view(latent.shape[0], self.expanded.num_heads, self._nope_dim + self.expanded.v_head_dim)
+        still, v = both[..., : self._nope_dim], both[..., self._nope_dim :]
+        return torch.cat([still, turned.expand(*still.shape[:2], -1)], dim=-1), v
+
+    def project(self, attended: Tensor, out: Tensor) -> None:
+        """See LatentLayer."""
+        torch.bmm(attended.transpose(0, 1), self._to_value, out=out.transpose(0, 1))

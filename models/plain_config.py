@@ -9,7 +9,7 @@ from typing import Any
 from headway.core.contract.spec import DTYPES
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Those whose files are as plain as this."""
+"""Model types whose config.json is read without transformers."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -81,7 +81,7 @@ def plain_config(config: Mapping[str, Any]) -> SimpleNamespace | None:
 
 
 def _rope_parameters(read: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Those of unscaled RoPE and of Llama 3.1's, in the spelling of transformers 4 or 5."""
+    """RoPE parameters: those of unscaled RoPE and of Llama 3.1's, in the spelling of transformers 4 or 5."""
     scaling = read.get("rope_scaling")
     if "rope_parameters" in read:
         parameters = read["rope_parameters"]

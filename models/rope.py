@@ -10,8 +10,7 @@ import torch
 
 from headway.core.contract.errors import ModelError
 from headway.core.system.text import shown
-from headway.models.config import RopeConfig
-from headway.models.errors import BeyondDecoderError
+from headway.models.config import BeyondDecoderError, RopeConfig
 
 
 def read_rope(config: Any, head_dim: int, layer_type: str | None = None) -> RopeConfig:

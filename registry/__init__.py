@@ -1,4 +1,4 @@
-"""Hooks, discovery and the Registry of layouts and backends."""
+"""Hooks, plugins and the Registry of layouts and backends."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,13 +6,13 @@ __all__ = ["BackendEntry", "PluginFailure", "Registry", "create_registry", "hook
 
 if TYPE_CHECKING:
     from headway.registry.create import create_registry
-    from headway.registry.discovery import PluginFailure
     from headway.registry.hookspecs import hookimpl
+    from headway.registry.records import PluginFailure
     from headway.registry.registry import BackendEntry, Registry
 
 _HOME = {
     "BackendEntry": "registry",
-    "PluginFailure": "discovery",
+    "PluginFailure": "records",
     "Registry": "registry",
     "create_registry": "create",
     "hookimpl": "hookspecs",

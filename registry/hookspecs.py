@@ -9,8 +9,7 @@ import pluggy
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.layout import LayoutInfo
 from headway.core.contract.metadata import Phase
-from headway.core.contract.processors import LogitsProcessorInfo
-from headway.core.contract.proposers import ProposerInfo
+from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 
 PROJECT = "headway"

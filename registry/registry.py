@@ -14,13 +14,12 @@ from headway.core.contract.backend import AttentionBackend, BackendInfo
 from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
-from headway.core.contract.processors import LogitsProcessorInfo
-from headway.core.contract.proposers import ProposerInfo
+from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
-from headway.core.system.faults import trace, warn_once
-from headway.registry.discovery import PluginFailure
-from headway.registry.records import Brought, PluginRecord
+from headway.core.system.logs import log_traceback, warn_once
+from headway.registry.plugin_sources import PluginSource
+from headway.registry.records import Brought, PluginFailure, PluginRecord
 from headway.registry.validate import (
     answers_of,
     check_backend_class,
@@ -29,8 +28,6 @@ from headway.registry.validate import (
     check_processor_info,
     check_proposer_info,
 )
-
-BUILTIN_PLUGIN = "headway.backends.plugin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,8 @@ class Registry:
         self.failures: list[PluginFailure] = []
         self.plugins: list[PluginRecord] = []
         """The installed plugins, those that were left out or not wanted as well, and files that the user named."""
+        self.sources: dict[str, PluginSource] = {}
+        """Plugin name -> where it came from, of installed plugins and files that are loaded."""
         self.brought: dict[str, Brought] = {}
         """What each registered plugin handed in."""
 
@@ -65,15 +64,7 @@ class Registry:
 
         :raises PluginError: a taken name, another api_version, or anything that a hook hands in and that cannot be used.
         """
-        if name in self._owners:
-            raise PluginError(f"plugin name {name!r} of {owner} is already taken by {self._owners[name]}: rename one of them")
-        try:
-            hash(plugin)
-        except Exception as error:  # pluggy keeps plugins in sets
-            why = f"{type(error).__name__}: {error}; a dataclass needs eq=False or frozen=True"
-            raise PluginError(f"plugin {name!r} of {owner} must be hashable: {why}") from error
-        if self._manager.is_registered(plugin):
-            raise PluginError(f"plugin {name!r} of {owner} is already registered as {self._manager.get_name(plugin)!r}")
+        self._check_new(name, owner, plugin)
         try:
             self._manager.register(plugin, name=name)
             self._manager.check_pending()
@@ -94,17 +85,12 @@ class Registry:
                 check_backend_info(backend, where)
             for proposer in proposers:
                 check_proposer_info(proposer, where)
-            for processor in processors:
-                check_processor_info(processor, where)
-                if processor.name in self.logits_processors or [other.name for other in processors].count(processor.name) > 1:
-                    raise PluginError(f"{where}: logits processor name {processor.name!r} is already taken: rename one of them")
+            self._check_processors(processors, where)
             for number, layout in enumerate(layouts):
                 self._check_layout(layout, layouts[:number])
             for backend in backends:
                 self._check_backend(backend, owner, [other.name for other in backends])
-            for taken in (known := [each.name for each in proposers]):
-                if taken in self.proposers or known.count(taken) > 1:
-                    raise PluginError(f"{where}: the proposer name {taken!r} is already taken: rename one of them")
+            self._check_proposer_names([each.name for each in proposers], where)
         except BaseException:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
@@ -122,6 +108,11 @@ class Registry:
         self.backends.update({backend.name: BackendEntry(backend, owner) for backend in backends})
         self.logits_processors.update({processor.name: processor for processor in processors})
 
+    def digest_of(self, backend: str) -> str:
+        """Hash of the version and the files of the plugin that brought a backend; empty for built-ins and objects."""
+        found = (source for name, source in self.sources.items() if backend in self.brought[name].backends)
+        return next((source.digest() for source in found), "")
+
     def _ask(self, hook: str, kind: type, plugin: object, where: str) -> list[Any]:
         """What one plugin answers to a hook; nothing where it does not implement it."""
         if all(caller.name != hook for caller in self._manager.get_hookcallers(plugin) or ()):
@@ -132,6 +123,28 @@ class Registry:
         except (Exception, SystemExit) as error:
             raise PluginError(f"{where}: {hook}() raised {type(error).__name__}: {error}") from error
         return answers_of(hook, answers or [None], kind, where)  # pluggy leaves an answer of None out
+
+    def _check_new(self, name: str, owner: str, plugin: object) -> None:
+        if name in self._owners:
+            raise PluginError(f"plugin name {name!r} of {owner} is already taken by {self._owners[name]}: rename one of them")
+        try:
+            hash(plugin)
+        except Exception as error:  # pluggy keeps plugins in sets
+            why = f"{type(error).__name__}: {error}; a dataclass needs eq=False or frozen=True"
+            raise PluginError(f"plugin {name!r} of {owner} must be hashable: {why}") from error
+        if self._manager.is_registered(plugin):
+            raise PluginError(f"plugin {name!r} of {owner} is already registered as {self._manager.get_name(plugin)!r}")
+
+    def _check_processors(self, processors: Sequence[LogitsProcessorInfo], where: str) -> None:
+        for processor in processors:
+            check_processor_info(processor, where)
+            if processor.name in self.logits_processors or [other.name for other in processors].count(processor.name) > 1:
+                raise PluginError(f"{where}: logits processor name {processor.name!r} is already taken: rename one of them")
+
+    def _check_proposer_names(self, names: Sequence[str], where: str) -> None:
+        for name in names:
+            if name in self.proposers or names.count(name) > 1:
+                raise PluginError(f"{where}: the proposer name {name!r} is already taken: rename one of them")
 
     def _check_layout(self, info: LayoutInfo, own: Sequence[LayoutInfo]) -> None:
         for known in (*self.layouts.values(), *own):
@@ -160,20 +173,20 @@ class Registry:
             try:
                 loaded = entry.info.load()
             except (Exception, SystemExit) as error:
-                trace(f"backend {name} of {entry.owner} does not load", error)
+                log_traceback(f"backend {name} of {entry.owner} does not load", error)
                 raise PluginError(f"backend {name} of {entry.owner} does not load: {type(error).__name__}: {error}") from error
             self._classes[name] = check_backend_class(loaded, name, f"backend {name} of {entry.owner}")
         return self._classes[name]
 
     def availability(self, name: str) -> Support:
-        """Whether a backend can run on this machine, found once by loading and probing it."""
+        """Load and probe a backend, once, and return whether this machine can run it."""
         if name not in self._support:
             try:
                 self._support[name] = _support(self.backend(name).available(), "available")
             except UnknownBackendError:
                 raise
             except (Exception, SystemExit) as error:
-                trace(f"available() of backend {name}", error)
+                log_traceback(f"available() of backend {name}", error)
                 info = self.backends[name].info
                 hint = f"pip install '{info.extra}'" if info.extra else ""
                 missing = error.__cause__ if isinstance(error, PluginError) else error
@@ -195,7 +208,7 @@ class Registry:
         return self.layouts[name]
 
     def proposer(self, name: str) -> ProposerInfo:
-        """What guesses tokens under a name.
+        """A proposer of draft tokens by name.
 
         :raises ConfigError: nobody registered that name.
         """
@@ -211,7 +224,7 @@ class Registry:
         try:
             return _support(self.backend(name).supports(spec, layout, block_size, phase), "supports")
         except (Exception, SystemExit) as error:
-            trace(f"supports() of backend {name}", error)
+            log_traceback(f"supports() of backend {name}", error)
             return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
 
     def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
@@ -224,7 +237,7 @@ class Registry:
                 answer = order(spec, phase, candidates)
             except (Exception, SystemExit) as error:
                 who = f"plugin {plugin!r} of {self._owners.get(plugin, 'nobody')}"
-                trace(f"headway_rank_backends() of {who}", error)
+                log_traceback(f"headway_rank_backends() of {who}", error)
                 raised = str(error) if isinstance(error, PluginError) else f"it raised {type(error).__name__}: {error}"
                 warn_once(f"headway_rank_backends() of {who} is passed over: {raised}")
                 continue

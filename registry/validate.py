@@ -14,8 +14,7 @@ from headway.core.contract.capabilities import FEATURES, Capabilities
 from headway.core.contract.errors import PluginError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
-from headway.core.contract.processors import LogitsProcessorInfo
-from headway.core.contract.proposers import ProposerInfo
+from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.system.text import shown
 
 RESERVED = ("auto", "reference")
@@ -101,7 +100,7 @@ def check_processor_info(info: LogitsProcessorInfo, plugin: str) -> None:
 
 
 def check_backend_class(loaded: object, name: str, where: str) -> type[AttentionBackend]:
-    """What `BackendInfo.load` returned, once it has been loaded.
+    """Check and return the class that `BackendInfo.load` returned.
 
     name: that it is registered by. where: the backend and its owner, for the error.
 

@@ -1,4 +1,4 @@
-"""A cell of the conformance kit: one check of one backend or layout at one value of each axis, with a name to find it again."""
+"""A cell of the conformance kit: one check of one backend or layout at one value of each axis; and how a check ends."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPES, AttentionSpec
+from headway.core.contract.support import Support
 
 AXES = ("layout", "memory", "block_size", "head_dim", "group", "dtype", "feature")
 """What makes up a layer and its cache, in the order of a cell's name."""
@@ -29,15 +30,15 @@ MEMORIES = ("own", "packed", "interleaved")
 side, so that no block is one piece of memory."""
 NUM_KV_HEADS = 2
 WINDOW = 37
-"""Of the windowed layers: a prime, so that no tile or block of a kernel ends with it."""
+"""Window of the windowed layers: a prime, so that no tile or block of a kernel ends with it."""
 SCALE = 1.37
-"""Of every layer, times head_dim ** -0.5: a backend that assumes its own scale shows everywhere."""
+"""Scale of every layer, times head_dim ** -0.5: a backend that assumes its own scale shows everywhere."""
 SOFTCAP = 1.5
 FP8_SCALES = (0.02, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class CheckCell:
     """One check at one value of each axis."""
 
     check: str
@@ -60,7 +61,7 @@ class Cell:
         return ":".join(str(values[field.name]) for field in fields(self))
 
     @classmethod
-    def parse(cls, text: str) -> Cell:
+    def parse(cls, text: str) -> CheckCell:
         """The cell of a name.
 
         :raises ConfigError: the text is no cell's name.
@@ -79,7 +80,7 @@ class Cell:
         except ValueError:
             raise ConfigError("--cell", "a cell's name as `headway check` prints it", repr(text)) from None
 
-    def plain(self, check: str, about: str = "-", **changes: str | int) -> Cell:
+    def plain(self, check: str, about: str = "-", **changes: str | int) -> CheckCell:
         """The same layer and cache in another check."""
         return replace(self, check=check, about=about, **changes)  # type: ignore[arg-type]
 
@@ -125,3 +126,23 @@ def make_spec(
         device=device,
         **changes[feature],  # type: ignore[arg-type]
     )
+
+
+class Finding(Exception):
+    """The backend, layout or option under test breaks the contract."""
+
+    def __init__(self, what: str, *, guess: str = "", error: float | None = None, tolerance: float | None = None) -> None:
+        """what: what was expected and what came; guess: what it looks like; error: relative, against the declared tolerance."""
+        super().__init__(what)
+        self.guess = guess
+        self.error = error
+        self.tolerance = tolerance
+
+
+class Skipped(Exception):
+    """The check does not apply: the backend refuses, rightly, or the machine has not what it needs."""
+
+    @classmethod
+    def refused(cls, support: Support) -> Skipped:
+        """A skip with the backend's own reasons."""
+        return cls(str(support).removeprefix("no: "))

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from headway.core.contract.errors import ConfigError
-from headway.testing.cells import Cell
+from headway.core.system.provenance import Origin
+from headway.testing.cells import CheckCell
 from headway.testing.kit import Kit
-from headway.testing.origin import Origin
 from headway.testing.report import CellResult, CheckReport, machine_of, now
-from headway.testing.runner import Child, Listed, Run, cell_timeout
+from headway.testing.runner import CellProcess, CellRun, Listed, cell_timeout
 from headway.testing.subject import BASELINE, load_subject
 
 
@@ -74,7 +74,7 @@ def check(
 def _here(wanted: Wanted) -> tuple[Listed, list[CellResult], int]:
     kit = Kit(load_subject(wanted.target or BASELINE, torch.device(wanted.device), plugins=wanted.plugins))
     listed = Listed(**kit.listed(layout=wanted.layout))
-    return listed, [] if listed.unavailable else [kit.run(Cell.parse(wanted.cell))], 0
+    return listed, [] if listed.unavailable else [kit.run(CheckCell.parse(wanted.cell))], 0
 
 
 def _in_children(
@@ -82,12 +82,12 @@ def _in_children(
 ) -> tuple[Listed, list[CellResult], int]:
     """Also how many cells were left when the run was interrupted."""
     target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device)
-    children = [Child(target, wanted.device, 1, timeout, wanted.plugins) for _ in range(max(1, wanted.jobs))]
+    children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins) for _ in range(max(1, wanted.jobs))]
     try:
         listed = children[0].list(quick=wanted.quick, layout=wanted.layout)
         cells = _picked(listed.cells, wanted) if not listed.unavailable else []
         start(len(cells))
-        results = Run(children[: max(1, len(cells))], tell).all(cells)
+        results = CellRun(children[: max(1, len(cells))], tell).all(cells)
         return listed, results, len(cells) - len(results)
     finally:
         for child in children:
@@ -96,7 +96,7 @@ def _in_children(
 
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.cell:
-        return [str(Cell.parse(wanted.cell))]
+        return [str(CheckCell.parse(wanted.cell))]
     if not wanted.only:
         return list(cells)
     picked = [cell for cell in cells if cell.partition(":")[0] == wanted.only]
@@ -107,5 +107,5 @@ def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
 
 
 def _version(owner: str) -> str:
-    """Of the distribution that brings a backend; an entry point's owner is its name and version."""
+    """Version of the distribution that brings a backend; an entry point's owner is its name and version."""
     return Origin.here().version if owner == "built-in" else owner

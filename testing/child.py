@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from headway.core.contract.errors import HeadwayError
-from headway.core.system.child import answers, say
-from headway.testing.cells import Cell
+from headway.core.system.child import open_replies, reply
+from headway.testing.cells import CheckCell
 from headway.testing.kit import Kit
 from headway.testing.subject import load_subject
 
 
 def main(target: str, device: str, threads: int, plugins: Sequence[str]) -> None:
     """Answer requests until the input ends."""
-    told = answers()
+    told = open_replies()
     faulthandler.enable()
     torch.set_num_threads(threads)
     kit: Kit | None = None
@@ -31,18 +31,18 @@ def main(target: str, device: str, threads: int, plugins: Sequence[str]) -> None
         try:
             if kit is None:
                 kit = Kit(load_subject(target, torch.device(device), plugins=plugins))
-            say(told, _answer(kit, request))
+            reply(told, _answer(kit, request))
         except HeadwayError as error:
-            say(told, {"error": str(error)})
+            reply(told, {"error": str(error)})
         except Exception as error:
-            say(told, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
+            reply(told, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
 
 
 def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
     if "load" in request:
         return {"loaded": kit.stage.subject.name}
     if "cell" in request:
-        return {"result": kit.run(Cell.parse(request["cell"])).model_dump()}
+        return {"result": kit.run(CheckCell.parse(request["cell"])).model_dump()}
     return kit.listed(request.get("quick", False), request.get("layout", ""))
 
 

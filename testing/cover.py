@@ -16,7 +16,7 @@ import numpy
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
-from headway.testing.cells import AXES, FEATURES, MEMORIES, PHASES, Cell, make_spec
+from headway.testing.cells import AXES, FEATURES, MEMORIES, PHASES, CheckCell, make_spec
 from headway.testing.subject import Subject
 
 Value = str | int
@@ -25,7 +25,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 LATENT_DIM = 576
 """DeepSeek's, tried where values may lie in keys, and there alone."""
 MOST_OWN_DIMS = 4
-"""Of head sizes that a backend lists beside HEAD_DIMS; of more, the smallest and the largest are tried."""
+"""Head sizes beside HEAD_DIMS that are tried; where a backend lists more, the smallest and the largest are."""
 GROUPS = (4, 1, 7, 8)
 DTYPES = ("float32", "bfloat16", "float16")
 UNCLAIMED: dict[str, Value] = {"dtype": "float64"}
@@ -59,14 +59,14 @@ class Claimed:
             "feature": tuple(features),
         }
 
-    def spec(self, cell: Cell) -> AttentionSpec:
+    def spec(self, cell: CheckCell) -> AttentionSpec:
         """The layer of a cell."""
         claims = self.subject.claims
         pair = next((pair for pair in claims.v_head_dims or () if pair[0] == cell.head_dim), (0, 0))
         v_head_dim = pair[1] if cell.feature in ("v_head_dim", "latent") else 0
         return make_spec(cell.head_dim, cell.group, cell.dtype, cell.feature, self.subject.device, claims.features, v_head_dim)
 
-    def support(self, cell: Cell, phase: str) -> Support:
+    def support(self, cell: CheckCell, phase: str) -> Support:
         """Whether the subject claims a cell in a phase (a name of PHASES)."""
         support = Support()
         for each in PHASES[phase]:
@@ -74,12 +74,12 @@ class Claimed:
         return support
 
     @cached_property
-    def rows(self) -> list[tuple[Cell, frozenset[str]]]:
+    def rows(self) -> list[tuple[CheckCell, frozenset[str]]]:
         """Every accepted layer with the phases it is accepted in; those of own memory, which the others follow."""
         found = []
         axes = [self.values[axis] if axis != "memory" else ("own",) for axis in AXES]
         for picked in product(*axes):
-            cell = Cell("answer", **dict(zip(AXES, picked, strict=True)))  # type: ignore[arg-type]
+            cell = CheckCell("answer", **dict(zip(AXES, picked, strict=True)))  # type: ignore[arg-type]
             if cell.head_dim == LATENT_DIM and cell.feature != "latent":
                 continue
             served = {phase: bool(self.subject.supports(self.spec(cell), cell.layout, cell.block_size, phase)) for phase in Phase}
@@ -88,7 +88,7 @@ class Claimed:
                 found.append((cell, phases))
         return found
 
-    def cover(self, strength: int) -> list[tuple[Cell, frozenset[str]]]:
+    def cover(self, strength: int) -> list[tuple[CheckCell, frozenset[str]]]:
         """Few layers that hold, in every phase, each combination of `strength` values that is accepted in it."""
         if not self.rows:
             return []
@@ -108,14 +108,14 @@ class Claimed:
             cells.append((cell.plain("answer", memory=MEMORIES[table[number, column]]), phases))
         return sorted(cells, key=lambda each: str(each[0]))
 
-    def plainest(self, phase: str, **wanted: Value) -> Cell | None:
+    def plainest(self, phase: str, **wanted: Value) -> CheckCell | None:
         """The plainest accepted layer of a phase with these values; None where there is none."""
         for cell, phases in self.rows:
             if phase in phases and all(getattr(cell, axis) == value for axis, value in wanted.items()):
                 return cell
         return None
 
-    def refusals(self) -> list[Cell]:
+    def refusals(self) -> list[CheckCell]:
         """One cell for every value of an axis that is accepted in no phase or layer, everything else being accepted; its `about`
         is the axis. Odd values that are refused are among them."""
         if not self.rows:
@@ -131,7 +131,7 @@ class Claimed:
         phases = {phase for _, served in self.rows for phase in served}
         return cells + [plain.plain("refuse", "phase", phase=phase) for phase in PHASES if phase not in phases]
 
-    def probes(self) -> list[Cell]:
+    def probes(self) -> list[CheckCell]:
         """Cells of odd values that the subject accepts."""
         cells = []
         for axis, odd in PROBES.items():
@@ -143,7 +143,7 @@ class Claimed:
                         cells.append(odd_one)
         return cells
 
-    def _phase(self, cell: Cell) -> str:
+    def _phase(self, cell: CheckCell) -> str:
         return next(iter(sorted(next(phases for each, phases in self.rows if each == cell))))
 
 

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.layout import CacheLayout, LayerCache
-from headway.testing.oracle import Row, attend, distance, expected
+from headway.testing.oracle import StepSequence, attend, distance, expected
 
-Mistake = Callable[[Row], Tensor | None]
-"""The answer with one mistake; None where the mistake makes no sense for a row."""
 _ROUNDED_TO_11, _ROUNDED_TO_8 = 7e-4, 1e-2
 """Relative errors below these come of factors with 11 and with 8 significant bits (half a unit is 2.4e-4 and 2.0e-3)."""
 _CLEARLY = 0.25
@@ -25,11 +23,11 @@ class Wrong:
     """One sequence that came out wrong."""
 
     number: int
-    row: Row
+    row: StepSequence
     out: Tensor
     dense: tuple[Tensor, Tensor] | None = None
-    """This step's k and v as they were handed to `prefill`; None in decode."""
-    others: Sequence[Row] = ()
+    """The step's k and v as they were handed to `prefill`; None in decode."""
+    others: Sequence[StepSequence] = ()
     """The other sequences of the step, and this one in other layers."""
     earlier: Sequence[int] = ()
     """kv_len of the same row in the step before, and at capture."""
@@ -37,7 +35,7 @@ class Wrong:
 
 
 def mistakes(wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
-    """(what it looks like, the answer that mistake gives), the likeliest first; those that change nothing are left out."""
+    """Pairs of a mistake's text and the answer it gives, the likeliest first; mistakes that change nothing are left out."""
     for name, answer in _changing(wrong):
         if bool(answer.any()):
             yield name, answer
@@ -67,7 +65,7 @@ def guess(wrong: list[Wrong], tolerance: float) -> str:
 
 
 def _precision(wrong: list[Wrong]) -> str:
-    """Of float32 answers that are all nearly right: how many bits of the products' factors were kept."""
+    """A guess about float32 answers that are all nearly right: how many bits of the products' factors were kept."""
     errors = [distance(each.out, expected(each.row)[0]) for each in wrong]
     if wrong[0].row.spec.dtype != torch.float32 or not max(errors) < _ROUNDED_TO_8:
         return ""
@@ -86,26 +84,52 @@ def _explains(name: str, wrong: Wrong, tolerance: float) -> bool:
     )
 
 
-def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
+@dataclass(frozen=True)
+class Reading:
+    """A wrong sequence with its keys and values, in float64, as a right backend reads them."""
+
+    wrong: Wrong
+    row: StepSequence
+    keys: Tensor
+    values: Tensor
+
+    def attend(self, **changes: object) -> Tensor:
+        """The answer with a few arguments changed: `q`, `keys`, `values`, `context`, or a keyword of `oracle.attend`."""
+        right = {"q": self.row.q, "keys": self.keys, "values": self.values, "context": self.row.context}
+        q, keys, values, context = (changes.pop(name, value) for name, value in right.items())
+        return attend(self.row.spec, q, keys, values, context, **changes)[0]  # type: ignore[arg-type]
+
+    def with_spec(self, **changes: object) -> Tensor:
+        """The answer of a layer whose spec differs in a few fields."""
+        spec = replace(self.row.spec, **changes)  # type: ignore[arg-type]
+        return attend(spec, self.row.q, self.keys, self.values, self.row.context)[0]
+
+    def of_tokens(self, first: int, end: int, context: int) -> Tensor | None:
+        """The answer over some of the tokens alone; None where none are left."""
+        return self.attend(keys=self.keys[first:end], values=self.values[first:end], context=context) if first < end else None
+
+
+Answers = Iterator[tuple[str, Tensor | None]]
+
+
+def _answers(wrong: Wrong) -> Answers:
     row, spec = wrong.row, wrong.row.spec
     keys, values = row.kv()
-    n, last, size = row.query_len, row.kv_len, row.cache.block_size
     if spec.sliding_window is not None:  # in place of blocks behind the window the table names one that holds zeros
+        size = row.cache.block_size
         behind = max(row.context - spec.sliding_window + 1, 0) // size * size
         keys[:behind] = values[:behind] = 0.0
+    reading = Reading(wrong, row, keys, values)
+    for concept in MISTAKES:
+        yield from concept(reading)
 
-    def with_spec(**changes: object) -> Tensor:
-        return attend(replace(spec, **changes), row.q, keys, values, row.context)[0]  # type: ignore[arg-type]
 
-    def cut(first: int, end: int, at: int) -> Tensor | None:
-        return attend(spec, row.q, keys[first:end], values[first:end], at)[0] if first < end else None
-
+def _scores(reading: Reading) -> Answers:
+    """Mistakes in what a layer does to its scores: soft-cap, sinks, ALiBi."""
+    spec, with_spec = reading.row.spec, reading.with_spec
     if spec.softcap is not None:
         yield "matches the answer without the soft-cap", with_spec(softcap=None)
-        yield (
-            "matches a soft-cap applied before the scale",
-            attend(replace(spec, softcap=spec.softcap / spec.scale), row.q, keys, values, row.context)[0],
-        )
+        yield "matches a soft-cap applied before the scale", with_spec(softcap=spec.softcap / spec.scale)
     if spec.sinks is not None:
         yield "matches the answer without the sinks", with_spec(sinks=None)
         yield "matches sinks of the wrong sign", with_spec(sinks=tuple(-sink for sink in spec.sinks))
@@ -114,100 +138,135 @@ def _answers(wrong: Wrong) -> Iterator[tuple[str, Tensor | None]]:
     if spec.alibi_slopes is not None:
         yield "matches the answer without ALiBi", with_spec(alibi_slopes=None)
         yield "matches ALiBi of the wrong sign", with_spec(alibi_slopes=tuple(-slope for slope in spec.alibi_slopes))
-    if spec.sliding_window is not None:
-        yield "a window off by one (one key too many)", with_spec(sliding_window=spec.sliding_window + 1)
-        if spec.sliding_window > 1:
-            yield "a window off by one (one key too few)", with_spec(sliding_window=spec.sliding_window - 1)
-        yield "matches the answer without the sliding window", with_spec(sliding_window=None)
+
+
+def _window(reading: Reading) -> Answers:
+    spec, with_spec = reading.row.spec, reading.with_spec
+    if spec.sliding_window is None:
+        return
+    yield "a window off by one (one key too many)", with_spec(sliding_window=spec.sliding_window + 1)
+    if spec.sliding_window > 1:
+        yield "a window off by one (one key too few)", with_spec(sliding_window=spec.sliding_window - 1)
+    yield "matches the answer without the sliding window", with_spec(sliding_window=None)
+
+
+def _scales(reading: Reading) -> Answers:
+    """Mistakes in the cache's scales, then in that of the scores."""
+    spec, with_spec = reading.row.spec, reading.with_spec
     if spec.cache_dtype != spec.dtype:
-        yield "matches a cache read without k_scale", attend(spec, row.q, keys / spec.k_scale, values, row.context)[0]
-        yield "matches a cache read without v_scale", attend(spec, row.q, keys, values / spec.v_scale, row.context)[0]
-        yield (
-            "matches a cache read without k_scale and v_scale",
-            attend(spec, row.q, keys / spec.k_scale, values / spec.v_scale, row.context)[0],
-        )
-    usual = spec.head_dim**-0.5
-    yield "matches scale 1/sqrt(head_dim) instead of the spec's", with_spec(scale=usual)
+        keys, values = reading.keys / spec.k_scale, reading.values / spec.v_scale
+        yield "matches a cache read without k_scale", reading.attend(keys=keys)
+        yield "matches a cache read without v_scale", reading.attend(values=values)
+        yield "matches a cache read without k_scale and v_scale", reading.attend(keys=keys, values=values)
+    yield "matches scale 1/sqrt(head_dim) instead of the spec's", with_spec(scale=spec.head_dim**-0.5)
     yield "matches a scale that is applied twice", with_spec(scale=spec.scale**2)
     yield "matches scores without a scale", with_spec(scale=1.0)
     if spec.v_head_dim != spec.head_dim:
         yield "matches scale 1/sqrt(v_head_dim)", with_spec(scale=spec.v_head_dim**-0.5)
+
+
+def _positions(reading: Reading) -> Answers:
+    """Mistakes in which tokens a query sees: the context, the causal mask, the first and the newest token."""
+    row = reading.row
     if row.context:
-        yield "ignores the context: matches this step's tokens alone", cut(row.context, last, 0)
-        yield (
-            "matches queries that sit at positions 0, 1, ... in place of after the context",
-            attend(spec, row.q, keys, values, 0)[0],
-        )
-    if n > 1:
-        yield "a causal mask off by one (a query sees the next token)", _seeing(row, keys, values, 1)
-        yield "a causal mask off by one (a query does not see itself)", _seeing(row, keys, values, -1)
-        yield "no causal mask", _seeing(row, keys, values, n)
+        yield "ignores the context: matches this step's tokens alone", reading.of_tokens(row.context, row.kv_len, 0)
+        yield "matches queries that sit at positions 0, 1, ... in place of after the context", reading.attend(context=0)
+    if row.query_len > 1:
+        yield "a causal mask off by one (a query sees the next token)", reading.attend(future=1)
+        yield "a causal mask off by one (a query does not see itself)", reading.attend(future=-1)
+        yield "no causal mask", reading.attend(future=row.query_len)
     else:
-        yield "misses the newest token", cut(0, last - 1, row.context)
-    if last > 1:
-        yield "misses the first token", cut(1, last, row.context - 1)
+        yield "misses the newest token", reading.of_tokens(0, row.kv_len - 1, row.context)
+    if row.kv_len > 1:
+        yield "misses the first token", reading.of_tokens(1, row.kv_len, row.context - 1)
+
+
+def _heads(reading: Reading) -> Answers:
+    """Mistakes in which KV head a query head reads."""
+    row, spec = reading.row, reading.row.spec
     if 1 < spec.num_kv_heads < spec.num_heads:
-        yield (
-            "matches GQA map h % kv_heads (query head h reads kv head h // group_size)",
-            attend(spec, row.q, keys, values, row.context, modulo=True)[0],
-        )
-        grouped = row.q.reshape(n, spec.group_size, spec.num_kv_heads, -1).transpose(1, 2).flatten(1, 2)
-        yield (
-            "matches query heads in the order [group, kv head]; theirs is [kv head, group]",
-            attend(spec, grouped, keys, values, row.context)[0],
-        )
+        yield "matches GQA map h % kv_heads (query head h reads kv head h // group_size)", reading.attend(modulo=True)
+        grouped = row.q.reshape(row.query_len, spec.group_size, spec.num_kv_heads, -1).transpose(1, 2).flatten(1, 2)
+        yield "matches query heads in the order [group, kv head]; theirs is [kv head, group]", reading.attend(q=grouped)
     if spec.num_kv_heads > 1:
-        yield (
-            "matches kv head 0 read by every query head",
-            attend(spec, row.q, keys[:, :1].expand_as(keys), values[:, :1].expand_as(values), row.context)[0],
-        )
-    for earlier in wrong.earlier:
-        if earlier != last:
-            yield "matches stale lengths: those of an earlier step, of the capture or of the host", _at_length(row, earlier)
-    yield from _other_places(wrong, keys, values, size)
-    for other in wrong.others:
-        if other.query_len == n and other.q.shape == row.q.shape:
-            yield "matches the answer of another sequence or layer", expected(other)[0]
-            k, v = other.kv()
-            yield "matches this query over the cache of another sequence or layer", attend(spec, row.q, k, v, other.context)[0]
-    yield "matches values that are not weighted: an average over the keys", with_spec(scale=1e-9)
+        keys, values = (of_heads[:, :1].expand_as(of_heads) for of_heads in (reading.keys, reading.values))
+        yield "matches kv head 0 read by every query head", reading.attend(keys=keys, values=values)
 
 
-def _other_places(wrong: Wrong, keys: Tensor, values: Tensor, size: int) -> Iterator[tuple[str, Tensor | None]]:
-    """Mistakes of where the rows lie: blocks, layout, strides."""
-    row, spec = wrong.row, wrong.row.spec
+def _lengths(reading: Reading) -> Answers:
+    for earlier in reading.wrong.earlier:
+        if earlier != reading.row.kv_len:
+            answer = _at_length(reading.row, earlier)
+            yield "matches stale lengths: those of an earlier step, of the capture or of the host", answer
+
+
+def _places(reading: Reading) -> Answers:
+    """Mistakes in where the sequence's tokens lie: its blocks, the slots of the last one, the layout."""
+    row = reading.row
     count = row.cache.geometry.num_blocks
     if len(row.blocks) > 1:
         following = (row.blocks[0] + torch.arange(len(row.blocks))) % count
         yield "assumes contiguous blocks: matches the blocks after the first", _over(row, following)
         yield "matches the first block read again and again", _over(row, torch.full((len(row.blocks),), row.blocks[0]))
     yield "ignores the block table: matches blocks 0, 1, ...", _over(row, torch.arange(len(row.blocks)) % count)
+    size = row.cache.block_size
     whole = -(-row.kv_len // size) * size
     if whole != row.kv_len and row.query_len == 1:
         yield "reads the rest of the last block", _at_length(row, whole)
     if row.query_len == 1:
         yield "reads one slot past the end", _at_length(row, row.kv_len + 1)
-    for layout in wrong.layouts:
+    for layout in reading.wrong.layouts:
         cache = _read_as(row.cache, layout)
         if cache is not None:
             yield f"matches a {row.cache.layout.name} cache read as {layout.name}", expected(replace(row, cache=cache))[0]
-    if wrong.dense is not None and row.context == 0:
-        for name, packed in (("k", (True, False)), ("v", (False, True)), ("k and v", (True, True))):
-            k, v = (_unstrided(t) if wanted else t for t, wanted in zip(wrong.dense, packed, strict=True))
-            k, v = k[-row.query_len :], v[-row.query_len :]
-            if k.shape == keys.shape and v.shape == values.shape:
-                yield f"ignores the strides of {name}", attend(spec, row.q, k.double(), v.double(), 0)[0]
 
 
-def _seeing(row: Row, keys: Tensor, values: Tensor, future: int) -> Tensor:
-    return attend(row.spec, row.q, keys, values, row.context, future=future)[0]
+def _strides(reading: Reading) -> Answers:
+    """Mistakes in the strides of the k and v that `prefill` was handed."""
+    row, dense = reading.row, reading.wrong.dense
+    if dense is None or row.context:
+        return
+    for name, packed in (("k", (True, False)), ("v", (False, True)), ("k and v", (True, True))):
+        k, v = (_unstrided(t) if wanted else t for t, wanted in zip(dense, packed, strict=True))
+        k, v = k[-row.query_len :], v[-row.query_len :]
+        if k.shape == reading.keys.shape and v.shape == reading.values.shape:
+            yield f"ignores the strides of {name}", reading.attend(keys=k.double(), values=v.double(), context=0)
 
 
-def _over(row: Row, blocks: Tensor) -> Tensor:
+def _other_sequences(reading: Reading) -> Answers:
+    row = reading.row
+    for other in reading.wrong.others:
+        if other.query_len == row.query_len and other.q.shape == row.q.shape:
+            yield "matches the answer of another sequence or layer", expected(other)[0]
+            k, v = other.kv()
+            answer = reading.attend(keys=k, values=v, context=other.context)
+            yield "matches this query over the cache of another sequence or layer", answer
+
+
+def _weights(reading: Reading) -> Answers:
+    yield "matches values that are not weighted: an average over the keys", reading.with_spec(scale=1e-9)
+
+
+MISTAKES: tuple[Callable[[Reading], Answers], ...] = (
+    _scores,
+    _window,
+    _scales,
+    _positions,
+    _heads,
+    _lengths,
+    _places,
+    _strides,
+    _other_sequences,
+    _weights,
+)
+"""The mistakes that are tried, by concept, the likeliest first."""
+
+
+def _over(row: StepSequence, blocks: Tensor) -> Tensor:
     return attend(row.spec, row.q, *row.kv(row.slots(blocks, row.kv_len)), row.context)[0]
 
 
-def _at_length(row: Row, kv_len: int) -> Tensor | None:
+def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
     """The answer over the first kv_len slots of the sequence's blocks, and of block 0, which pads a table."""
     if kv_len < row.query_len:
         return None
@@ -239,7 +298,7 @@ def _unstrided(tensor: Tensor) -> Tensor:
     return tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
 
 
-TRAITS: dict[str, Callable[[Row, int, int], bool]] = {
+TRAITS: dict[str, Callable[[StepSequence, int, int], bool]] = {
     "the last sequence of the step": lambda row, number, count: number == count - 1,
     "the first sequence of the step": lambda row, number, count: number == 0,
     "those with a context": lambda row, number, count: row.context > 0,
@@ -256,7 +315,7 @@ TRAITS: dict[str, Callable[[Row, int, int], bool]] = {
 }
 
 
-def trait(rows: Sequence[Row], wrong: Sequence[int]) -> str:
+def trait(rows: Sequence[StepSequence], wrong: Sequence[int]) -> str:
     """What exactly the wrong sequences of a step share; empty if all are wrong, or nothing says it."""
     if len(wrong) == len(rows):
         return ""

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from headway.core.contract.errors import HeadwayError, known_cause
-from headway.testing.cells import PHASES, Cell
-from headway.testing.checks import answers, claims, engine, graphs, invariant, layouts, steps
+from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
+from headway.testing.checks import answers, batch_invariance, claims, engine, graphs, layouts, steps
 from headway.testing.cover import DTYPES
-from headway.testing.findings import Finding, Skipped
 from headway.testing.report import CellResult
 from headway.testing.stage import Stage
 from headway.testing.subject import Subject
 
-Check = Callable[[Stage, Cell], str]
+Check = Callable[[Stage, CheckCell], str]
 CHECKS: dict[str, tuple[Check, str]] = {
     "claims": (claims.claims, "the class keeps what it says of itself"),
     "cold": (steps.cold, "time of the first call, compilation included"),
@@ -34,7 +33,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "turns": (steps.turns, "turns on one cache with sdpa.math"),
     "steps": (steps.steps, "fifty steps of one instance"),
     "repeat": (steps.repeat, "the same bits each time"),
-    "invariant": (invariant.invariant, "the same bits in any batch"),
+    "invariant": (batch_invariance.invariant, "the same bits in any batch"),
     "memory": (steps.memory, "memory does not grow"),
     "sync": (steps.sync, "no waiting for the device"),
     "engine": (engine.engine, "greedy tokens through the engine"),
@@ -51,10 +50,10 @@ class Kit:
     def __init__(self, subject: Subject) -> None:
         self.stage = Stage(subject)
 
-    def cells(self, quick: bool = False) -> list[Cell]:
+    def cells(self, quick: bool = False) -> list[CheckCell]:
         """The cells of a backend; quick: each value once in place of each pair."""
         claimed = self.stage.claimed
-        cells = [Cell("claims")]
+        cells = [CheckCell("claims")]
         plain = [claimed.plainest(phase) for phase in PHASES]
         some = next((cell for cell in plain if cell is not None), None)
         if some is None:
@@ -70,13 +69,15 @@ class Kit:
         cells += self._deep(single[:1] if quick else single[:4])
         return list(dict.fromkeys(cells))
 
-    def layout_cells(self, name: str) -> list[Cell]:
+    def layout_cells(self, name: str) -> list[CheckCell]:
         """The cells of a layout: block sizes, odd head sizes and every element type."""
         sizes, dims = (1, 8, 16, 24, 256), (64, 128, *layouts.ODD_HEAD_DIMS)
-        cells = [Cell("layout", layout=name, block_size=size) for size in sizes]
-        cells += [Cell("layout", layout=name, head_dim=dim, dtype=dtype) for dim in dims for dtype in ("float32", "bfloat16")]
-        cells += [Cell("layout", layout=name, dtype="float16")]
-        cells += [Cell("layout", layout=name, head_dim=dim, dtype="bfloat16", feature="fp8") for dim in dims]
+        cells = [CheckCell("layout", layout=name, block_size=size) for size in sizes]
+        cells += [
+            CheckCell("layout", layout=name, head_dim=dim, dtype=dtype) for dim in dims for dtype in ("float32", "bfloat16")
+        ]
+        cells += [CheckCell("layout", layout=name, dtype="float16")]
+        cells += [CheckCell("layout", layout=name, head_dim=dim, dtype="bfloat16", feature="fp8") for dim in dims]
         return list(dict.fromkeys(cells))
 
     def listed(self, quick: bool = False, layout: str = "") -> dict[str, Any]:
@@ -92,13 +93,13 @@ class Kit:
         devices = subject.claims.devices
         if not unavailable and subject.device.type not in devices:
             unavailable = f"device: needs {' or '.join(devices)}, got {subject.device.type}"
-        cells: list[Cell] = []
+        cells: list[CheckCell] = []
         if not unavailable:
             cells = self.layout_cells(layout) if layout else self.cells(quick)
         owner = subject.registry.backends[subject.name].owner
         return {"subject": subject.name, "owner": owner, "unavailable": unavailable, "cells": [str(cell) for cell in cells]}
 
-    def run(self, cell: Cell) -> CellResult:
+    def run(self, cell: CheckCell) -> CellResult:
         """One cell's result; whatever the backend raises is in it."""
         check, _ = CHECKS[cell.check]
         started = time.perf_counter()
@@ -123,10 +124,10 @@ class Kit:
             **cell.axes,  # type: ignore[arg-type]
         )
 
-    def _deep(self, rows: list[tuple[Cell, frozenset[str]]]) -> list[Cell]:
+    def _deep(self, rows: list[tuple[CheckCell, frozenset[str]]]) -> list[CheckCell]:
         """Checks that take many steps, for layers in which every value occurs and, first of all, for the plainest."""
         claimed, said, backend = self.stage.claimed, self.stage.subject.claims, self.stage.subject.backend
-        cells: list[Cell] = []
+        cells: list[CheckCell] = []
         plain = {phase: claimed.plainest(phase) for phase in PHASES}
         whole = plain["mixed"] or plain["decode"] or plain["extend"] or plain["prefill"]
         assert whole is not None
@@ -149,7 +150,7 @@ class Kit:
         return [*cells, whole.plain("memory")]
 
 
-def _distinct(cells: Iterable[Cell | None]) -> list[Cell]:
+def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
     """One cell a dtype."""
     return list({cell.dtype: cell for cell in cells if cell is not None}.values())
 

@@ -15,7 +15,7 @@ _SCORES = 2**24
 
 
 @dataclass(frozen=True)
-class Row:
+class StepSequence:
     """One sequence of a step, in one layer."""
 
     spec: AttentionSpec
@@ -109,7 +109,7 @@ def _per_head(spec: AttentionSpec, device: torch.device, order: Tensor | None) -
     return found
 
 
-def expected(row: Row) -> tuple[Tensor, Tensor]:
+def expected(row: StepSequence) -> tuple[Tensor, Tensor]:
     """The right answer: float64 out [query_len, num_heads, v_head_dim] and log-sum-exp [num_heads, query_len]."""
     return attend(row.spec, row.q, *row.kv(), row.context)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.core.contract.layout import CacheGeometry, CacheLayout, CacheWriter, LayerCache
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.findings import Skipped
+from headway.testing.cells import Skipped
 
 FINITE_POISON = 3e4
 """Finite in every 16-bit type, and far from anything a case holds."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from headway.testing.runner import Child
+    from headway.testing.runner import CellProcess
 
 _TARGET = "--attn-plugin"
 
@@ -37,10 +37,10 @@ class KitCollector(pytest.Collector):
     def collect(self) -> Iterable[pytest.Item]:
         """One test a cell."""
         from headway.core.contract.errors import HeadwayError
-        from headway.testing.runner import TIMEOUT, Child
+        from headway.testing.runner import TIMEOUT, CellProcess
 
         device = self.config.getoption("--attn-device")
-        child = Child(self.name, device, 1, TIMEOUT[device])
+        child = CellProcess(self.name, device, 1, TIMEOUT[device])
         self.config.add_cleanup(child.stop)
         try:
             listed = child.list(quick=not self.config.getoption("--attn-full"))
@@ -54,17 +54,17 @@ class KitCollector(pytest.Collector):
 class CellItem(pytest.Item):
     """One cell."""
 
-    def __init__(self, child: Child, **arguments: Any) -> None:
+    def __init__(self, child: CellProcess, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._child = child
 
     def runtest(self) -> None:
         """Run the cell; a process that died fails it."""
-        from headway.core.system.child import Died
+        from headway.core.system.child import ChildDied
 
         try:
             result = self._child.run(self.name)
-        except Died as died:
+        except ChildDied as died:
             raise CellFailed(f"{died}: the backend takes the process with it") from None
         if result.status == "skipped":
             pytest.skip(result.reason)

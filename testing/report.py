@@ -5,16 +5,14 @@ from __future__ import annotations
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.testing.installed import cpu_name, installed_versions, interpreted
-from headway.testing.json_files import read_json, write_json
-from headway.testing.origin import Origin
+from headway.core.system.json_files import ResultFile, write_json
+from headway.core.system.provenance import Origin, cpu_name, installed_versions, interpreted
 
-SCHEMA: Final = "headway.check/1"
 Status = Literal["passed", "failed", "skipped"]
 _LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "xformers", "numpy")
 
@@ -25,7 +23,7 @@ class CellResult(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     cell: str
-    """Its name, which `headway check --cell` takes."""
+    """The cell's name, which `headway check --cell` takes."""
     check: str
     status: Status
     reason: str = ""
@@ -46,7 +44,7 @@ class CellResult(BaseModel):
     seconds: float = 0.0
 
 
-class Machine(BaseModel):
+class CheckMachine(BaseModel):
     """Where a report was made."""
 
     model_config = ConfigDict(extra="forbid")
@@ -61,31 +59,29 @@ class Machine(BaseModel):
     libraries: dict[str, str] = {}
 
 
-class CheckReport(BaseModel):
+class CheckReport(ResultFile):
     """One run of one backend or layout on one device."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-
-    schema_: Literal["headway.check/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["headway.check/1"] = Field(default="headway.check/1", alias="schema")
     target: str
     """What was asked for: a backend's name, FILE.py:CLASS, or the layout."""
-    plugins: list[str] = []
+    plugins: list[str] = Field(default_factory=list)
     """Files that were registered beside the installed plugins."""
     subject: str
     """The name it is registered by."""
     origin: Origin
     """The code that made it."""
     version: str = ""
-    """Of the distribution that brings the subject."""
+    """Version of the distribution that brings the subject."""
     date: str
     quick: bool
-    machine: Machine
+    machine: CheckMachine
     unavailable: str = ""
     """Why nothing could be tried on this machine."""
     seconds: float = 0.0
     not_run: int = 0
     """Cells that were left when the run was interrupted."""
-    cells: list[CellResult] = []
+    cells: list[CellResult] = Field(default_factory=list)
 
     @property
     def failed(self) -> list[CellResult]:
@@ -93,7 +89,7 @@ class CheckReport(BaseModel):
         return [cell for cell in self.cells if cell.status == "failed"]
 
     def write(self, path: Path) -> None:
-        """Write it as JSON.
+        """Write the report as JSON.
 
         :raises ConfigError: the file cannot be written.
         """
@@ -105,13 +101,13 @@ def read_check(path: Path) -> CheckReport:
 
     :raises ConfigError: missing, not JSON, of another schema, or with a field that cannot be; the first fault is named.
     """
-    return read_json(path, CheckReport, SCHEMA)
+    return CheckReport.read(path)
 
 
-def machine_of(device: torch.device) -> Machine:
-    """This machine."""
+def machine_of(device: torch.device) -> CheckMachine:
+    """The machine that the process runs on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return Machine(
+    return CheckMachine(
         device=device.type,
         name=name,
         python=platform.python_version(),

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.contract.errors import ConfigError
-from headway.core.system.child import Child as JsonChild
-from headway.core.system.child import Died, python
-from headway.testing.cells import Cell
-from headway.testing.installed import interpreted
+from headway.core.system.child import Child, ChildDied, python_command
+from headway.core.system.provenance import interpreted
+from headway.testing.cells import CheckCell
 from headway.testing.report import CellResult
 
 TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
@@ -34,7 +33,7 @@ class Listed:
 
 
 @dataclass
-class Child:
+class CellProcess:
     """One process with the subject loaded, started at the first request and again after it died."""
 
     target: str
@@ -42,7 +41,7 @@ class Child:
     threads: int
     timeout: float
     plugins: Sequence[str] = ()
-    _process: JsonChild | None = None
+    _process: Child | None = None
 
     def list(self, **request: Any) -> Listed:
         """The cells of the subject.
@@ -51,7 +50,7 @@ class Child:
         """
         try:
             answer = self._ask(request, START_TIMEOUT)
-        except Died as died:
+        except ChildDied as died:
             raise ConfigError("backend", f"{self.target} that loads", str(died)) from None
         if "error" in answer:
             if answer.get("raised"):
@@ -62,7 +61,7 @@ class Child:
     def run(self, cell: str) -> CellResult:
         """One cell's result.
 
-        :raises Died: the subject took the process with it.
+        :raises ChildDied: the subject took the process with it.
         """
         answer: dict[str, Any] = {}
         if self._process is None:  # importing a library may take longer than any cell should
@@ -81,12 +80,12 @@ class Child:
 
     def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         if self._process is None:
-            command = python("headway.testing.child", self.target, self.device, str(self.threads), *self.plugins)
+            command = python_command("headway.testing.child", self.target, self.device, str(self.threads), *self.plugins)
             limits = {"HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": str(self.threads)}
-            self._process = JsonChild(command, limits)
+            self._process = Child(command, limits)
         try:
             return self._process.ask(request, timeout)
-        except Died:
+        except ChildDied:
             self._process = None
             raise
 
@@ -97,7 +96,7 @@ def cell_timeout(device: str) -> float:
 
 
 class Refused(ConfigError):
-    """The subject's own error, which says it all."""
+    """An error of the subject, told in its own words alone."""
 
     def __init__(self, text: str) -> None:
         super().__init__("backend", "", "")
@@ -108,10 +107,10 @@ class Refused(ConfigError):
 
 
 @dataclass
-class Run:
+class CellRun:
     """Cells dealt to a few children."""
 
-    children: Sequence[Child]
+    children: Sequence[CellProcess]
     tell: Callable[[CellResult], None] = lambda result: None
     results: dict[str, CellResult] = field(default_factory=dict)
     deaths: int = 0
@@ -145,14 +144,14 @@ class Run:
             raise self._fault
         return [results[cell] for cell in cells if cell in results]
 
-    def _guarded(self, child: Child, left: list[str]) -> None:
+    def _guarded(self, child: CellProcess, left: list[str]) -> None:
         try:
             self._work(child, left)
         except BaseException as error:
             self._fault = error
             left.clear()
 
-    def _work(self, child: Child, left: list[str]) -> None:
+    def _work(self, child: CellProcess, left: list[str]) -> None:
         while True:
             with self._lock:
                 if not left:
@@ -163,9 +162,9 @@ class Run:
             else:
                 try:
                     result = child.run(cell)
-                except Died as died:
+                except ChildDied as died:
                     self.deaths += 1
-                    if died.silent:
+                    if died.timed_out:
                         result = _failed(cell, died.how, "hangs, or takes longer: --timeout SECONDS gives it more time")
                     else:
                         result = _failed(cell, str(died), "takes the process with it: a crash or an exit")
@@ -175,5 +174,5 @@ class Run:
 
 
 def _failed(cell: str, reason: str, guess: str, status: str = "failed") -> CellResult:
-    parsed = Cell.parse(cell)
+    parsed = CheckCell.parse(cell)
     return CellResult(cell=cell, check=parsed.check, status=status, reason=reason, guess=guess, **parsed.axes)  # type: ignore[arg-type]

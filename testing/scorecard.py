@@ -17,7 +17,7 @@ _NAME = 10
 _SHOWN = 8
 """Failures shown in words, one of each kind; the rest are counted, and all are in the JSON file."""
 _UNEXPLAINED = 3
-"""Of failures of a kind that the kit has no word for, so many are shown."""
+"""How many failures are shown of a kind that the kit has no word for."""
 
 
 def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) -> Iterator[Text]:

@@ -13,10 +13,11 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheLayout, CacheWriter
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine.attention import PagedAttention
-from headway.testing.oracle import Row
+from headway.core.engine.forward.attention import PagedAttention
+from headway.core.select.layer_specs import LayerSpecs
+from headway.testing.oracle import StepSequence
 from headway.testing.pool import Layers
-from headway.testing.steps import Before, Inputs, Step, Tokens, Turn, Work
+from headway.testing.steps import Before, StepInputs, StepTensors, StepTurns, Tokens, Turn
 from headway.testing.verdict import judge
 
 _GIVEN_BACK = 1
@@ -59,8 +60,8 @@ class Session:
             foreign.fill_block(_GIVEN_BACK, 0.0)
         order = torch.randperm(num_blocks, generator=self.generator) + _GIVEN_BACK + 1
         self._free: list[int] = order.tolist()
-        self.attention = PagedAttention([spec] * layers, [foreign.cache for foreign in self.layers.given], writer)
-        self.buffers = [Inputs.allocate(spec, max_tokens, merged=layer % 2 == 1) for layer in range(layers)]
+        self.attention = PagedAttention(LayerSpecs([spec] * layers), [foreign.cache for foreign in self.layers.given], writer)
+        self.buffers = [StepInputs.allocate(spec, max_tokens, merged=layer % 2 == 1) for layer in range(layers)]
         self.previous: list[int] = []
         """kv_len of each row of the step before."""
         self.planned = 0
@@ -98,12 +99,12 @@ class Session:
             self.layers.forget(block)
             self._free.append(block)
 
-    def lay_out(self, work: Work, padding_rows: int = 0) -> Step:
+    def lay_out(self, work: StepTurns, padding_rows: int = 0) -> StepTensors:
         """A step's metadata, its random inputs, and the sequences as they are after it; the caches are not written yet."""
         metadata = self._metadata(work, padding_rows)
         count = metadata.num_tokens
         inputs = [self._inputs(buffers, count) for buffers in self.buffers]
-        step = Step(metadata, inputs, [], [], slice(count - padding_rows, count))
+        step = StepTensors(metadata, inputs, [], [], slice(count - padding_rows, count))
         start = 0
         for turn in work:
             step.tokens.append(slice(start, start + turn.query_len))
@@ -112,13 +113,13 @@ class Session:
             cache = self.layers.right[layer].cache
             step.rows.append(
                 [
-                    Row(self.spec, given.q[tokens].clone(), turn.seq.length, tuple(turn.seq.blocks), cache)
+                    StepSequence(self.spec, given.q[tokens].clone(), turn.seq.length, tuple(turn.seq.blocks), cache)
                     for turn, tokens in zip(work, step.tokens, strict=True)
                 ]
             )
         return step
 
-    def step(self, work: Work, padding_rows: int = 0, *, checked: bool = True) -> Step:
+    def step(self, work: StepTurns, padding_rows: int = 0, *, checked: bool = True) -> StepTensors:
         """Run one step as the engine does and judge it.
 
         :raises Finding: anything about it is wrong.
@@ -131,12 +132,12 @@ class Session:
         self.finish(step, work, before, checked=checked)
         return step
 
-    def run(self, step: Step) -> None:
+    def run(self, step: StepTensors) -> None:
         """Every layer of a step that has been begun."""
         for layer, given in enumerate(step.inputs):
             self.attention.run(layer, given.q, given.k, given.v, given.out)
 
-    def finish(self, step: Step, work: Work, before: Before, *, checked: bool = True) -> None:
+    def finish(self, step: StepTensors, work: StepTurns, before: Before, *, checked: bool = True) -> None:
         """Judge a step that has run, and let its sequences grow."""
         for layer, given in enumerate(step.inputs):
             self.layers.write(layer, given.k, given.v, step.metadata.slot_mapping, given=False)
@@ -147,7 +148,7 @@ class Session:
             turn.seq.length += turn.query_len
         self.previous = [turn.seq.length for turn in work]
 
-    def _metadata(self, work: Work, padding_rows: int) -> AttentionMetadata:
+    def _metadata(self, work: StepTurns, padding_rows: int) -> AttentionMetadata:
         for turn in work:
             self.reserve(turn.seq, turn.seq.length + turn.query_len)
         return AttentionMetadata.build(
@@ -172,7 +173,7 @@ class Session:
         k, v = (rows.to(self.spec.device, self.spec.dtype) for rows in (k, v))
         return k, k[..., : self.spec.v_head_dim] if self.spec.value_in_key else v
 
-    def _inputs(self, buffers: Inputs, count: int) -> Inputs:
+    def _inputs(self, buffers: StepInputs, count: int) -> StepInputs:
         """Fresh numbers at the old addresses."""
         given = buffers.first(count)
         given.q.copy_(torch.randn(given.q.shape, generator=self.generator))

@@ -10,13 +10,11 @@ import torch
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.metadata import Phase
-from headway.testing.cells import PHASES, Cell
+from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
 from headway.testing.cover import Claimed
-from headway.testing.findings import Finding, Skipped
-from headway.testing.lengths import Lens, blocks_for
 from headway.testing.pool import FINITE_POISON
 from headway.testing.session import Session
-from headway.testing.steps import Tokens, Turn, Work
+from headway.testing.steps import Lens, StepTurns, Tokens, Turn, blocks_for
 from headway.testing.subject import BASELINE, Subject
 
 
@@ -36,13 +34,13 @@ class Stage:
         """What slots of no token hold: NaN, or a large number where the subject says that it multiplies it by zero."""
         return FINITE_POISON if self.subject.claims.reads_whole_blocks else math.nan
 
-    def backend(self, cell: Cell, name: str = "") -> AttentionBackend:
+    def backend(self, cell: CheckCell, name: str = "") -> AttentionBackend:
         """An instance for a cell's layer: the subject's, or that of another backend."""
         return self.subject.make(self.claimed.spec(cell), cell.layout, cell.block_size, name)
 
     def session(
         self,
-        cell: Cell,
+        cell: CheckCell,
         lens: Sequence[Lens],
         *,
         poison: float | None = None,
@@ -78,7 +76,7 @@ class Stage:
         self._accepted(cell, session)
         return session
 
-    def parts(self, cell: Cell) -> tuple[str, str]:
+    def parts(self, cell: CheckCell) -> tuple[str, str]:
         """Who serves the two parts of a step: the subject wherever it claims the layer."""
         spec, place = self.claimed.spec(cell), (cell.layout, cell.block_size)
         prefills = PHASES[cell.phase] - {Phase.DECODE} if cell.phase in PHASES else {Phase.PREFILL, Phase.EXTEND}
@@ -86,7 +84,7 @@ class Stage:
         second = bool(self.subject.supports(spec, *place, Phase.DECODE))
         return self.subject.name if first else BASELINE, self.subject.name if second else BASELINE
 
-    def _accepted(self, cell: Cell, session: Session) -> None:
+    def _accepted(self, cell: CheckCell, session: Session) -> None:
         cache = session.layers.given[0].cache
         support = self.subject.backend.accepts(cache)
         if support:
@@ -119,7 +117,7 @@ def close_all(session: Session, seqs: Sequence[Tokens]) -> None:
     session.close(Tokens(sorted({block for seq in seqs for block in seq.blocks})))
 
 
-def sequences(work: Work) -> list[Tokens]:
+def sequences(work: StepTurns) -> list[Tokens]:
     """The sequences of a step's turns."""
     return [turn.seq for turn in work]
 

@@ -1,4 +1,4 @@
-"""One step as a session lays it out: what goes in, what must come out, and what must stay as it was."""
+"""The steps of the kit: their lengths (edges of blocks, ones, primes, many rows, over a thousand tokens), and their tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,63 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.findings import Finding
-from headway.testing.oracle import Row
+from headway.testing.cells import Finding
+from headway.testing.oracle import StepSequence
 from headway.testing.pool import bits
+
+Lens = list[tuple[int, int, int]]
+"""(query_len, context, num_draft_tokens) of each sequence, those that decode last."""
+LONG = 1031
+"""A prime just above 1,024."""
+
+
+def first_step(phase: str, block_size: int) -> Lens:
+    """The lengths of a step of one kind (a name of cells.PHASES, or "long")."""
+    b = block_size
+    prompts = [1, 2, 3, 5, 7, 13, 17, 31, 33, 36, 37, 38, 61, b - 1, b, b + 1, 2 * b - 1, 19]
+    extends = [(5, b), (7, 2 * b), (3, b - 1), (b, b), (2, b + 1), (33, 1), (17, 30), (13, 2 * b + 3), (2, 37), (20, 17)]
+    kv_lens = [2, 3, 15, 16, 17, 31, 33, 36, 37, 38, 63, 64, 65, 97, b - 1, b, b + 1, 2 * b - 1, 2 * b, 2 * b + 1, 3 * b + 1]
+    decodes = [(1, length - 1, 0) for length in (kv_lens + kv_lens[::-2] + [29])[:33] if length > 1]
+    steps: dict[str, Lens] = {
+        "prefill": [(n, 0, 0) for n in prompts if n > 0],
+        "extend": [(n, context, 0) for n, context in extends if n > 1 and context > 0],
+        "decode": decodes,
+        "mixed": [(9, 0, 0), (6, b, 0), (b + 3, 0, 0), (40, 2 * b - 1, 0), (3, 19, 0), *decodes[1:8], (1, 3 * b - 1, 0)],
+        "verify": [(4, 17, 3), (2, b, 1), (8, b - 3, 7), (3, 2, 2), (5, 2 * b + 1, 4), (7, 36, 6), (6, 1, 5), (4, 63, 3)],
+        "ragged": [(1, 1, 0), (1, LONG + 70, 0), (1, b, 0), (1, 40, 0), (1, 7, 0), (1, 190, 0)],
+        "long": [(LONG, 0, 0), (5, LONG, 0), (70, LONG + 300, 0), (1, LONG - 8, 0), (1, 2 * LONG, 0), (1, 1024, 0), (1, 20, 0)],
+    }
+    if phase not in steps:
+        raise ConfigError("--cell", f"a phase out of {', '.join(steps)}", repr(phase))
+    return steps[phase]
+
+
+def padding_rows(phase: str) -> int:
+    """Rows of length 0 at a step's end, as a captured graph has them."""
+    return 3 if phase == "ragged" else 0
+
+
+def second_step(lens: Lens) -> Lens:
+    """Other lengths with as many tokens, for a second step of the same instance at the same addresses."""
+    queries = [turn for turn in lens if not turn[1]]
+    cached = [turn for turn in lens if turn[1]]
+    contexts = [context for _, context, _ in cached]
+    rotated = [(query, context, drafts) for (query, _, drafts), context in zip(cached, contexts[1:] + contexts[:1], strict=True)]
+    return sorted([*queries[1:], *queries[:1], *rotated], key=_decodes)
+
+
+def blocks_for(lens: Lens, block_size: int) -> int:
+    """Blocks that these sequences take."""
+    return sum(-(-(query_len + context) // block_size) for query_len, context, _ in lens)
+
+
+def _decodes(turn: tuple[int, int, int]) -> bool:
+    query_len, context, drafts = turn
+    return context > 0 and (query_len == 1 or drafts > 0)
+
 
 UNWRITTEN = {torch.float32: 0x7FDA5A5A, torch.bfloat16: 0x7FDA, torch.float16: 0x7E5A}
 """Bits of the NaN that `out` holds before a step: no arithmetic leaves this one."""
@@ -36,15 +88,15 @@ class Turn(NamedTuple):
     query_len: int = 1
     """New tokens."""
     num_draft_tokens: int = 0
-    """Of them, guesses of a speculator that this step verifies: the sequence then decodes."""
+    """How many of the new tokens are a speculator's guesses, which this step verifies: the sequence then decodes."""
 
 
-Work = Sequence[Turn]
+StepTurns = Sequence[Turn]
 """The turns of a step, those that decode last."""
 
 
 @dataclass
-class Inputs:
+class StepInputs:
     """One layer's tensors of a step."""
 
     q: Tensor
@@ -59,7 +111,7 @@ class Inputs:
         return self.guarded[GUARD:-GUARD]
 
     @classmethod
-    def allocate(cls, spec: AttentionSpec, tokens: int, *, merged: bool) -> Inputs:
+    def allocate(cls, spec: AttentionSpec, tokens: int, *, merged: bool) -> StepInputs:
         """Memory for steps of up to `tokens`. merged: q, k and v are slices of one tensor, as a merged projection leaves them."""
         dims = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
         place = {"dtype": spec.dtype, "device": spec.device}
@@ -74,9 +126,9 @@ class Inputs:
         out = torch.zeros(tokens + 2 * GUARD, spec.num_heads, spec.v_head_dim, **place)  # type: ignore[call-overload]
         return cls(q, k, v, out)
 
-    def first(self, tokens: int) -> Inputs:
+    def first(self, tokens: int) -> StepInputs:
         """The same memory for a step of `tokens`; the output holds NaN, so that a missed row shows."""
-        part = Inputs(self.q[:tokens], self.k[:tokens], self.v[:tokens], self.guarded[: tokens + 2 * GUARD])
+        part = StepInputs(self.q[:tokens], self.k[:tokens], self.v[:tokens], self.guarded[: tokens + 2 * GUARD])
         bits(part.guarded).fill_(UNWRITTEN[part.guarded.dtype])
         return part
 
@@ -86,13 +138,13 @@ class Inputs:
 
 
 @dataclass
-class Step:
+class StepTensors:
     """A step that is laid out."""
 
     metadata: AttentionMetadata
-    inputs: list[Inputs]
-    rows: list[list[Row]]
-    """Of each layer, its sequences; padding rows are left out."""
+    inputs: list[StepInputs]
+    rows: list[list[StepSequence]]
+    """Each layer's sequences; padding rows are left out."""
     tokens: list[slice]
     """The packed tokens of each sequence."""
     padding: slice
@@ -102,7 +154,7 @@ class Step:
 class Before:
     """Everything of a step that a backend may read and must not change."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: StepTensors) -> None:
         self._inputs = [(given.q.clone(), given.k.clone(), given.v.clone()) for given in step.inputs]
         self._metadata = {
             each.name: value.clone()
@@ -110,7 +162,7 @@ class Before:
             if isinstance(value := getattr(step.metadata, each.name), Tensor)
         }
 
-    def compare(self, step: Step) -> None:
+    def compare(self, step: StepTensors) -> None:
         """:raises Finding: something was changed."""
         for layer, (given, was) in enumerate(zip(step.inputs, self._inputs, strict=True)):
             for name, old in zip("qkv", was, strict=True):

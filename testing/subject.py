@@ -16,7 +16,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
-from headway.registry.given import ClassPlugin, class_in, has_hooks, load_file, split_target
+from headway.registry.plugin_sources import ClassPlugin, class_in, has_hooks, load_file, split_target
 
 BASELINE = "sdpa.math"
 """Serves what the subject does not, and takes turns with it."""
@@ -32,12 +32,12 @@ class Subject:
 
     @property
     def backend(self) -> type[AttentionBackend]:
-        """Its class."""
+        """The backend's class."""
         return self.registry.backend(self.name)
 
     @property
     def claims(self) -> Capabilities:
-        """What it says it serves."""
+        """What the subject says it serves."""
         return self.backend.capabilities
 
     @cached_property
@@ -67,11 +67,11 @@ def load_subject(target: str, device: torch.device, registry: Registry | None = 
     :raises HeadwayError: a name that nobody registered; a plugin that does not register.
     """
     if target.startswith("broken:"):
-        from headway.testing.broken import find
+        from headway.testing.broken.planted import find_planted
 
-        return _of_class(find(target.removeprefix("broken:")), target, device)
+        return _of_class(find_planted(target.removeprefix("broken:")), target, device)
     if not target.endswith(".py") and ".py:" not in target:
-        registry = registry or create_registry(plugins, try_files=False)  # to find out is what the caller is about
+        registry = registry or create_registry(plugins)  # untried: to find out is what the caller is about
         registry.backend(target)
         return Subject(registry, target, device)
     path, class_name = split_target(target)
@@ -88,7 +88,7 @@ def _of_class(
 ) -> Subject:
     """Register a class under its own name or, where that is taken, under its target's; and the layouts it brings."""
     beside: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
-    registry = create_registry(beside, load_entry_points=module is not None, try_files=False)
+    registry = create_registry(beside, load_entry_points=module is not None)
     entry = registry.backends.get(found.name)
     if entry is not None and registry.backend(found.name) is found:
         return Subject(registry, found.name, device)

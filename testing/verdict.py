@@ -11,11 +11,11 @@ import torch
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.findings import Finding
+from headway.testing.cells import Finding
 from headway.testing.guess import Wrong, guess, trait
 from headway.testing.oracle import distance, expected
 from headway.testing.pool import Layers
-from headway.testing.steps import GUARD, Step
+from headway.testing.steps import GUARD, StepTensors
 
 SEQUENCE_FACTOR = 8.0
 """How much farther from the reference than the tolerance of a whole step one sequence may be: few numbers scatter more."""
@@ -36,7 +36,7 @@ class Watched(Protocol):
     decode: AttentionBackend | None
 
 
-def judge(session: Watched, step: Step) -> None:
+def judge(session: Watched, step: StepTensors) -> None:
     """:raises Finding: the first thing that is wrong, with the numbers and a guess."""
     for layer in range(len(step.inputs)):
         _cache(session, step, layer)
@@ -47,13 +47,13 @@ def judge(session: Watched, step: Step) -> None:
         _padding(step, layer)
 
 
-def limit(session: Watched, step: Step) -> float:
+def limit(session: Watched, step: StepTensors) -> float:
     """The largest tolerance declared by those who served the step."""
     parts = [(step.metadata.num_prefills, session.prefill), (step.metadata.num_decodes, session.decode)]
     return max(float(backend.tolerance[session.spec.dtype]) for count, backend in parts if count and backend is not None)
 
 
-def _cache(session: Watched, step: Step, layer: int) -> None:
+def _cache(session: Watched, step: StepTensors, layer: int) -> None:
     given, right = session.layers.given[layer], session.layers.right[layer]
     if not given.differs(right):
         return
@@ -75,7 +75,7 @@ def _cache(session: Watched, step: Step, layer: int) -> None:
     raise Finding(f"layer {layer}: the cache must hold what the layout's writer leaves: {'; '.join(said)}", guess=looks)
 
 
-def _guards(step: Step, layer: int) -> None:
+def _guards(step: StepTensors, layer: int) -> None:
     guarded = step.inputs[layer].guarded
     edges = torch.cat([guarded[:GUARD], guarded[-GUARD:]])
     if not bool(edges.isnan().all()):
@@ -85,7 +85,7 @@ def _guards(step: Step, layer: int) -> None:
         )
 
 
-def _padding(step: Step, layer: int) -> None:
+def _padding(step: StepTensors, layer: int) -> None:
     padding = step.inputs[layer].out[step.padding]
     if bool((padding.isfinite() & (padding != 0)).any()):
         raise Finding(
@@ -94,7 +94,7 @@ def _padding(step: Step, layer: int) -> None:
         )
 
 
-def _answers(session: Watched, step: Step, layer: int, tolerance: float) -> None:
+def _answers(session: Watched, step: StepTensors, layer: int, tolerance: float) -> None:
     rows, given = step.rows[layer], step.inputs[layer]
     right = [expected(row)[0] for row in rows]
     outs = [given.out[tokens] for tokens in step.tokens]
@@ -118,7 +118,7 @@ def _answers(session: Watched, step: Step, layer: int, tolerance: float) -> None
     )
 
 
-def _wrong(session: Watched, step: Step, layer: int, number: int) -> Wrong:
+def _wrong(session: Watched, step: StepTensors, layer: int, number: int) -> Wrong:
     row, given, tokens = step.rows[layer][number], step.inputs[layer], step.tokens[number]
     same = [each for at, each in enumerate(step.rows[layer]) if at != number]
     others = [*(rows[number] for at, rows in enumerate(step.rows) if at != layer), *same[:8]]
@@ -130,7 +130,7 @@ def _wrong(session: Watched, step: Step, layer: int, number: int) -> Wrong:
     return Wrong(number, row, given.out[tokens].clone(), dense, others, earlier, session.layouts)
 
 
-def _unwritten(step: Step, layer: int, numbers: Sequence[int], shared: str) -> str:
+def _unwritten(step: StepTensors, layer: int, numbers: Sequence[int], shared: str) -> str:
     missed = [number for number in numbers if step.inputs[layer].unwritten(step.tokens[number])]
     if not missed:
         return ""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.core.contract.folders import cache_folder
+from headway.core.system.folders import cache_folder
 from headway.registry import Registry, create_registry
 
 os.environ.setdefault("HEADWAY_AUTOTUNE_BUDGET", "0")  # nothing is measured at a start unless a test asks for it

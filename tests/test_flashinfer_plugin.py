@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from backend_cases import CASES, VERIFY, spec
 from fake_flashinfer import modules
-from grid import CASES, VERIFY, spec
 from headway.backends.layouts import write_rows
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.registry.given import load_file
+from headway.registry.plugin_sources import load_file
 from headway.testing.cases import Case, make_case, parse_case
 from headway.testing.reference import reference, relative_error, run_backend
-from latent import case_of
+from latent_layers import case_of
 
 FILE = Path(__file__).resolve().parent.parent / "examples" / "headway-flashinfer" / "headway_flashinfer.py"
 LATENT_LAYER = spec(num_heads=3, num_kv_heads=1, head_dim=576, v_head_dim=512, value_in_key=True)

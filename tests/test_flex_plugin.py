@@ -8,14 +8,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from grid import spec
+from backend_cases import spec
 from headway.backends.layouts import write_rows
 from headway.core.contract.layout import NHD, CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.registry.given import load_file
+from headway.registry.plugin_sources import load_file
 from headway.testing.cases import make_case
-from headway.testing.cells import Cell
+from headway.testing.cells import CheckCell
 from headway.testing.kit import Kit
 from headway.testing.pool import Foreign
 from headway.testing.subject import load_subject
@@ -78,7 +78,7 @@ def _packed(layer: AttentionSpec) -> object:
 @pytest.mark.parametrize("phase", ["prefill", "extend", "decode", "mixed", "verify", "ragged"])
 def test_it_is_right_in_every_phase(phase: str) -> None:
     kit = Kit(load_subject(f"{FILE}:Flex", torch.device("cpu")))
-    result = kit.run(Cell("answer", phase, layout="nhd", block_size=16, head_dim=64, group=2, feature="window"))
+    result = kit.run(CheckCell("answer", phase, layout="nhd", block_size=16, head_dim=64, group=2, feature="window"))
     assert result.status == "passed", result
 
 
@@ -87,7 +87,9 @@ def test_it_is_right_in_every_phase(phase: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_computes_every_feature_it_claims(feature: str, dtype: str) -> None:
     kit = Kit(load_subject(f"{FILE}:Flex", torch.device("cpu")))
-    result = kit.run(Cell("answer", "mixed", layout="nhd", block_size=16, head_dim=64, group=4, feature=feature, dtype=dtype))
+    result = kit.run(
+        CheckCell("answer", "mixed", layout="nhd", block_size=16, head_dim=64, group=4, feature=feature, dtype=dtype)
+    )
     assert result.status == "passed", result
 
 

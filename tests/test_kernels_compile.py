@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+import headway.backends.sampling
 import headway.backends.triton
 import headway.models.experts
 import headway.models.fused
@@ -25,7 +26,7 @@ from absent_gpu import SHARED_MEMORY, Capability, Compilations, absent_gpu
 from headway.backends.triton.launch import PDL_CAPABILITY, Launcher
 from headway.backends.triton.layer import INTERPRETED
 from headway.models.families import FAMILIES
-from launching import (
+from launched_kernels import (
     ATTENTION,
     BF16,
     FEW_ROWS,
@@ -46,7 +47,7 @@ if INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 HOPPER, ADA = (9, 0), (8, 9)
-PACKAGES = headway.backends.triton, headway.models.experts, headway.models.fused
+PACKAGES = headway.backends.sampling, headway.backends.triton, headway.models.experts, headway.models.fused
 
 
 def launched_kernels() -> set[str]:
@@ -86,7 +87,7 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
         launch_every_kernel(("head 128", "576/512"))
     check(found)
     assert found.kernels == launched_kernels()
-    assert len(found.kernels) == 34, "so many there were when this was written"
+    assert len(found.kernels) == 34, "the number of kernels when this was written"
 
 
 @pytest.mark.slow

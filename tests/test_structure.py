@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,18 +20,23 @@ ROOMS = (
     "core.sampling",
     "core.speculation",
     "core.engine",
-    "registry",
     "backends",
+    "registry",
     "models",
     "testing",
+    "tuning.table",
+    "tuning.measure",
+    "tuning.isolated",
     "tuning",
     "headway",
     "bench",
     "cli",
     "entry",
+    "bench.studies",
 )
 """From the bottom up: a file imports from its own room and from those before it. `headway` is the face, headway/integrations with
-it; `entry` is what Python itself opens: headway/__init__.py, which lends names from below, and headway/__main__.py."""
+it; `entry` is what Python itself opens: headway/__init__.py, which lends names from below, and headway/__main__.py. Above all of
+them lies bench/studies, which is not installed: nothing imports it."""
 PLUGIN = ROOT / "integrations" / "headway-vllm" / "headway_vllm"
 """A package of its own, which takes the contract, the selector and the tables, and never the engine."""
 
@@ -49,7 +55,7 @@ def room_of(module: str) -> str:
     """The room of ROOMS that holds a module; what lies in headway/ itself is the face."""
     if module in ("", "__main__"):
         return "entry"
-    return next((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), "headway")
+    return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len, default="headway")
 
 
 def imported(path: Path) -> set[str]:
@@ -82,33 +88,103 @@ def test_imports_only_go_down(module: str) -> None:
     assert not above, f"{module} ({ROOMS[rank]}) imports {sorted(above)}"
 
 
+ENGINE_ORDERS = ("state", "cache", "offload", "scheduling"), ("state", "forward", "graphs", "device")
+"""The rooms of core/engine from the bottom up: those of the host decide, and those of the device run what was decided. The two
+meet in core/engine/*.py alone."""
+
+
+def engine_room_of(module: str) -> str:
+    """The room of a module within core/engine; "" for the files on top of all rooms."""
+    parts = module.removeprefix("core.engine").split(".")[1:]
+    return parts[0] if len(parts) > 1 else ""
+
+
+@pytest.mark.parametrize("module", [module for module in SOURCES if room_of(module) == "core.engine"])
+def test_rooms_of_the_engine_import_only_what_lies_below_them(module: str) -> None:
+    own = engine_room_of(module)
+    allowed = {room for order in ENGINE_ORDERS if own in order for room in order[: order.index(own) + 1]}
+    taken = {other: engine_room_of(other) for other in IMPORTS[module] if room_of(other) == "core.engine"}
+    assert not own or not {other for other, room in taken.items() if room not in allowed}, f"{own} may import {sorted(allowed)}"
+
+
+def test_every_room_of_the_engine_has_its_place() -> None:
+    rooms = {engine_room_of(module) for module in SOURCES if room_of(module) == "core.engine"} - {""}
+    assert rooms == {room for order in ENGINE_ORDERS for room in order}
+
+
 def test_no_file_imports_itself_by_way_of_others() -> None:
     list(graphlib.TopologicalSorter(IMPORTS).static_order())  # raises CycleError with the circle
 
 
-def test_the_hookimpl_marker_is_all_that_backends_take_from_the_registry() -> None:
-    taken = {other for module, others in IMPORTS.items() if room_of(module) == "backends" for other in others}
-    assert {other for other in taken if room_of(other) == "registry"} <= {"registry.hookspecs"}
+def named_in_strings(path: Path) -> set[str]:
+    """The files of Headway that a file names in its strings, such as a module that another process is to run; no docstrings."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in documented)
+    words = {word for text in texts if isinstance(text, str) for word in re.findall(r"\bheadway((?:\.[a-z_]\w*)+)", text)}
+    return {word[1:] for word in words if word[1:] in SOURCES} - {module_of(path)}
+
+
+@pytest.mark.parametrize("module", SOURCES, ids=lambda module: module or "headway")
+def test_strings_name_no_module_of_a_room_above(module: str) -> None:
+    rank = ROOMS.index(room_of(module))
+    above = {other for other in named_in_strings(SOURCES[module]) if ROOMS.index(room_of(other)) > rank}
+    assert not above, f"{module} ({ROOMS[rank]}) names {sorted(above)} in a string"
 
 
 def test_the_plugin_for_vllm_takes_no_more_than_it_says() -> None:
     taken = {other for path in PLUGIN.glob("*.py") for other in imported(path)}
     rooms = {room_of(other) for other in taken if other != "contract"}
-    assert rooms <= {"core.contract", "core.select", "registry", "tuning"}, taken
+    tuning = {"tuning.table", "tuning.measure", "tuning.isolated", "tuning"}
+    assert rooms <= {"core.contract", "core.select", "registry", *tuning}, taken
 
 
-def test_type_checkers_see_every_file() -> None:
-    """What has no link in typings/ is skipped in silence. A folder's link shows all that lies in it."""
-    links = {path.name: path.resolve() for path in (ROOT / "typings" / "headway").iterdir()}
-    shown = {path.name: path for path in (ROOT / "headway").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    shown |= {name: ROOT / name for name in FOLDERS if name != "headway"} | {"py.typed": ROOT / "headway" / "py.typed"}
-    assert links == shown
+def test_headway_links_to_every_folder_of_the_package() -> None:
+    """So that headway/core is core/ for an editable install, type checkers and a wheel."""
+    links = {path.name: path.resolve() for path in (ROOT / "headway").iterdir() if path.is_symlink()}
+    assert links == {name: ROOT / name for name in FOLDERS if name != "headway"}
+
+
+def test_what_tests_share_has_an_index() -> None:
+    folder = ROOT / "tests" / "support"
+    listed = {line.split("`")[1] for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `")}
+    assert listed == {path.name for path in folder.iterdir() if path.suffix in (".py", ".c")}
 
 
 def test_files_stay_short() -> None:
     files = {**SOURCES, **{path.stem: path for path in PLUGIN.glob("*.py")}}
-    long = {module: lines for module, path in files.items() if (lines := len(path.read_text().splitlines())) > 300}
+    long = {module: lines for module, path in files.items() if (lines := len(path.read_text().splitlines())) > 400}
     assert not long
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function's body, without its docstring."""
+    body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether Triton compiles a function: a kernel is one piece of work, which calls make no shorter."""
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_functions_that_are_no_kernels_stay_short() -> None:
+    long = {
+        f"{module}.{node.name}": lines
+        for module, path in SOURCES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node) and (lines := body_lines(node)) > 50
+    }
+    assert not long
+
+
+def test_a_public_class_name_stands_once() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in SOURCES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
 
 
 def test_importing_headway_and_listing_backends_loads_no_kernel_library() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from headway.new_backend import new_backend
+from headway.cli.new_backend import write_package
 from headway.registry import create_registry
 from sandbox import run_python
 
@@ -48,7 +48,7 @@ def test_the_triton_kernel_is_right_under_the_interpreter(tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_the_mistake_that_the_page_shows_is_found(tmp_path: Path) -> None:
-    new_backend("walnut", tmp_path / "walnut", create_registry(load_entry_points=False))
+    write_package("walnut", tmp_path / "walnut", create_registry(load_entry_points=False))
     file = tmp_path / "walnut" / "headway_walnut.py"
     whole = file.read_text()
     old = whole[whole.index("def attend") : whole.index("\n\n\nclass")]

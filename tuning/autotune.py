@@ -1,11 +1,11 @@
-"""The times behind `auto`: a table file that is there and fits, or a short measurement at the first start, kept for the next."""
+"""The times behind `auto`: a table file that fits, or a short measurement at the first start, which is kept for the next."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,34 +13,32 @@ import torch
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, HeadwayError
-from headway.core.contract.latent import Expanded, phases_of
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
-from headway.core.select.request import parse_backend_request
+from headway.core.select.layer_specs import LayerSpecs
 from headway.core.system.files import clean
 from headway.registry import Registry
-from headway.tuning import store
-from headway.tuning.apart import TOOK_ALONG, all_found_apart, guests, measure_apart
-from headway.tuning.budget import MOST_COMPILING
-from headway.tuning.compare import differences, remarks
-from headway.tuning.convert import to_costs
-from headway.tuning.device import identify_device
-from headway.tuning.files import TableError, read_table
-from headway.tuning.identity import DeviceIdentity
-from headway.tuning.points import CORE_PHASE, Point, grid
-from headway.tuning.run import CrossoverOptions, run_kernel_level
-from headway.tuning.schema import CrossoverTable, SpecRecord, points
-from headway.tuning.selftest import owners
-from headway.tuning.timing import Turns
+from headway.tuning.isolated.measure_in_child import CRASHED, can_measure_in_child, measure_in_child, third_party_files
+from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.points import Point, grid
+from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
+from headway.tuning.measure.self_test import owners
+from headway.tuning.measure.timing import MOST_COMPILING, InterleavedTimer
+from headway.tuning.table.compare import differences, remarks
+from headway.tuning.table.convert import CORE_PHASE, to_costs
+from headway.tuning.table.files import TableError, read_table, table_folder, table_path
+from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import CrossoverTable, SpecRecord, points
 
 log = logging.getLogger("headway")
 
 DEFAULT_BUDGET = {"cpu": 10.0, "cuda": 20.0}
-"""Seconds a kind of layer, by device type."""
-_TURNS = Turns(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
+"""Seconds of measuring per kind of layer, by device type."""
+TIMER = InterleavedTimer(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
 _NEEDED_LEVEL = 1
-"""Of the grid: a table that was cut short before these points is completed at the next start."""
+"""Level of the grid up to which points are needed: a table that lacks one of them is completed at the next start."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,10 @@ class TableRequest:
     path: Path | None = None
     """A table to obey; it is used or refused, never measured again. None: the one that is kept for this machine."""
     budget: float | None = None
-    """Seconds a kind of layer to measure where there is none; 0: never. None: $HEADWAY_AUTOTUNE_BUDGET, else DEFAULT_BUDGET."""
+    """Seconds to measure per kind of layer without a table; 0: never. None: $HEADWAY_AUTOTUNE_BUDGET, else DEFAULT_BUDGET."""
 
     def seconds(self, device: torch.device) -> float:
-        """The budget that holds on a device.
+        """Seconds of measuring per kind of layer on a device.
 
         :raises ConfigError: the environment variable is no number, or below 0.
         """
@@ -70,63 +68,147 @@ class TableRequest:
 
 
 def costs_for(
-    specs: Iterable[AttentionSpec],
+    layers: LayerSpecs,
     registry: Registry,
-    attn_backend: str,
-    request: TableRequest,
+    backend_request: BackendRequest,
+    table_request: TableRequest,
     compile_ahead: CompileAhead | None = None,
-    expanded: Expanded | None = None,
 ) -> dict[AttentionSpec, CostTable] | None:
     """Measured times of each distinct layer; None where `auto` has to take the rank order, and the log says why.
 
-    compile_ahead: what the kernels of a first measuring are compiled in; None: one by one. expanded: of the latent layers among
-    them, whose two specs are measured in the phases that ask for them.
+    compile_ahead: what the kernels of a first measuring are compiled in; None: one by one. Of a latent layer both specs
+    are measured, each in the phases that ask for it.
 
     A faulty or stale table never ends a start: it is logged with the line or the difference, and left alone or measured again.
 
     :raises ConfigError: a budget that is no number, or a file that was named and is not there.
     """
-    if request.path is not None and not request.path.exists():
+    named = table_request.path
+    if named is not None and not named.exists():
         raise ConfigError(
-            "crossover_table", "a table file", f"{request.path}, which does not exist", "headway bench crossover makes one"
+            "crossover_table", "a table file", f"{named}, which does not exist", "headway bench crossover makes one"
         )
-    if "auto" not in parse_backend_request(attn_backend).values():
+    if not backend_request.auto_phases:
         return None
-    expanded = expanded or {}
-    kinds = list(dict.fromkeys([*specs, *expanded.values()]))
     available = [name for name in registry.backends if registry.availability(name)]
-    if request.path is None and len(available) < 2:
+    if named is None and len(available) < 2:
         return None  # nothing to choose from
-    device = identify_device(kinds[0].device)
-    clean(store.folder())
+    tables = _Tables(registry, available, identify_device(layers.device), table_request, compile_ahead)
+    clean(table_folder())
     found: dict[AttentionSpec, CostTable] = {}
-    for spec in kinds:
-        costs = _costs(spec, phases_of(spec, expanded), registry, available, device, request, compile_ahead)
-        if costs is None:
+    for spec in layers.counts:
+        phases = layers.phases_of(spec)
+        table = tables.find(spec, phases)
+        if table is None:
             return None
-        found[spec] = costs
+        found[spec] = to_costs(table, phases=phases)
     return found
 
 
-def _costs(
-    spec: AttentionSpec,
-    phases: Collection[Phase],
-    registry: Registry,
-    available: Sequence[str],
-    device: DeviceIdentity,
-    request: TableRequest,
-    compile_ahead: CompileAhead | None,
-) -> CostTable | None:
-    record = SpecRecord.of(spec)
-    path = request.path or store.table_path(device, record)
-    table = _fitting(path, device, record, registry, available, explicit=request.path is not None)
-    wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
-    budget = request.seconds(spec.device) if request.path is None else 0.0
-    if table is not None and table.cut_short and budget <= 0:
-        log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
-    if request.path is None and (table is None or table.cut_short or not _suffices(table, wanted)):
-        table = _measure(spec, wanted, registry, available, path, budget, table, compile_ahead) if budget > 0 else table
-    return None if table is None else to_costs(table, phases=phases)
+@dataclass(frozen=True)
+class _Tables:
+    """The tables of one start: the one that was named, or those that are kept for this machine."""
+
+    registry: Registry
+    available: Sequence[str]
+    """Names of the backends that can run here."""
+    device: DeviceIdentity
+    request: TableRequest
+    compile_ahead: CompileAhead | None
+
+    def find(self, spec: AttentionSpec, phases: Collection[Phase]) -> CrossoverTable | None:
+        """The table of a kind of layer, measured or completed where needed and the budget allows; None where there is none.
+
+        phases: those in which layers ask for the spec.
+        """
+        named = self.request.path
+        path = named or table_path(self.device, SpecRecord.of(spec))
+        table = self._read(path, spec)
+        budget = 0.0 if named else self.request.seconds(spec.device)
+        wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
+        if table is not None and not table.cut_short and (named or _suffices(table, wanted)):
+            return table
+        if budget > 0:
+            return self._measure(spec, wanted, path, budget, table)
+        if table is not None and table.cut_short:
+            log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
+        return table
+
+    def _read(self, path: Path, spec: AttentionSpec) -> CrossoverTable | None:
+        """The table at a path if it can be used here; the log says why not."""
+        named = self.request.path is not None
+        if not named and not os.path.exists(path):  # a folder that may not be read counts as empty
+            return None
+        try:
+            table = read_table(path)
+        except TableError as error:
+            log.warning("crossover table not used: %s", error)
+            return None
+        found = differences(table, self.device, SpecRecord.of(spec), owners(self.registry))
+        reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in found]
+        if table.level != "kernel":
+            reasons.append("level: auto needs a table of level kernel")
+        known = {record.name for record in table.backends if record.available}
+        new = [name for name in self.available if name not in known]
+        if new and not named:  # a backend installed since then: the table would never let it be chosen
+            reasons.append(f"backends: {', '.join(new)} not in it")
+        if reasons:
+            log.warning("crossover table %s not used: %s", path, "; ".join(reasons))
+            return None
+        for line in remarks(table, self.device, self.available):
+            log.info("crossover table %s: %s", path, line)
+        return table
+
+    def _measure(
+        self, spec: AttentionSpec, wanted: Sequence[Point], path: Path, budget: float, old: CrossoverTable | None
+    ) -> CrossoverTable | None:
+        """Measure a table in `budget` seconds over the layouts that the backends prefer.
+
+        old: a table that fits and lacks points: it is completed, and returned as it is where that cannot be.
+        """
+        started = time.perf_counter()
+        _announce(spec, budget, old)
+        crashed = [record for record in old.backends if record.reason.startswith(CRASHED)] if old is not None else []
+        options = CrossoverOptions(
+            spec=spec,
+            backends=self.available,
+            layouts=self._preferred_layouts(spec),
+            grid=wanted,
+            turns=TIMER,
+            budget=budget,
+            output=path,
+            resume=old is not None,
+            interruptible=False,
+            excluded={record.name: record.reason for record in crashed},
+            command=f"autotune {budget:g} s",
+            compile_ahead=self.compile_ahead,
+        )
+        try:
+            apart = third_party_files(self.registry, self.available) and can_measure_in_child(self.registry, self.available)
+            table = (measure_in_child if apart else run_kernel_level)(options, self.registry)
+        except (HeadwayError, OSError) as error:
+            instead = "rank order instead" if old is None else "the old one is used as it is"
+            log.warning("auto: no crossover table could be measured, %s: %s", instead, error)
+            return old
+        for record in table.backends:
+            if not record.usable:
+                log.warning("auto leaves out %s: %s", record.name, record.reason)
+        log.info("auto: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
+        if not _suffices(table, wanted):
+            log.info(
+                "auto: the time did not suffice for every point that the choice needs; the next start goes on with the others"
+            )
+        return table
+
+    def _preferred_layouts(self, spec: AttentionSpec) -> list[str]:
+        """The registry's first layout, a built-in, and the first that each backend names: a plugin's own is compared with it.
+
+        Layouts in which the layer's keys and values cannot lie are passed over.
+        """
+        claimed = [self.registry.backend(name).capabilities.layouts or () for name in self.available]
+        every = [[info.layout for info in self.registry.layouts.values()], *claimed]
+        fitting = [[layout for layout in layouts if layout.has_value is not spec.value_in_key] for layouts in every]
+        return list(dict.fromkeys(layouts[0].name for layouts in fitting if layouts))
 
 
 def _suffices(table: CrossoverTable, wanted: Sequence[Point]) -> bool:
@@ -136,95 +218,10 @@ def _suffices(table: CrossoverTable, wanted: Sequence[Point]) -> bool:
     return table.complete or all((point.phase, point.case) in measured for point in needed)
 
 
-def _fitting(
-    path: Path, device: DeviceIdentity, spec: SpecRecord, registry: Registry, available: Sequence[str], explicit: bool
-) -> CrossoverTable | None:
-    """The table at a path if it can be used here; why not is logged."""
-    if not explicit and not os.path.exists(path):  # a folder that may not be read counts as empty
-        return None
-    try:
-        table = read_table(path)
-    except TableError as error:
-        log.warning("crossover table not used: %s", error)
-        return None
-    found = differences(table, device, spec, owners(registry))
-    reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in found]
-    if table.level != "kernel":
-        reasons.append("level: auto needs a table of level kernel")
-    new = [name for name in available if name not in {record.name for record in table.backends if record.available}]
-    if new and not explicit:  # a backend installed since then: the table would never let it be chosen
-        reasons.append(f"backends: {', '.join(new)} not in it")
-    if reasons:
-        log.warning("crossover table %s not used: %s", path, "; ".join(reasons))
-        return None
-    for line in remarks(table, device, available):
-        log.info("crossover table %s: %s", path, line)
-    return table
-
-
-def _measure(
-    spec: AttentionSpec,
-    wanted: Sequence[Point],
-    registry: Registry,
-    available: Sequence[str],
-    path: Path,
-    budget: float,
-    old: CrossoverTable | None,
-    compile_ahead: CompileAhead | None,
-) -> CrossoverTable | None:
-    """A table measured in `budget` seconds over the layouts that the backends prefer.
-
-    old: one that fits and lacks points; it is completed, and kept where that cannot be.
-    """
-    started = time.perf_counter()
+def _announce(spec: AttentionSpec, budget: float, old: CrossoverTable | None) -> None:
+    """Log what is measured, why, and how long that takes."""
     lacks = "was cut short" if old is not None and old.cut_short else "lacks others"
     what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and {lacks}: measuring"
-    compiling = (
-        f", and up to {MOST_COMPILING * budget:.0f} s more where kernels must be compiled" if spec.device.type == "cuda" else ""
-    )
+    compiling = f", and up to {MOST_COMPILING * budget:.0f} s more where kernels must be compiled"
     text = "auto: %s the attention backends for %s, about %.0f s%s, once; --no-autotune does without"
-    log.warning(text, what, spec, budget, compiling)
-    options = CrossoverOptions(
-        spec=spec,
-        backends=available,
-        layouts=_preferred(spec, registry, available),
-        grid=wanted,
-        turns=_TURNS,
-        budget=budget,
-        output=path,
-        resume=old is not None,
-        interruptible=False,
-        excluded={record.name: record.reason for record in old.backends if record.reason.startswith(TOOK_ALONG)} if old else {},
-        command=f"autotune {budget:g} s",
-        compile_ahead=compile_ahead,
-    )
-    try:
-        apart = guests(registry, available) and all_found_apart(registry, available)
-        table = (measure_apart if apart else run_kernel_level)(options, registry)
-    except (HeadwayError, OSError) as error:
-        instead = "rank order instead" if old is None else "the old one is used as it is"
-        log.warning("auto: no crossover table could be measured, %s: %s", instead, error)
-        return old
-    for record in table.backends:
-        if not record.usable:
-            log.warning("auto leaves out %s: %s", record.name, record.reason)
-    log.info("auto: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
-    if not _suffices(table, wanted):
-        log.info("auto: the time did not suffice for every point that the choice needs; the next start goes on with the others")
-    return table
-
-
-def _preferred(spec: AttentionSpec, registry: Registry, available: Sequence[str]) -> list[str]:
-    """The registry's first layout, a built-in, and the first that each backend names: a plugin's own has it to compare with.
-
-    Those, that is, in which the layer's keys and values can lie.
-    """
-    claimed = [registry.backend(name).capabilities.layouts or () for name in available]
-    every = [[info.layout for info in registry.layouts.values()], *claimed]
-    fitting = [[layout for layout in layouts if layout.has_value is not spec.value_in_key] for layouts in every]
-    return list(dict.fromkeys(layouts[0].name for layouts in fitting if layouts))
-
-
-def describe(costs: Mapping[AttentionSpec, CostTable] | None) -> str:
-    """Where the times come from, in words."""
-    return "no crossover table" if not costs else next(iter(costs.values())).source
+    log.warning(text, what, spec, budget, compiling if spec.device.type == "cuda" else "")

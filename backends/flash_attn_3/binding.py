@@ -55,7 +55,7 @@ AT_REST: Final = {
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundOperator:
     """One operator and the place of each of its arguments."""
 
     call: Any
@@ -66,7 +66,7 @@ class Bound:
     """A value for each position: the declared default, or the one that switches the argument off."""
 
     @classmethod
-    def of(cls, overload: Any, needed: frozenset[str] = frozenset()) -> Bound:
+    def of(cls, overload: Any, needed: frozenset[str] = frozenset()) -> BoundOperator:
         """Read the operator's schema.
 
         :raises BackendError: an argument that is needed is missing, or one that must be given is not known.
@@ -103,8 +103,8 @@ class Bound:
 class Operators:
     """The operators of one library."""
 
-    forward: Bound
-    schedule: Bound | None
+    forward: BoundOperator
+    schedule: BoundOperator | None
     """Plans the split of a step once for all layers; None where the library keeps it to itself."""
 
     @classmethod
@@ -116,8 +116,8 @@ class Operators:
         space = getattr(torch.ops, namespace)
         schedule = getattr(space, SCHEDULE, None)
         return cls(
-            Bound.of(getattr(space, FORWARD).default, NEEDED),
-            Bound.of(schedule.default, frozenset({"seqused_k", "page_size"})) if schedule is not None else None,
+            BoundOperator.of(getattr(space, FORWARD).default, NEEDED),
+            BoundOperator.of(schedule.default, frozenset({"seqused_k", "page_size"})) if schedule is not None else None,
         )
 
     @property
@@ -127,7 +127,7 @@ class Operators:
 
     @property
     def latent(self) -> bool:
-        """Whether it takes the part of the query that meets the value's half of a latent key."""
+        """Whether the forward operator takes the part of the query that meets the value's half of a latent key."""
         return "q_v" in self.forward.place
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headway.backends.flash_attn_3.binding import Operators, registered
 from headway.core.contract.errors import BackendError
-from headway.core.system.child import answers, say
+from headway.core.system.child import open_replies, reply
 
 TOLERANCE = 2e-2
 """Largest accepted ||out - right|| / ||right|| of the trial call, whose numbers are bfloat16."""
@@ -73,5 +73,5 @@ def trial(operators: Operators, device: torch.device) -> float:
 
 
 if __name__ == "__main__":
-    say(answers(), examine(sys.argv[1]))
+    reply(open_replies(), examine(sys.argv[1]))
     os._exit(0)  # what crashes while the process ends has nothing to say about the library

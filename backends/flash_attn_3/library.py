@@ -4,21 +4,75 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from headway.backends.flash_attn_3.binding import Operators, registered
-from headway.backends.flash_attn_3.homes import HOMES, VARIABLE, Candidate, candidates
 from headway.backends.probe import has_gpu
 from headway.core.contract.errors import BackendError
-from headway.core.contract.folders import cache_folder
 from headway.core.contract.support import YES, Support
-from headway.core.system.child import Child, Died, python
+from headway.core.system.child import Child, ChildDied, python_command
 from headway.core.system.files import write_whole
+from headway.core.system.folders import cache_folder
+
+VARIABLE = "HEADWAY_FA3_LIBRARY"
+"""Environment variable with the path of a compiled library; where it is set no other place is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A package that ships FlashAttention 3."""
+
+    name: str
+    package: str
+    """Top-level module."""
+    pattern: str
+    """Pattern of the compiled library's file, inside the package's folder."""
+
+
+HOMES = (
+    Home("flash-attn-3", "flash_attn_3", "_C*.so"),
+    Home("vllm", "vllm", "vllm_flash_attn/_vllm_fa3_C*.so"),
+    Home("sgl-kernel", "sgl_kernel", "**/flash_ops*.so"),
+)
+"""Packages that bring the library, in the order in which they are tried. torch is not among them:
+its `activate_flash_attention_impl("FA3")` imports the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryCandidate:
+    """A compiled library that may be FlashAttention 3."""
+
+    home: str
+    """Who brought it, for texts: a package or the environment variable."""
+    path: Path
+
+
+def candidates() -> Iterator[LibraryCandidate]:
+    """The libraries that are there, the preferred first."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        yield LibraryCandidate(VARIABLE, Path(named).expanduser())
+        return
+    for home in HOMES:
+        for folder in _folders(home.package):
+            for path in sorted(folder.glob(home.pattern)):
+                yield LibraryCandidate(home.name, path)
+
+
+def _folders(package: str) -> list[Path]:
+    try:
+        found = find_spec(package)
+    except (ImportError, ValueError):  # a module in sys.modules without a spec
+        return []
+    return [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
+
 
 log = logging.getLogger("headway")
 CHILD = "headway.backends.flash_attn_3.child"
@@ -64,7 +118,7 @@ def find_library() -> tuple[Library | None, Support]:
     return None, refused if not refused else Support.no("FlashAttention 3", "a library that holds it", "none", HINT)
 
 
-def load(candidate: Candidate, namespace: str) -> Library:
+def load(candidate: LibraryCandidate, namespace: str) -> Library:
     """Load a library that the child has tried. One that somebody else has loaded already is used as it is.
 
     :raises OSError or BackendError: it does not load into this process, or not with the operators it should have.
@@ -74,7 +128,7 @@ def load(candidate: Candidate, namespace: str) -> Library:
     return Library(candidate.home, candidate.path, Operators.of(namespace))
 
 
-def verdict(candidate: Candidate) -> dict[str, str]:
+def verdict(candidate: LibraryCandidate) -> dict[str, str]:
     """What the child says of a library: {"namespace": ...} or {"error": ...}. A good answer is kept on disk."""
     try:
         stat = candidate.path.stat()
@@ -86,7 +140,7 @@ def verdict(candidate: Candidate) -> dict[str, str]:
     known = _read()
     if key in known:
         return {"namespace": known[key]}
-    found = ask(python(CHILD, str(candidate.path)))
+    found = ask(python_command(CHILD, str(candidate.path)))
     if "namespace" in found:
         _write({**{other: name for other, name in known.items() if not other.startswith(place)}, key: found["namespace"]})
     return found
@@ -97,10 +151,10 @@ def ask(command: Sequence[str]) -> dict[str, str]:
     try:
         with Child(command) as child:
             return {str(name): str(text) for name, text in child.answer(SECONDS).items()}
-    except Died as died:
-        if died.silent:
+    except ChildDied as died:
+        if died.timed_out:
             return {"error": f"did not answer within {SECONDS} s"}
-        how, last = died.how.removeprefix("the process "), died.last[:200] or "no message"
+        how, last = died.how.removeprefix("the process "), died.last_line[:200] or "no message"
         return {"error": f"crashes the process that loads it ({how}: {last}); it was built for another torch?"}
     except OSError as error:
         return {"error": f"cannot be tried: {error}"}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.hopper.schedule import Problem, Schedule, choose
-from headway.backends.hopper.tiles import ARCH, Tile, box_of, tiles_of, variant_of
+from headway.backends.hopper.tiles import ARCH, AttentionTile, box_of, tiles_of, variant_of
 from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.launch import Kernel, Launch
 from headway.backends.nvrtc.store import load
@@ -29,7 +29,7 @@ _MOST_MAPS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HopperPlan:
     """One step."""
 
     dense: bool
@@ -40,7 +40,7 @@ class Plan:
     box: int
     """Slots that one copy of keys takes."""
     addresses: tuple[int, ...]
-    """Of items, block table, sinks, partial results, tickets and queue."""
+    """Addresses of items, block table, sinks, partial results, tickets and queue."""
     table_row: int
     numbers: tuple[int | float, ...]
     """The arguments after the strides."""
@@ -49,7 +49,7 @@ class Plan:
     """What the addresses point to."""
 
 
-class Attention:
+class HopperKernels:
     """Prefill and extend of one layer kind, on one stream at a time: launches share a queue and the partial results.
 
     :raises UnsupportedError: no compiler. BackendError: the kernel does not compile.
@@ -71,11 +71,11 @@ class Attention:
         self._tickets = torch.zeros(0, dtype=torch.int32, device=spec.device)
         self._outgrown: list[Tensor] = []
         self._arguments = Arguments(*3 * (bytes(MAP_BYTES),), bytes(_ARGUMENTS.size))
-        self._kernels: dict[tuple[Tile, bool], Kernel] = {}
-        self._launches: dict[tuple[Tile, int], Launch] = {}
+        self._kernels: dict[tuple[AttentionTile, bool], Kernel] = {}
+        self._launches: dict[tuple[AttentionTile, int], Launch] = {}
         self._maps: dict[tuple[object, ...], bytes] = {}
 
-    def kernel(self, tile: Tile, dense: bool) -> Kernel:
+    def kernel(self, tile: AttentionTile, dense: bool) -> Kernel:
         """The compiled kernel for a tile; built first if need be."""
         kernel = self._kernels.get((tile, dense))
         if kernel is None:
@@ -85,13 +85,13 @@ class Attention:
             self._kernels[tile, dense] = kernel
         return kernel
 
-    def plan(self, metadata: AttentionMetadata) -> Plan:
+    def plan(self, metadata: AttentionMetadata) -> HopperPlan:
         """Cut a view of sequences that prefill or extend into items, and fix the launch for all layers."""
         spec, tiles = self._spec, self._tiles
         dense = metadata.phase is Phase.PREFILL
         most_rows = metadata.max_query_len * spec.group_size
         if most_rows <= tiles.narrow.rows:
-            candidates: tuple[Tile, ...] = (tiles.narrow,)
+            candidates: tuple[AttentionTile, ...] = (tiles.narrow,)
         elif metadata.num_prefill_tokens * spec.num_heads >= 3 * self._programs * tiles.wide.rows:
             candidates = (tiles.wide,)
         else:
@@ -99,14 +99,14 @@ class Attention:
         table = metadata.block_table
         schedule = choose(Problem.of(metadata, spec, self._programs), candidates, self._num_splits)
         if len(schedule.items) == 0:
-            return Plan(dense, None, None, 0, (), 0, (), schedule, ())
+            return HopperPlan(dense, None, None, 0, (), 0, (), schedule, ())
         tile = schedule.tile
         items = upload(torch.from_numpy(schedule.items), spec.device)
         self._grow(schedule)
         programs = min(self._programs, len(schedule.items) * spec.num_kv_heads)
         sinks = 0 if self._sinks is None else self._sinks.data_ptr()
         buffers = (self._partials, self._tickets, self._queue)
-        return Plan(
+        return HopperPlan(
             dense=dense,
             kernel=self.kernel(tile, dense),
             launch=self._launch(tile, programs),
@@ -126,14 +126,16 @@ class Attention:
             kept=(items, table, *buffers),
         )
 
-    def _launch(self, tile: Tile, programs: int) -> Launch:
+    def _launch(self, tile: AttentionTile, programs: int) -> Launch:
         launch = self._launches.get((tile, programs))
         if launch is None:
             shared = tile.shared_bytes(self._spec.head_dim, self._spec.v_head_dim)
             launch = self._launches[tile, programs] = Launch((programs, 1, 1), tile.threads, shared)
         return launch
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None) -> None:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: HopperPlan, out: Tensor, lse: Tensor | None = None
+    ) -> None:
         """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: the same with num_kv_heads.
 
         lse: float32 [num_heads, num_tokens], or None.
@@ -168,7 +170,7 @@ class Attention:
         tile, spec = self._tiles.wide, self._spec
         return 4 * self._programs * tile.groups * _partial_floats(spec.v_head_dim) * 4
 
-    def _query_map(self, q: Tensor, tile: Tile) -> bytes:
+    def _query_map(self, q: Tensor, tile: AttentionTile) -> bytes:
         """The tensor map of queries as [token, kv head, head of the group, dim], by tiles."""
         key = (q.data_ptr(), q.shape[0], q.stride(), tile.rows)
         known = self._maps.get(key)
@@ -210,5 +212,5 @@ class Attention:
 
 
 def _partial_floats(v_head_dim: int) -> int:
-    """Of a warpgroup: PARTIAL_FLOATS of finish.cuh."""
+    """Floats in a warpgroup's partial result: PARTIAL_FLOATS of finish.cuh."""
     return 128 * (v_head_dim // 2 + 4)

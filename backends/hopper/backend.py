@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.hopper.attention import Attention, Plan
+from headway.backends.hopper.attention import HopperKernels, HopperPlan
 from headway.backends.hopper.tiles import HEAD_DIMS, MAX_GROUP, UNEQUAL
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.backends.probe import HALF_DTYPES, capability, has_gpu
@@ -48,7 +48,7 @@ class HopperAttention(AttentionBackend):
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(spec, layout, block_size, options)
-        self._attention = Attention(spec, block_size, _num_splits(options))
+        self._attention = HopperKernels(spec, block_size, _num_splits(options))
 
     @classmethod
     def available(cls) -> Support:
@@ -87,12 +87,12 @@ class HopperAttention(AttentionBackend):
         """Partial results where keys are split."""
         return self._attention.workspace_bytes()
 
-    def plan(self, metadata: AttentionMetadata) -> Plan:
+    def plan(self, metadata: AttentionMetadata) -> HopperPlan:
         """Cut the step into items, and choose the tile, once for all layers."""
         return self._attention.plan(metadata)
 
     def prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: HopperPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attention of several new tokens a sequence."""
         self._attention.run(q, k, v, cache, plan, out, lse)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
-from headway.backends.hopper.tiles import Tile
+from headway.backends.hopper.tiles import AttentionTile
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 
 ITEM_INTS = 12
-"""Of struct Item in shape.cuh."""
+"""Integers in struct Item of shape.cuh."""
 SPLITS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 """Into how many pieces the longest query tile may be cut."""
 L2_BYTES = 32 << 20
@@ -31,7 +31,7 @@ Ints = NDArray[numpy.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class QueryTiles:
     """Query tiles of a step and the range of key tiles of each, before any cut."""
 
     seq: Ints
@@ -49,7 +49,7 @@ class Rows:
 class Schedule:
     """The work list."""
 
-    tile: Tile
+    tile: AttentionTile
     items: NDArray[numpy.int32]
     """[num_items, ITEM_INTS], in the order in which programs take them."""
     num_partials: int = 0
@@ -62,7 +62,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One step, as far as the schedule depends on it."""
+    """What the schedule depends on in one step."""
 
     starts: Ints
     """[num_seqs + 1]: the first packed token of each sequence."""
@@ -74,7 +74,7 @@ class Problem:
     """Kv heads, each of which has all items."""
     window: int | None
     token_bytes: int
-    """Of a key and its value."""
+    """Bytes of a token's key and value in one kv head."""
     programs: int
     """Blocks of threads that run at a time."""
 
@@ -102,7 +102,7 @@ class Problem:
             return self.heads
         return min(L2_BYTES // max(int(self.kv_lens.sum()) * self.token_bytes, 1), self.heads)
 
-    def rows(self, tile: Tile) -> Rows:
+    def rows(self, tile: AttentionTile) -> QueryTiles:
         """The query tiles, sequence by sequence, the longest first; in each the last tile, which has most keys, comes first."""
         tokens = tile.rows // self.group
         counts = -(-self.query_lens // tokens) * (self.kv_lens > 0)
@@ -114,8 +114,8 @@ class Problem:
         before = (self.kv_lens - self.query_lens)[seq]
         last = -(-(before + last_token + 1) // tile.keys)
         if self.window is None:
-            return Rows(seq, number, numpy.zeros_like(last), last)
-        return Rows(seq, number, numpy.maximum(before + first_token + 1 - self.window, 0) // tile.keys, last)
+            return QueryTiles(seq, number, numpy.zeros_like(last), last)
+        return QueryTiles(seq, number, numpy.maximum(before + first_token + 1 - self.window, 0) // tile.keys, last)
 
     def time(self, lengths: Ints, run: int) -> float:
         """Estimated time in key tiles if no item has more than `run` of them, which programs take the longest first."""
@@ -148,7 +148,7 @@ class Problem:
         return best
 
 
-def cut(problem: Problem, tile: Tile, rows: Rows, run: int) -> Schedule:
+def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, run: int) -> Schedule:
     """Cut every query tile into items of at most `run` key tiles, as even as can be; the longest items come first.
 
     Where not even one head's keys fit the L2 cache, items stay sequence by sequence, so that programs side by side share keys.
@@ -178,9 +178,9 @@ def cut(problem: Problem, tile: Tile, rows: Rows, run: int) -> Schedule:
     return Schedule(tile, items, int(partials.sum()), int(shared.sum()), max(section, 1))
 
 
-def choose(problem: Problem, tiles: Sequence[Tile], num_splits: int | None = None) -> Schedule:
+def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | None = None) -> Schedule:
     """The schedule of least estimated time. num_splits: in place of the rule, the splits of the longest query tile."""
-    best: tuple[float, Tile, Rows, int] | None = None
+    best: tuple[float, AttentionTile, QueryTiles, int] | None = None
     for tile in tiles:
         rows = problem.rows(tile)
         if not len(rows.seq):

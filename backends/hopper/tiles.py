@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from headway.backends.nvrtc.variant import Variant
+from headway.backends.nvrtc.compiler import Variant
 from headway.core.contract.spec import AttentionSpec
 
 ARCH = "sm_90a"
@@ -24,7 +24,7 @@ _PANEL = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class AttentionTile:
     """How large the work of one step of a block of threads is."""
 
     groups: int
@@ -45,7 +45,7 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        """Of a block: the warpgroups that multiply and the one that copies."""
+        """Threads of a block: the warpgroups that multiply and the one that copies."""
         return 128 * (self.groups + 1)
 
     def shared_bytes(self, head_dim: int, v_head_dim: int) -> int:
@@ -56,30 +56,30 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class TilePair:
     """The two tiles of a layer kind."""
 
-    wide: Tile
+    wide: AttentionTile
     """For many rows: the warpgroups take turns at the tensor cores."""
-    narrow: Tile
+    narrow: AttentionTile
     """For at most 64 rows a sequence and kv head, or too few to occupy the GPU."""
 
 
-def tiles_of(head_dim: int, v_head_dim: int) -> Tiles:
+def tiles_of(head_dim: int, v_head_dim: int) -> TilePair:
     """The largest tiles that registers and shared memory hold: FlashAttention-3's, but for heads of 64."""
     longest = max(head_dim, v_head_dim)
     if longest <= 64:
-        return Tiles(Tile(3, 128, 3), Tile(1, 128, 4))
+        return TilePair(AttentionTile(3, 128, 3), AttentionTile(1, 128, 4))
     if longest <= 128:
-        return Tiles(Tile(2, 128, 2), Tile(1, 128, 2))
+        return TilePair(AttentionTile(2, 128, 2), AttentionTile(1, 128, 2))
     if v_head_dim <= 128:
-        return Tiles(Tile(2, 128, 2, 1, turns=False), Tile(1, 128, 2))
+        return TilePair(AttentionTile(2, 128, 2, 1, turns=False), AttentionTile(1, 128, 2))
     if longest <= 192:
-        return Tiles(Tile(2, 96, 2, 1, turns=False), Tile(1, 96, 2))
-    return Tiles(Tile(2, 80, 2, 1), Tile(1, 80, 2))
+        return TilePair(AttentionTile(2, 96, 2, 1, turns=False), AttentionTile(1, 96, 2))
+    return TilePair(AttentionTile(2, 80, 2, 1), AttentionTile(1, 80, 2))
 
 
-def variant_of(spec: AttentionSpec, tile: Tile, block_size: int | None) -> Variant:
+def variant_of(spec: AttentionSpec, tile: AttentionTile, block_size: int | None) -> Variant:
     """The compilation that serves a layer. block_size: of the cache that keys are read from; None: this step's own are read."""
     constants = {
         "HALF_IS_BF16": int(spec.dtype == torch.bfloat16),
@@ -99,6 +99,6 @@ def variant_of(spec: AttentionSpec, tile: Tile, block_size: int | None) -> Varia
     return Variant(_FOLDER, "attention.cu", tuple(constants.items()))
 
 
-def box_of(tile: Tile, block_size: int | None) -> int:
+def box_of(tile: AttentionTile, block_size: int | None) -> int:
     """Slots that one copy takes: as many of a tile as lie in one block."""
     return tile.keys if block_size is None else math.gcd(tile.keys, block_size)

@@ -32,7 +32,7 @@ class Arguments:
         first = base + self._start
         self._pointers = (ctypes.c_void_p * len(places))(*[first + place for place in places])
         self.address = ctypes.addressof(self._pointers)
-        """Of the array of pointers to the values: what the driver calls kernelParams."""
+        """Address of the array of pointers to the values: what the driver calls kernelParams."""
         self.values: tuple[Value, ...] = values
         """As they are now, for tests and messages."""
         packer.pack_into(self._memory, self._start, *values)

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 
-from headway.backends.nvrtc.compiler import Compiler, find_compiler
+from headway.backends.nvrtc.compiler import Compiler, Variant, architecture, find_compiler
 from headway.backends.nvrtc.launch import Kernel
-from headway.backends.nvrtc.variant import Variant, architecture
 from headway.core.contract.compiled import AHEAD, announce_compilation
 from headway.core.contract.errors import UnsupportedError
-from headway.core.contract.folders import kernel_folders, warn_unwritable
 from headway.core.system.files import write_whole
+from headway.core.system.folders import kernel_folders, warn_unwritable
 
 log = logging.getLogger("headway")
 

@@ -18,7 +18,7 @@ _TYPES = {
     torch.uint8: "UINT8",
 }
 MAP_BYTES = 128
-"""Of a CUtensorMap."""
+"""Bytes of a CUtensorMap."""
 _MAX_BOX = 256
 
 

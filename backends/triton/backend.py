@@ -13,9 +13,9 @@ from torch import Tensor
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent import LatentDecode
+from headway.backends.triton.launch import Workspace
 from headway.backends.triton.layer import INTERPRETED, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
-from headway.backends.triton.workspace import Workspace
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
@@ -167,7 +167,7 @@ def _count(options: Mapping[str, str] | None, name: str) -> int | None:
 
 
 def _check_plan(plan: DecodePlan | PrefillPlan, cache: LayerCache) -> None:
-    """In debug mode, raise for a block number beyond the cache's last."""
+    """Raise, in debug mode, for a block number beyond the cache's last."""
     if plan.checked is not None:
         _check_table(plan.checked, cache.geometry.num_blocks + cache.open_blocks)
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from headway.core.contract.folders import kernel_folders, warn_unwritable
 from headway.core.system.files import write_whole
+from headway.core.system.folders import kernel_folders, warn_unwritable
 
 _SHARED_MEMORY = Path("/dev/shm")
 

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from headway.backends.triton.chunk_kernel import CHUNK_FIELDS, SEQ_FIELDS
-from headway.backends.triton.launch import Bound, Launcher
+from headway.backends.triton.launch import BoundKernel, Launcher
 
 _WORK = 8192
 """Chunks times sequences that a program compares at once."""
@@ -25,7 +25,7 @@ class Chunks:
     query_start_loc: Tensor
     """int32 [num_seqs + 1]."""
     splits: int
-    """Of a sequence as long as the mean, at most."""
+    """Most chunks of a sequence of mean length."""
     block_n: int
     """Keys a tile; a chunk is whole tiles."""
     window: int | None
@@ -35,7 +35,7 @@ class Chunks:
     """int32 [most, CHUNK_FIELDS]; see there."""
     seqs: Tensor = field(init=False)
     """int32 [num_seqs, SEQ_FIELDS]; see there."""
-    _bound: list[Bound] = field(init=False, default_factory=list)
+    _bound: list[BoundKernel] = field(init=False, default_factory=list)
     """The launch, once it has been made: it is a part of every step that is a graph's replay."""
 
     def __post_init__(self) -> None:

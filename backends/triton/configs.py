@@ -10,12 +10,12 @@ INVARIANT_SPLITS = 16
 multiprocessors. Those that a short sequence has no keys for end at once."""
 
 ANY_PROMPT = 1 << 20
-"""Stands for the longest query_len where a configuration must not hang on it."""
+"""Stands for the longest query_len where a configuration must not depend on the query length."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How the decode kernel is compiled, and what the split rule assumes of it."""
+    """How the decode kernel is compiled, and what the split rule assumes of the kernel."""
 
     block_n: int
     """Keys a tile."""

@@ -15,10 +15,9 @@ from headway.backends.triton.chunk_kernel import cut_sequences
 from headway.backends.triton.chunks import Chunks, most_chunks
 from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
-from headway.backends.triton.launch import Launcher, aligned, launches_early, specialised
+from headway.backends.triton.launch import Launcher, Workspace, aligned, launches_early, specialised
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
 from headway.backends.triton.splits import FAN, MAX_ROUNDS, choose_cut
-from headway.backends.triton.workspace import Workspace
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
@@ -51,11 +50,11 @@ class DecodePlan:
     launches: dict[Hashable, Callable[..., None]] = field(default_factory=dict)
     """What a layer launches, by all that its layers may differ in."""
     checked: AttentionMetadata | None = None
-    """In debug mode: what the cache must be compared with before a launch."""
+    """What the cache must be compared with before a launch, in debug mode."""
 
     @property
     def early(self) -> bool:
-        """Whether the kernel after it may start meanwhile."""
+        """Whether the next kernel may start before decode has finished."""
         return len(self.chunks.seq_lens) <= EARLY_SEQUENCES
 
 
@@ -88,7 +87,7 @@ class Decode:
         self._launch_cut = Launcher(cut_sequences)
 
     def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
-        """Those that serve so many query tokens."""
+        """Configurations that serve this many query tokens."""
         return self.configs if max_query_len == 1 else self.configs[:1]
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
@@ -193,7 +192,7 @@ class Decode:
         new: bool,
         lse: Tensor | None,
     ) -> None:
-        """Launch for the first layer of a step, and prepare the launch for those that are like it."""
+        """Launch for the first layer of a step, and prepare the launch for the layers like this one."""
         q, _, _, out, k, v, _ = tensors
         compiled_for = (key, plan.block_m, plan.rows, plan.max_query_len == 1, plan.chunks.split, plan.early, plan.config)
         known = self._constants.get(compiled_for)

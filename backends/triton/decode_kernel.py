@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.backends.triton.fold_kernel import fold_cached, fold_new
 from headway.backends.triton.merge_kernel import merge_parts, merge_rows
-from headway.backends.triton.tiles import LN_2
+from headway.backends.triton.tiles import alibi_slopes, normalise, query_tile
 from headway.backends.triton.write_kernel import store_kv
 
 
@@ -150,13 +150,8 @@ def split_kv_decode(
         row_scale = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 1e-30))))
         q = ((q_even / row_scale[:, None]).to(tl.float16), (q_odd / row_scale[:, None]).to(tl.float16))
     else:
-        q = (tl.load(q_rows + d[None, :], mask=inside, other=0.0).to(DOT),)
-        if TAIL > 0:
-            t = BLOCK_D + tl.arange(0, TAIL)
-            q = (q[0], tl.load(q_rows + t[None, :], mask=live[:, None] & (t[None, :] < HEAD_DIM), other=0.0).to(DOT))
-    slopes = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_ALIBI:
-        slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
+        q = query_tile(q_rows, d, inside, live, HEAD_DIM, BLOCK_D, TAIL, DOT)
+    slopes = alibi_slopes(slopes_ptr, head, live, BLOCK_M, HAS_ALIBI)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -212,11 +207,9 @@ def split_kv_decode(
     out_rows = (token + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
     out_ptrs = out_ptr + out_rows[:, None] + dv[None, :]
     if not SPLIT or num_chunks == 1:
-        if HAS_SINKS:
-            l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
-        if HAS_LSE:
-            tl.store(sums_ptr + head * sums_stride_head + token + row // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
-        result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+        result = normalise(
+            acc, m, l, sums_ptr, sinks_ptr, token, row, head, live, v_scale, sums_stride_head, GROUP, HAS_SINKS, HAS_LSE
+        )
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dv[None, :] < V_HEAD_DIM))
     else:
         lse = m + tl.log2(l)  # of a row without a visible key in this chunk: -inf

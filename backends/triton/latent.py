@@ -12,10 +12,9 @@ from torch import Tensor
 from headway.backends.triton.configs import Architecture, DecodeConfig, latent_config
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent_kernel import latent_decode
-from headway.backends.triton.launch import Bound, Launcher, launches_early
+from headway.backends.triton.launch import BoundKernel, Launcher, Workspace, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
 from headway.backends.triton.merge_kernel import merge_chunks
-from headway.backends.triton.workspace import Workspace
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
 
@@ -143,8 +142,8 @@ class LatentDecode(Decode):
 class _Both:
     """The bound launches of a layer."""
 
-    kernel: Bound
-    merge: Bound | None
+    kernel: BoundKernel
+    merge: BoundKernel | None
 
     def __call__(self, q: int, key: int, value: int, out: int, k: int, v: int, sums: int) -> None:
         self.kernel(q, key, out, sums)

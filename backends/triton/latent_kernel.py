@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.triton.tiles import LN_2, block_numbers, cached_rows, peeked_blocks, softmax_step
+from headway.backends.triton.tiles import (
+    alibi_slopes,
+    block_numbers,
+    cached_rows,
+    normalise,
+    peeked_blocks,
+    query_tile,
+    softmax_step,
+)
 
 
 @triton.jit(
@@ -90,13 +98,8 @@ def latent_decode(
     positions = kv_len - query_len + row // GROUP
     d = tl.arange(0, BLOCK_D)
     q_rows = q_ptr + ((token + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head)[:, None]
-    q = (tl.load(q_rows + d[None, :], mask=live[:, None], other=0.0).to(DOT),)
-    if TAIL > 0:
-        t = BLOCK_D + tl.arange(0, TAIL)
-        q = (q[0], tl.load(q_rows + t[None, :], mask=live[:, None] & (t[None, :] < HEAD_DIM), other=0.0).to(DOT))
-    slopes = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_ALIBI:
-        slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
+    q = query_tile(q_rows, d, live[:, None], live, HEAD_DIM, BLOCK_D, TAIL, DOT)
+    slopes = alibi_slopes(slopes_ptr, head, live, BLOCK_M, HAS_ALIBI)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -131,11 +134,9 @@ def latent_decode(
         score_scale = 1.0
     m = m * score_scale
     if not SPLIT or num_chunks == 1:
-        if HAS_SINKS:
-            l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
-        if HAS_LSE:
-            tl.store(sums_ptr + head * sums_stride_head + token + row // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
-        result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+        result = normalise(
+            acc, m, l, sums_ptr, sinks_ptr, token, row, head, live, v_scale, sums_stride_head, GROUP, HAS_SINKS, HAS_LSE
+        )
         out_rows = (token + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
         tl.store(out_ptr + out_rows[:, None] + d[None, :], result.to(out_ptr.dtype.element_ty), mask=live[:, None])
     else:

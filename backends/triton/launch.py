@@ -40,7 +40,7 @@ class Compiled:
         kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments, *self._constants)
 
 
-class Bound:
+class BoundKernel:
     """A compiled kernel with its grid and all arguments but the first few, for the layers of one step."""
 
     def __init__(self, compiled: Compiled, grid: Grid, rest: Sequence[Any]) -> None:
@@ -70,8 +70,8 @@ class Launcher:
     def bind(
         self, key: Hashable, grid: Grid, first: Sequence[Any], pointers: Sequence[Any], rest: Sequence[Any],
         constants: Mapping[str, Any], **options: int,
-    ) -> Bound | None:  # fmt: skip
-        """Run the kernel as `__call__` does, and return it bound to grid and `rest`; None where nothing was launched by address:
+    ) -> BoundKernel | None:  # fmt: skip
+        """Run the kernel as `__call__` does, and return a `BoundKernel`; None where nothing was launched by address:
         under the interpreter, and while kernels are compiled ahead.
 
         first, rest: all arguments; pointers: the addresses of `first`, with which the bound kernel is called.
@@ -80,8 +80,8 @@ class Launcher:
         if known is None or AHEAD.get() is not None:
             self(key, grid, (*first, *rest), constants, **options)
             known = self._compiled.get(key)
-            return None if known is None else Bound(known, grid, rest)
-        bound = Bound(known, grid, rest)
+            return None if known is None else BoundKernel(known, grid, rest)
+        bound = BoundKernel(known, grid, rest)
         bound(*pointers)
         return bound
 
@@ -108,6 +108,33 @@ class Launcher:
             self._compiled[key] = Compiled(kernel, tuple(constants[name] for name in names))
 
 
+class FixedLauncher:
+    """One kernel with one set of compile-time constants, for one kind of layer: the launcher of the fused kernels.
+
+    The kernel is compiled once for each combination of types and alignments that it meets. Its integer arguments, if any, must
+    not be specialised on.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int, device: torch.device, **constants: Any) -> None:
+        self.kernel = kernel
+        self._launch = Launcher(kernel)
+        self._num_warps, self._constants = num_warps, {**constants, "PDL": launches_early(device)}
+
+    def __call__(self, grid: Grid, *arguments: Tensor | float) -> None:
+        """Run the kernel; arguments in its order."""
+        key = tuple([(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None for a in arguments])
+        self._launch(key, grid, arguments, self._constants, num_warps=self._num_warps)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads may have."""
+    if device.type != "cuda":
+        return 128 * 1024  # nothing runs there but the interpreter
+    properties = torch.cuda.get_device_properties(device)
+    num_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return num_bytes
+
+
 def aligned(*pointers: int) -> bool | tuple[bool, ...]:
     """Which addresses Triton compiles 16-byte accesses for; True: all."""
     together = 0
@@ -124,3 +151,28 @@ def specialised(*numbers: int) -> tuple[object, ...]:
 def launches_early(device: torch.device) -> bool:
     """Whether kernels on a device may be launched programmatically dependent (constant PDL)."""
     return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
+
+
+class Workspace:
+    """Buffers for partial results. They grow, and outgrown ones are kept: a captured graph may still use them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: list[Tensor] = []
+        self._floats = torch.empty(0, device=device)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def floats(self, count: int) -> Tensor:
+        """At least `count` float32, not initialised."""
+        if self._floats.numel() < count:
+            self._kept.append(self._floats)
+            self._floats = torch.empty(max(count, 2 * self._floats.numel()), device=self._device)
+        return self._floats
+
+    def counters(self, count: int) -> Tensor:
+        """At least `count` int32 that are zero between launches."""
+        if self._counters.numel() < count:
+            self._kept.append(self._counters)
+            size = max(count, 2 * self._counters.numel())
+            self._counters = torch.zeros(size, dtype=torch.int32, device=self._device)
+        return self._counters

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.triton.tiles import LN_2
+from headway.backends.triton.tiles import normalise
 
 
 @triton.jit
@@ -82,11 +82,9 @@ def merge_rows(
     d = tl.arange(0, BLOCK_DV)
     head = kv_head * GROUP + (first_row + r) % GROUP
     live = first_row + r < query_len * GROUP
-    if HAS_SINKS:
-        l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
-    if HAS_LSE:
-        tl.store(sums_ptr + head * sums_stride_head + token + (first_row + r) // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
-    result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+    result = normalise(
+        acc, m, l, sums_ptr, sinks_ptr, token, first_row + r, head, live, v_scale, sums_stride_head, GROUP, HAS_SINKS, HAS_LSE
+    )
     out_rows = (token + (first_row + r) // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
     inside = live[:, None] & (d[None, :] < V_HEAD_DIM)
     tl.store(out_ptr + out_rows[:, None] + d[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
@@ -96,7 +94,7 @@ def merge_rows(
 def merge_tiles(
     out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
     sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
-    merges_ptr,  # int32 [num_merges, 8], see work.MERGE_FIELDS
+    merges_ptr,  # int32 [num_merges, 8], columns of prefill_schedule.MergeColumn
     sinks_ptr,  # float32 [num_heads], log2(e) * sink
     partial_ptr,  # float32 [slots, NUM_KV_HEADS, BLOCK_M, BLOCK_DV]
     lse_ptr,  # float32 [slots, NUM_KV_HEADS, BLOCK_M]

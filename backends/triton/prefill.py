@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headway.backends.triton.configs import ANY_PROMPT, Architecture, PrefillConfig, prefill_config
-from headway.backends.triton.descriptors import Descriptors, blocks, describable, one_block
-from headway.backends.triton.launch import Bound, Launcher, aligned, launches_early
+from headway.backends.triton.launch import BoundKernel, Launcher, Workspace, aligned, launches_early
 from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
 from headway.backends.triton.merge_kernel import merge_tiles
 from headway.backends.triton.prefill_kernel import varlen_attention
+from headway.backends.triton.prefill_schedule import TileSchedule, schedule_tiles
 from headway.backends.triton.splits import RunRule
-from headway.backends.triton.work import Work, list_work
-from headway.backends.triton.workspace import Workspace
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -37,18 +36,18 @@ class PrefillPlan:
 
     dense: bool
     """No sequence has a context: this step's k and v are all the keys there are."""
-    work: Work
+    schedule: TileSchedule
     rows: Tensor
-    """`work.rows` on the device."""
+    """`schedule.rows` on the device."""
     block_table: Tensor
     config: PrefillConfig
     partial: Tensor
     """float32, results of programs that share the keys of a query tile; shared by all plans of a backend."""
     lse: Tensor
-    launches: dict[Hashable, tuple[Bound, Bound | None, bool]] = field(default_factory=dict)
+    launches: dict[Hashable, tuple[BoundKernel, BoundKernel | None, bool]] = field(default_factory=dict)
     """What a layer launches, by all that its layers may differ in: the kernel, the merge, and whether keys are read by TMA."""
     checked: AttentionMetadata | None = None
-    """In debug mode: what the cache must be compared with before a launch."""
+    """What the cache must be compared with before a launch, in debug mode."""
 
 
 class Prefill:
@@ -90,7 +89,7 @@ class Prefill:
         if dense and metadata.num_prefill_tokens <= FEW_TOKENS:
             config = replace(config, tma=False)
         rule = self._rule(config)
-        work = list_work(
+        schedule = schedule_tiles(
             metadata.query_start_loc_cpu.numpy(),
             metadata.seq_lens_cpu.numpy(),
             spec.group_size,
@@ -99,12 +98,12 @@ class Prefill:
             spec.sliding_window,
             rule.cut,
         )
-        results = work.slots * spec.num_kv_heads * config.block_m
+        results = schedule.slots * spec.num_kv_heads * config.block_m
         floats = self._workspace.floats(results * (self._layer.block_dv + 1))
         return PrefillPlan(
             dense=dense,
-            work=work,
-            rows=upload(torch.from_numpy(work.rows), metadata.seq_lens.device),
+            schedule=schedule,
+            rows=upload(torch.from_numpy(schedule.rows), metadata.seq_lens.device),
             block_table=metadata.block_table,
             config=config,
             partial=floats,
@@ -130,7 +129,7 @@ class Prefill:
 
         k, v: [num_tokens, num_kv_heads, head_dim or v_head_dim], read where there is no context.
         """
-        if plan.work.programs == 0:
+        if plan.schedule.programs == 0:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)
         sums = q if lse is None else lse  # a placeholder where none is wanted
@@ -157,9 +156,9 @@ class Prefill:
         plan: PrefillPlan,
         lse: Tensor | None,
     ) -> None:
-        """Launch for the first layer of a step, and prepare the launch for those that are like it."""
+        """Launch for the first layer of a step, and prepare the launch for the layers like this one."""
         q, keys, values, out, sums = tensors
-        config, split = plan.config, plan.work.slots > 0
+        config, split = plan.config, plan.schedule.slots > 0
         compiled_for = (plan.dense, split, config, key)
         variant = self._variants.get(compiled_for)
         if variant is None:
@@ -185,15 +184,15 @@ class Prefill:
             plan.block_table.stride(0),
             *variant.strides,
         )
-        grid = (self._spec.num_kv_heads, plan.work.programs, 1)
+        grid = (self._spec.num_kv_heads, plan.schedule.programs, 1)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         first = (q, *read, out, sums)
         kernel = self._launch.bind(compiled_for, grid, first, pointers, rest, variant.constants, **options)
         merge = None
         if split:
             v_scale, strides = self._layer.scalars["v_scale"], (out.stride(0), out.stride(1), sums_stride)
-            rest = (plan.rows[plan.work.programs :], self._layer.sinks, plan.partial, plan.lse, v_scale, *strides)
-            grid = (self._spec.num_kv_heads, config.block_m // self._merge_rows, plan.work.merges)
+            rest = (plan.rows[plan.schedule.programs :], self._layer.sinks, plan.partial, plan.lse, v_scale, *strides)
+            grid = (self._spec.num_kv_heads, config.block_m // self._merge_rows, plan.schedule.merges)
             constants = self._merging(config, lse is not None)
             merge = self._launch_merge.bind(compiled_for, grid, (out, sums), pointers[3:], rest, constants, num_warps=1)
         if kernel is not None:
@@ -238,7 +237,7 @@ class Prefill:
             "TMA": tma,
             "HAS_LSE": lse,
             "STAGES": config.num_stages,
-            "SPLIT": plan.work.slots > 0,
+            "SPLIT": plan.schedule.slots > 0,
             "PDL": self._pdl,
         }
         return _Variant(tma, strides, constants)
@@ -260,3 +259,62 @@ class _Variant:
     tma: bool
     strides: tuple[int, ...]
     constants: Mapping[str, Any]
+
+
+_MOST = 256
+"""Descriptors that are kept: those of the caches of a large model, and of the buffers for k and v that its steps use in turn."""
+
+
+class Descriptors:
+    """Tensor descriptors of one kind of layer. Caches stay in place and buffers are reused, so that few are ever made."""
+
+    def __init__(self, block_d: int) -> None:
+        self._block_d = block_d
+        self._known: dict[Hashable, tuple[TensorDescriptor, TensorDescriptor]] = {}
+
+    def of(
+        self, keys: Tensor, values: Tensor, cache: LayerCache | None, block_n: int
+    ) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Describe a cache or, without one, a step's own k and v [num_tokens, num_kv_heads, head_dim]; boxes of block_n rows."""
+        key = (keys.data_ptr(), values.data_ptr(), cache is None, block_n, keys.shape[0], keys.stride(), values.stride())
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            views = one_block(keys, values) if cache is None else blocks(cache)
+            box = [1, 1, block_n, self._block_d]
+            first, second = (TensorDescriptor(_memory(t), list(t.shape), list(t.stride()), box) for t in views)
+            known = self._known[key] = first, second
+        return known
+
+
+def one_block(k: Tensor, v: Tensor) -> list[Tensor]:
+    """Views [1, head, token, dim]: one block that holds every token."""
+    return [t.transpose(0, 1).unsqueeze(0) for t in (k, v)]
+
+
+def blocks(cache: LayerCache) -> list[Tensor]:
+    """Views [block, head, slot, dim] of a cache whose head_dim is not split."""
+    return [t.squeeze(4).transpose(1, 2) for t in (cache.logical_key, cache.logical_value)]
+
+
+def describable(view: Tensor) -> bool:
+    """Whether the tensor memory accelerator can address a view: 16-byte aligned rows, elements side by side."""
+    size = view.element_size()
+    return view.stride(3) == 1 and view.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in view.stride()[:3])
+
+
+class _Memory:
+    """Stands for a tensor in a descriptor, which would keep the tensor alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._address = tensor.data_ptr()
+
+    def data_ptr(self) -> int:
+        """Address of the memory."""
+        return self._address
+
+
+def _memory(tensor: Tensor) -> Any:
+    return tensor if INTERPRETED else _Memory(tensor)

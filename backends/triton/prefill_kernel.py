@@ -1,4 +1,4 @@
-"""Varlen prefill and extend: each program folds a run of keys into a tile of query rows; `work.py` lists which.
+"""Varlen prefill and extend: each program folds a run of keys into a tile of query rows, as `prefill_schedule` lists.
 
 FlashAttention's forward pass (Dao et al. 2022, 2023) with FlashInfer's head packing. The keys come from this step's k and v (no
 context) or through the block table. With TMA they are read by tensor descriptors over the same memory, one box a tile. Where
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.triton.tiles import LN_2
+from headway.backends.triton.tiles import alibi_slopes, normalise, query_tile
 from headway.backends.triton.walk_kernel import walk
 
 
@@ -26,7 +26,7 @@ def varlen_attention(
     value,
     out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
     sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the log-sum-exp of each row
-    work_ptr,  # int32 [programs, 8], see work.WORK_FIELDS
+    schedule_ptr,  # int32 [programs, 8], columns of prefill_schedule.TileColumn
     partial_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M, BLOCK_DV]
     lse_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M]
     table_ptr,  # int32 [num_seqs, max_blocks]
@@ -84,15 +84,15 @@ def varlen_attention(
     if PDL:
         gdc_wait()
     kv_head = tl.program_id(0)
-    work = work_ptr + tl.program_id(1) * 8
-    seq = tl.load(work)
-    start = tl.load(work + 1)
-    query_len = tl.load(work + 2)
-    kv_len = tl.load(work + 3)
-    first_row = tl.load(work + 4) * BLOCK_M
-    begin = tl.load(work + 5) * BLOCK_N  # a number of tiles there, so that the compiler sees a multiple
-    end = tl.load(work + 6)
-    slot = tl.load(work + 7)
+    tile = schedule_ptr + tl.program_id(1) * 8
+    seq = tl.load(tile)
+    start = tl.load(tile + 1)
+    query_len = tl.load(tile + 2)
+    kv_len = tl.load(tile + 3)
+    first_row = tl.load(tile + 4) * BLOCK_M
+    begin = tl.load(tile + 5) * BLOCK_N  # a number of tiles there, so that the compiler sees a multiple
+    end = tl.load(tile + 6)
+    slot = tl.load(tile + 7)
     context = kv_len - query_len
 
     row = first_row + tl.arange(0, BLOCK_M)
@@ -102,14 +102,8 @@ def varlen_attention(
     d = tl.arange(0, BLOCK_D)
     inside = live[:, None] & (d[None, :] < HEAD_DIM)
     q_rows = (start + row // GROUP).to(tl.int64) * q_stride_token + head * q_stride_head
-    q = (tl.load(q_ptr + q_rows[:, None] + d[None, :], mask=inside, other=0.0).to(DOT),)
-    if TAIL > 0:
-        t = BLOCK_D + tl.arange(0, TAIL)
-        in_tail = live[:, None] & (t[None, :] < HEAD_DIM)
-        q = (q[0], tl.load(q_ptr + q_rows[:, None] + t[None, :], mask=in_tail, other=0.0).to(DOT))
-    slopes = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_ALIBI:
-        slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
+    q = query_tile(q_ptr + q_rows[:, None], d, inside, live, HEAD_DIM, BLOCK_D, TAIL, DOT)
+    slopes = alibi_slopes(slopes_ptr, head, live, BLOCK_M, HAS_ALIBI)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -154,11 +148,9 @@ def varlen_attention(
     m = m * score_scale
     dv = tl.arange(0, BLOCK_DV)
     if not SPLIT or slot < 0:
-        if HAS_SINKS:
-            l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
-        if HAS_LSE:
-            tl.store(sums_ptr + head * sums_stride_head + start + row // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
-        result = acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]
+        result = normalise(
+            acc, m, l, sums_ptr, sinks_ptr, start, row, head, live, v_scale, sums_stride_head, GROUP, HAS_SINKS, HAS_LSE
+        )
         out_rows = (start + row // GROUP).to(tl.int64) * out_stride_token + head * out_stride_head
         out_mask = live[:, None] & (dv[None, :] < V_HEAD_DIM)
         tl.store(out_ptr + out_rows[:, None] + dv[None, :], result.to(out_ptr.dtype.element_ty), mask=out_mask)

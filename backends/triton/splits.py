@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headway.backends.triton.configs import DecodeConfig, PrefillConfig
-from headway.backends.triton.work import Ints
+from headway.backends.triton.prefill_schedule import Ints
 
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Splits of a sequence, those that were measured: what lies between them gains nothing."""

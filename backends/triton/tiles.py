@@ -289,3 +289,48 @@ def weigh(scores, m, l, m_new, score_scale, MASKED: tl.constexpr):
     weights = tl.exp2(scores * score_scale - (finite * score_scale)[:, None])
     shrink = tl.exp2((m - finite) * score_scale)
     return m_new, l * shrink + tl.sum(weights, 1), weights, shrink
+
+
+@triton.jit
+def query_tile(
+    rows,  # pointers [BLOCK_M, 1]
+    d,  # tl.arange(0, BLOCK_D)
+    inside,  # which elements of the first tile lie in the query
+    live,  # [BLOCK_M] which rows are in use
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Load a query tile: a tuple of [BLOCK_M, BLOCK_D] and, where a row has a TAIL, [BLOCK_M, TAIL]."""
+    q = (tl.load(rows + d[None, :], mask=inside, other=0.0).to(DOT),)
+    if TAIL > 0:
+        t = BLOCK_D + tl.arange(0, TAIL)
+        q = (q[0], tl.load(rows + t[None, :], mask=live[:, None] & (t[None, :] < HEAD_DIM), other=0.0).to(DOT))
+    return q
+
+
+@triton.jit
+def alibi_slopes(slopes_ptr, head, live, BLOCK_M: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """ALiBi slopes of a tile's rows, [BLOCK_M], times log2(e); zeros without ALiBi."""
+    slopes = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(slopes_ptr + head, mask=live, other=0.0)
+    return slopes
+
+
+@triton.jit
+def normalise(
+    acc, m, l,  # of `softmax_step` over all keys of the rows; m scaled
+    sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], written: log-sum-exp
+    sinks_ptr,
+    first_token,  # of the sequence
+    row,  # [rows] in the sequence's query
+    head,  # [rows] query head
+    live,  # [rows] which are in use
+    v_scale, sums_stride_head,
+    GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Add the sinks, store the log-sum-exp, and return the attention output [rows, BLOCK_DV]."""
+    if HAS_SINKS:
+        l += tl.exp2(tl.load(sinks_ptr + head, mask=live, other=0.0) - m)
+    if HAS_LSE:
+        tl.store(sums_ptr + head * sums_stride_head + first_token + row // GROUP, (m + tl.log2(l)) * LN_2, mask=live)
+    return acc * (v_scale / tl.where(l > 0, l, 1.0))[:, None]

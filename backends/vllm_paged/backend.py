@@ -10,8 +10,7 @@ from torch import Tensor
 
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.backends.probe import at_least, has_gpu
-from headway.backends.vllm_paged.arguments import MAX_WARPS
-from headway.backends.vllm_paged.decode import Decode, DecodePlan
+from headway.backends.vllm_paged.decode import MAX_WARPS, PagedDecode, PagedDecodePlan
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import FEATURES, Capabilities
 from headway.core.contract.errors import ConfigError
@@ -52,7 +51,7 @@ class VllmPagedAttention(AttentionBackend):
     ) -> None:
         super().__init__(spec, layout, block_size, options)
         cut = _number(options, "num_warps", MAX_WARPS), _number(options, "num_partitions", None)
-        self._decode = Decode(spec, block_size, cut)
+        self._decode = PagedDecode(spec, block_size, cut)
 
     @classmethod
     def available(cls) -> Support:
@@ -91,11 +90,11 @@ class VllmPagedAttention(AttentionBackend):
         """Partial results of the partitions."""
         return self._decode.workspace_bytes(max_num_seqs)
 
-    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
+    def plan(self, metadata: AttentionMetadata) -> PagedDecodePlan:
         """Choose single-pass or partitioned once for all layers."""
         return self._decode.plan(metadata)
 
-    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
+    def decode(self, q: Tensor, cache: LayerCache, plan: PagedDecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the newest tokens over the cache."""
         assert lse is None, "not declared"
         self._decode.run(q, cache, plan, out)

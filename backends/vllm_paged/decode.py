@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 from numpy import float32, int32
 from torch import Tensor
 
 from headway.backends.nvrtc.arguments import Arguments
+from headway.backends.nvrtc.compiler import Variant, architecture
 from headway.backends.nvrtc.launch import Launch
 from headway.backends.nvrtc.store import load
-from headway.backends.nvrtc.variant import Variant, architecture
-from headway.backends.vllm_paged.arguments import CSRC, TILE, address, per_head, scoring_of
-from headway.backends.vllm_paged.plan import PARTITIONS, Cut, Machine, choose, shared_bytes, stages_of
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
+
+CSRC = Path(__file__).parent / "csrc"
+"""The sources of the kernels."""
+TILE = 16
+"""Keys of a tile, and tokens that a block of threads writes: TILE of layout.cuh."""
+MAX_WARPS = 8
+_LOG2E = math.log2(math.e)
+
+
+def scoring_of(spec: AttentionSpec) -> tuple[float32, float32, int32]:
+    """The members of struct Scoring of score.cuh for a layer: scale and cap in the base-2 domain, and the window."""
+    scale, cap, window = spec.scale * spec.k_scale, spec.softcap, int32(spec.sliding_window or 0)
+    if cap is None:
+        return float32(scale * _LOG2E), float32(0.0), window
+    return float32(scale / cap), float32(cap * _LOG2E), window
+
+
+def per_head(values: tuple[float, ...] | None, device: torch.device) -> Tensor | None:
+    """float32 [num_heads], times log2(e)."""
+    if values is None:
+        return None
+    return torch.tensor([value * _LOG2E for value in values], dtype=torch.float32, device=device)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor begins; a null pointer for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
 
 _SOURCE = "paged_attention.cu"
 _OUT = (0,) * 3
@@ -28,7 +57,7 @@ _LONG = 64
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePlan:
+class PagedDecodePlan:
     """One step's decode."""
 
     cut: Cut
@@ -44,7 +73,7 @@ class DecodePlan:
     """What the arguments point to."""
 
 
-class Decode:
+class PagedDecode:
     """Decode of one layer kind: chooses v1 or v2 once a step, then launches one or two kernels a layer.
 
     :raises UnsupportedError: no compiler.
@@ -56,7 +85,7 @@ class Decode:
         arch = architecture(spec.device)
         properties = torch.cuda.get_device_properties(spec.device)
         self._overlaps = properties.major >= 9
-        self._machine = Machine(properties.multi_processor_count, 4.2e6 if properties.major >= 9 else 1.5e6)
+        self._machine = GPUResources(properties.multi_processor_count, 4.2e6 if properties.major >= 9 else 1.5e6)
         self._tile_bytes = tile_bytes(spec.head_dim, spec.cache_dtype)
         self._warp_bytes = stages_of(self._tile_bytes, arch) * self._tile_bytes
         self._most_warps = shared_bytes(arch) // self._warp_bytes
@@ -68,7 +97,7 @@ class Decode:
         self._workspace = torch.empty(0, device=spec.device)
         self._outgrown: list[Tensor] = []
 
-    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
+    def plan(self, metadata: AttentionMetadata) -> PagedDecodePlan:
         """Fix grid, partitions and buffers for a view of decoding sequences."""
         spec = self._spec
         rows = spec.group_size * metadata.max_query_len
@@ -89,7 +118,7 @@ class Decode:
             if cut.partitions > 1:
                 grid = (items, min(rows, self._row_tile), metadata.num_seqs)
                 reduction = Launch(grid, spec.head_dim, overlaps=self._overlaps)
-        return DecodePlan(
+        return PagedDecodePlan(
             cut=cut,
             attention=attention,
             reduction=reduction,
@@ -98,7 +127,7 @@ class Decode:
             kept=(buffer, table, lens, starts),
         )
 
-    def run(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
+    def run(self, q: Tensor, cache: LayerCache, plan: PagedDecodePlan, out: Tensor) -> None:
         """q, out: [num_tokens, num_heads, head_dim]."""
         if plan.attention is None:
             return
@@ -135,7 +164,7 @@ class Decode:
 
 
 def tile_bytes(head_dim: int, kv_dtype: torch.dtype) -> int:
-    """Of a tile's key and value."""
+    """Bytes of a tile's key and value."""
     return 2 * TILE * head_dim * kv_dtype.itemsize
 
 
@@ -143,3 +172,80 @@ def variant_of(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_s
     """The compilation that serves such layers."""
     stages = stages_of(tile_bytes(head_dim, kv_dtype), arch)
     return Variant.of(CSRC, _SOURCE, dtype, kv_dtype, head_dim, block_size, STAGES=stages)
+
+
+PARTITIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+MAX_STAGES = 6
+WARPS = (2, 4, MAX_WARPS)
+
+
+SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
+"""Shared memory a block of threads can ask for, nearly all that a multiprocessor has, by architecture; 99 on all others."""
+_KERNELS_OWN = 2048
+"""What the attention kernel has besides its stages."""
+
+
+def shared_bytes(arch: str) -> int:
+    """Shared memory for the stages of a block of threads. arch: such as sm_90."""
+    return SHARED_KIB.get(arch, 99) * 1024 - _KERNELS_OWN
+
+
+@dataclass(frozen=True, slots=True)
+class GPUResources:
+    """What of the device the choice depends on."""
+
+    multiprocessors: int
+    bytes_per_us: float
+    """Memory bandwidth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one launch is cut up."""
+
+    warps: int
+    partitions: int
+
+
+def stages_of(tile_bytes: int, arch: str) -> int:
+    """Tiles a warp has under way, so many that MAX_WARPS warps fit where they can. tile_bytes: of key and value."""
+    return max(2, min(MAX_STAGES, shared_bytes(arch) // (MAX_WARPS * tile_bytes)))
+
+
+_TILE_US = 1.1
+"""Time of one tile of a warp that nobody disturbs: latency."""
+_START_US = 3.0
+"""What a block of threads takes before its first tile and after its last."""
+_TAIL = 0.05
+"""Share of a block's time in which, at the end, the memory is not busy any more."""
+_WARP_US = 0.17
+"""What merging one more warp costs."""
+_SECOND_US = 4.6
+"""What the second kernel costs, and ..."""
+_MERGE_US = 0.09
+"""... what one more partition to merge does, and ..."""
+_PARTIAL_US = 0.23
+"""... what one more block of threads on each multiprocessor does, that leaves a partial result."""
+
+
+@lru_cache(maxsize=4096)
+def choose(items: int, total_tiles: int, longest: int, tile_bytes: int, machine: GPUResources) -> Cut:
+    """The cut that the model below expects to finish first; its constants were fitted to a sweep on an H200.
+
+    items: sequences times kv heads times row tiles; total_tiles: tiles of all items together; longest: tiles of the longest. The
+    sizes are rounded by the caller, so that the answers are few and cached.
+    """
+    busy = min(items, max(1.0, total_tiles / max(longest, 1)))  # items of full length that would be as much work
+    shared_tile_us = machine.multiprocessors * tile_bytes / machine.bytes_per_us  # a tile of each multiprocessor at full rate
+
+    def time_of(cut: Cut) -> float:
+        each = math.ceil(longest / cut.partitions)
+        steps = math.ceil(each / cut.warps)
+        blocks = busy * math.ceil(longest / max(each, 1)) / machine.multiprocessors
+        at_once = min(math.ceil(blocks), MAX_WARPS // cut.warps)
+        rounds = max(1.0, math.ceil(blocks) * cut.warps / MAX_WARPS)
+        tile_us = max(_TILE_US, at_once * min(cut.warps, each) * shared_tile_us)
+        second = _SECOND_US + _MERGE_US * cut.partitions + _PARTIAL_US * blocks if cut.partitions > 1 else 0.0
+        return rounds * (steps * tile_us + _START_US) + _TAIL * steps * _TILE_US + _WARP_US * cut.warps + second
+
+    return min((Cut(w, p) for w in WARPS for p in PARTITIONS if p <= max(longest, 1)), key=time_of)

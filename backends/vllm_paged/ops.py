@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.vllm_paged import writer
-from headway.backends.vllm_paged.decode import Decode
+from headway.backends.vllm_paged.decode import PagedDecode
 from headway.core.contract.layout import VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
@@ -99,8 +99,8 @@ def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pa
 
 
 @lru_cache(maxsize=64)
-def _decode(spec: AttentionSpec, block_size: int) -> Decode:
-    return Decode(spec, block_size)
+def _decode(spec: AttentionSpec, block_size: int) -> PagedDecode:
+    return PagedDecode(spec, block_size)
 
 
 for _operator in (reshape_and_cache, paged_attention, copy_blocks, swap_blocks):

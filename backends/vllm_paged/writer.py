@@ -7,10 +7,10 @@ from numpy import float32, int32
 from torch import Tensor
 
 from headway.backends.nvrtc.arguments import Arguments
+from headway.backends.nvrtc.compiler import Variant
 from headway.backends.nvrtc.launch import Launch
 from headway.backends.nvrtc.store import load
-from headway.backends.nvrtc.variant import Variant
-from headway.backends.vllm_paged.arguments import CSRC, TILE
+from headway.backends.vllm_paged.decode import CSRC, TILE
 from headway.core.contract.layout import LayerCache
 
 _MANY_TOKENS = 1024

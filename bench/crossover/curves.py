@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-from headway.bench.charts import bare, heading, new_figure, png
-from headway.bench.crossover.palette import TIE, colours
+from headway.bench.charts import TIE, bare, colours, heading, new_figure, png
 from headway.bench.crossover.plot import LENGTHS, TITLES
-from headway.bench.crossover.view import Block, Row, View
+from headway.bench.crossover.view import Block, TableRow, View
 from headway.core.contract.errors import ConfigError
-from headway.tuning.schema import PhaseName
+from headway.tuning.table.schema import PhaseName
 
 _COLUMNS = 3
 """Panels that are drawn of each phase: the smallest, the largest and one between."""
@@ -30,7 +29,7 @@ class Panel:
     batch: int
     query_len: int
     """New tokens of each sequence; 0 in prefill, where they are the length."""
-    rows: list[Row]
+    rows: list[TableRow]
 
     @property
     def title(self) -> str:
@@ -73,9 +72,9 @@ def to_curves(view: View, phases: Sequence[str] = ()) -> bytes:
 
 
 def panels(blocks: list[Block]) -> list[Panel]:
-    """Of a phase's points those that differ in length alone: at most three groups of several lengths."""
+    """The points of a phase that differ in length alone: at most three groups of several lengths."""
     of_prompts = blocks[0].phase == "prefill"
-    groups: dict[tuple[int, int], list[Row]] = {}
+    groups: dict[tuple[int, int], list[TableRow]] = {}
     for block in blocks:
         for row in block.rows:
             groups.setdefault((block.batch, 0 if of_prompts else row.first.query_len), []).append(row)
@@ -86,7 +85,7 @@ def panels(blocks: list[Block]) -> list[Panel]:
     return [found[place] for place in places]
 
 
-def _length(row: Row) -> int:
+def _length(row: TableRow) -> int:
     return row.first.kv_len
 
 
@@ -121,11 +120,11 @@ def _short(length: int) -> str:
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
-def _has_time(row: Row, name: str) -> bool:
+def _has_time(row: TableRow, name: str) -> bool:
     return name in row.cells and row.cells[name].layer_us is not None
 
 
-def _legend(figure: Any, view: View, chosen: dict[str, str], drawn: list[Row]) -> None:
+def _legend(figure: Any, view: View, chosen: dict[str, str], drawn: list[TableRow]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headway.bench.crossover.process import events
+from headway.bench.crossover.worker_protocol import events
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.support import Reason
-from headway.core.select.request import parse_backend_request, request_for
-from headway.core.select.selector import check_names
-from headway.core.system.child import Child, python
+from headway.core.select.backend_request import BackendRequest
+from headway.core.select.startup import check_names
+from headway.core.system.child import Child, python_command
+from headway.core.system.json_files import write_json
+from headway.core.system.provenance import Origin, command_line
+from headway.core.system.terminal import progress_bar
 from headway.registry import Registry
 from headway.testing.cases import parse_case
-from headway.testing.json_files import write_json
-from headway.testing.origin import Origin, command_line
-from headway.tuning.compare import differences
-from headway.tuning.device import identify_device
-from headway.tuning.files import read_table
-from headway.tuning.outcome import new_cell
-from headway.tuning.points import Point
-from headway.tuning.progress import progress_bar
-from headway.tuning.schema import BackendRecord, Cell, CrossoverTable, SpecRecord, points
-from headway.tuning.ties import mark_ties, noise_of
+from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.measure_point import new_cell
+from headway.tuning.measure.points import Point
+from headway.tuning.table.compare import differences
+from headway.tuning.table.files import read_table
+from headway.tuning.table.noise import mark_ties, noise_of
+from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, SpecRecord, points
 
 AUTO = "auto"
 """Takes part like a backend: each step's choice by the kernel-level table."""
@@ -49,9 +49,9 @@ class EngineOptions:
     llm: Mapping[str, Any]
     """Arguments of headway.LLM, without attn_backend."""
     cases: Sequence[str]
-    """In the grammar of headway.testing.cases: query_len is the input's length, kv_len that of input and output."""
+    """Cases of the grammar of headway.testing.cases: query_len is the input's length, kv_len that of input and output."""
     backends: Sequence[str] | None = None
-    """As `LLM` takes them: names and pairs. None: all that are available here, those without a phase beside auto; and `auto`."""
+    """Names and pairs as `LLM` takes them. None: all that are available here, those without a phase beside auto; and `auto`."""
     repeat: int = 1
     cell_limit: float = 120.0
     """Seconds after which a generation is given up, with all that are no smaller."""
@@ -75,7 +75,7 @@ class _Run:
 
 
 def cases(batches: Sequence[int], lens: Sequence[int]) -> list[str]:
-    """As many tokens out as in, for each batch size and input length."""
+    """Cases with as many tokens out as in, for each batch size and input length."""
     return [f"{batch}q{n}s{2 * n}" for batch in batches for n in lens]
 
 
@@ -87,7 +87,7 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
     date = datetime.now(UTC).isoformat(timespec="seconds")
     names = list(options.backends) if options.backends else [*_available(registry), AUTO]
     for name in names:
-        check_names(registry, name, AUTO, {})
+        check_names(registry, BackendRequest.parse(name), AUTO, {})
     todo = [_point(case) for case in options.cases]
     old = _old_table(options)
     ends = None if options.budget is None else time.monotonic() + options.budget
@@ -148,7 +148,7 @@ def _begin(name: str, todo: Sequence[Point], old: CrossoverTable | None) -> _Run
 
 def _available(registry: Registry) -> list[str]:
     names = [name for name in registry.backends if registry.availability(name)]
-    return [request_for(name, registry.backend(name).capabilities.phases) for name in names]
+    return [BackendRequest.for_backend(name, registry.backend(name).capabilities.phases).text for name in names]
 
 
 def _point(case: str) -> Point:
@@ -167,7 +167,7 @@ def _measure(name: str, run: _Run, options: EngineOptions, ends: float | None) -
     """Cells of a backend; a process that dies is started again for what is left."""
     while run.todo and (ends is None or time.monotonic() < ends):
         current: Point | None = None
-        with Child(python("headway.bench.crossover.worker")) as child:
+        with Child(python_command("headway.bench.crossover.worker")) as child:
             for event in events(child, _request(name, run.todo, options), options.cell_limit):
                 kind = event["event"]
                 if kind == "ready":
@@ -229,8 +229,9 @@ def _table(runs: Mapping[str, _Run], options: EngineOptions, registry: Registry,
 
 
 def _owner(request: str, registry: Registry) -> str:
-    """Of the backends that a request names."""
-    names = dict.fromkeys(parse_backend_request(request).values())
+    """Who brings the backends of a request; auto counts as Headway's."""
+    asked = BackendRequest.parse(request)
+    names = (asked.prefill, asked.decode)
     return ", ".join(dict.fromkeys("headway" if name == AUTO else registry.backends[name].owner for name in names))
 
 

@@ -1,14 +1,21 @@
-"""A table or picture of it in a file, in the form that the file's name ends with."""
+"""A crossover table, or a picture of it, written to a file in the form that the name ends with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 
-from headway.bench.crossover.report import to_csv, to_markdown
-from headway.bench.crossover.view import View
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from headway.bench.charts import TIE, cell_colour, colours, faded
+from headway.bench.crossover.plot import lengths
+from headway.bench.crossover.report import notes, software, speedup, to_csv, to_markdown, winner
+from headway.bench.crossover.view import Block, TableRow, View, show, unit
 from headway.core.contract.errors import ConfigError
-from headway.testing.json_files import write_bytes, write_json
+from headway.core.system.json_files import write_bytes, write_json
+from headway.core.system.text import harmless
+from headway.tuning.table.schema import PhaseName
 
 
 def _json(view: View, path: Path) -> None:
@@ -24,7 +31,7 @@ def _markdown(view: View, path: Path) -> None:
 
 
 def _html(view: View, path: Path) -> None:
-    from headway.bench.crossover.html import to_html
+    from headway.bench.crossover.export import to_html
 
     write_bytes(to_html(view).encode(), path)
 
@@ -42,11 +49,11 @@ FORMS: dict[str, Callable[[View, Path], None]] = {
     ".html": _html,
     ".png": _png,
 }
-"""By suffix. JSON and CSV hold every layout and block size, the others the view's."""
+"""Suffix -> writer. JSON and CSV hold every layout and block size, the others the view's."""
 
 
 def check_target(path: Path, table: Path | None) -> None:
-    """Check before anything slow is done for it. table: file of the table that is to be shown.
+    """Check a file name before anything slow is done for the file. table: file of the table that is to be shown.
 
     :raises ConfigError: a form that nobody writes, or the file of the table itself, whose cells would be lost.
     """
@@ -68,3 +75,64 @@ def export(view: View, path: Path) -> None:
     """
     check_suffix(path)
     FORMS[path.suffix.lower()](view, path)
+
+
+PURPOSE: dict[PhaseName, str] = {
+    "decode": "One new token a sequence over its whole cache: most of the steps of a generation.",
+    "verify": "A few new tokens a sequence at once: the guesses of a speculator.",
+    "prefill": "Prompts without a cached context.",
+    "extend": "New tokens after a cached context: a prefix hit, or a later chunk of a long prompt.",
+    "generate": "Whole generations, with as many tokens out as in.",
+}
+
+
+def to_html(view: View) -> str:
+    """The page. Every colour, rule and number is in it, so it can be mailed or kept beside the table."""
+    loader = PackageLoader(__package__, "")
+    environment = Environment(
+        loader=loader, autoescape=True, finalize=_harmless, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    chosen = colours(view.backends)
+    return environment.get_template("page.html").render(
+        view=view,
+        software=software(view.table.device),
+        keys=[
+            *((name, chosen[name], f"{_wins(view, name)} of {sum(1 for _ in view.rows)}") for name in view.backends),
+            ("tie", TIE, "cannot be told apart"),
+        ],
+        panels=[_panel(phase, list(blocks)) for phase, blocks in groupby(view.blocks, key=lambda block: block.phase)],
+        notes=notes(view),
+        colour=lambda row: cell_colour(row.winners, chosen),
+        share=lambda row: 100 if len(row.winners) > 1 else round(100 * faded(row.speedup)),
+        kind=_kind,
+        winner=winner,
+        speedup=speedup,
+        show=show,
+    )
+
+
+def _harmless(value: object) -> object:
+    """What goes into the page: autoescape takes care of markup."""
+    return harmless(value, keep="\n") if type(value) is str else value
+
+
+def _wins(view: View, name: str) -> int:
+    return sum(name in row.winners for row in view.rows)
+
+
+def _panel(phase: PhaseName, blocks: list[Block]) -> dict[str, object]:
+    """What the page says of one phase."""
+    return {
+        "phase": phase,
+        "purpose": PURPOSE[phase],
+        "unit": unit(phase),
+        "corner": "batch \\ in + out" if phase == "generate" else "batch \\ length",
+        "lengths": lengths(blocks),
+        "blocks": [(block, {row.label: row for row in block.rows}) for block in blocks],
+    }
+
+
+def _kind(row: TableRow, name: str) -> str:
+    """The style of a backend's time in a row."""
+    cell = row.cells.get(name)
+    return "win" if name in row.winners else "" if cell is not None and cell.median_us is not None else "no"

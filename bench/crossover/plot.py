@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from headway.bench.charts import heading, new_figure, png
-from headway.bench.crossover.palette import TIE, cell_colour, colours, faded
+from headway.bench.charts import TIE, cell_colour, colours, faded, heading, new_figure, png
 from headway.bench.crossover.report import speedup, winner
-from headway.bench.crossover.view import Block, Row, View
+from headway.bench.crossover.view import Block, TableRow, View
 from headway.core.contract.errors import ConfigError
 from headway.core.system.text import picture
-from headway.tuning.schema import PhaseName
+from headway.tuning.table.schema import PhaseName
 
 TITLES: dict[PhaseName, str] = {
     "decode": "decode: one new token for each sequence",
@@ -78,7 +77,7 @@ def _panel(axis: Any, phase: PhaseName, blocks: list[Block], chosen: dict[str, s
 
 def lengths(blocks: list[Block]) -> list[str]:
     """Labels of a phase's lengths, the shortest first."""
-    rows: dict[str, Row] = {row.label: row for block in blocks for row in block.rows}
+    rows: dict[str, TableRow] = {row.label: row for block in blocks for row in block.rows}
     return sorted(rows, key=lambda label: (rows[label].first.query_len, rows[label].first.kv_len))
 
 

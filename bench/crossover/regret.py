@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
 from headway.bench.crossover.view import pairs_of, view
@@ -18,28 +17,29 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.select.costs import StepCosts
-from headway.core.select.selection import Measured
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selection import MeasuredChoice
 from headway.core.select.selector import Selector
 from headway.core.select.workload import Workload
-from headway.core.system.files import read_text
+from headway.core.system.json_files import ResultFile
+from headway.core.system.provenance import Origin, command_line
+from headway.core.system.terminal import progress_bar
 from headway.registry import Registry, create_registry
 from headway.testing.cases import parse_case
-from headway.testing.origin import Origin, command_line
-from headway.tuning.convert import to_costs
-from headway.tuning.device import identify_device
-from headway.tuning.identity import DeviceIdentity
-from headway.tuning.measure_point import Bench, measure_point
-from headway.tuning.points import CORE_PHASE, Point, held_out
-from headway.tuning.progress import on_device, progress_bar
-from headway.tuning.run import GRAPH_LEN
-from headway.tuning.schema import Cell, CrossoverTable, SpecRecord
-from headway.tuning.timing import Turns
+from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.measure_point import Bench, measure_point
+from headway.tuning.measure.points import Point, held_out
+from headway.tuning.measure.run import GRAPH_LEN
+from headway.tuning.measure.timing import InterleavedTimer, on_device
+from headway.tuning.table.convert import CORE_PHASE, to_costs
+from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import Cell, CrossoverTable, SpecRecord
 
 LAYERS = 32
 """Layers of a model, which share the plan's cost."""
 
 
-class Trial(BaseModel):
+class RegretTrial(BaseModel):
     """One held-out point."""
 
     model_config = ConfigDict(extra="forbid")
@@ -47,15 +47,15 @@ class Trial(BaseModel):
     phase: str
     case: str
     seed: int | None = None
-    """Of the draw of points that it is of; None where none was drawn, and in files of before 2026-11-22."""
+    """Seed of the draw that the point comes from; None where none was drawn, and in files of before 2026-11-22."""
     chosen: str
     best: str
     chosen_us: float
     """A step: plan and all layers."""
     best_us: float
-    """Of all backends over the layout and block size that `auto` fixed."""
+    """The fastest of all backends over the layout and block size that `auto` fixed."""
     times_us: dict[str, float]
-    """By backend, layout and block size, such as `triton nhd 256`; by the backend alone where it reads no cache."""
+    """Microseconds by backend, layout and block size, such as `triton nhd 256`; by the backend alone where it reads no cache."""
 
     @property
     def regret(self) -> float:
@@ -68,11 +68,10 @@ class Trial(BaseModel):
         return self.chosen_us / min(self.times_us.values())
 
 
-class RegretReport(BaseModel):
+class RegretReport(ResultFile):
     """One run over held-out points."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-
+    written_by: ClassVar[str] = "headway table regret --output"
     schema_: Literal["headway.regret/1"] = Field(default="headway.regret/1", alias="schema")
     command: str
     origin: Origin | None = None
@@ -90,7 +89,7 @@ class RegretReport(BaseModel):
     geometric_mean_anywhere: float
     """Against the best over every layout and block size that was measured."""
     worst_anywhere: float
-    trials: list[Trial]
+    trials: list[RegretTrial]
     untimed: list[str]
     """Points at which the choice, or every backend, had no time; with the reasons."""
 
@@ -120,7 +119,7 @@ def measure_regret(
     :raises ConfigError: the table has no times for any layout, so there is no choice to judge.
     """
     spec = table.spec.to_spec(device)
-    selector = Selector(registry, [spec] * layers, costs={spec: to_costs(table)}, workload=workload)
+    selector = Selector(registry, LayerSpecs([spec] * layers), costs={spec: to_costs(table)}, workload=workload)
     if selector.costs is None:
         raise ConfigError("regret", "a table of level kernel with times for every phase", f"{len(table.cells)} cells without")
     chosen = selector.selection
@@ -132,12 +131,12 @@ def measure_regret(
     if anywhere:
         others = [(registry.layout(layout).layout, size) for layout, size in pairs_of(table) if layout and size]
         pairs += [pair for pair in others if pair != pairs[0]]
-    trials: list[Trial] = []
+    trials: list[RegretTrial] = []
     untimed: list[str] = []
     with torch.no_grad(), on_device(device), progress_bar(console) as progress:
         task = progress.add_task("regret", total=len(points))
         for seed, point in points:
-            bench = Bench(registry, spec, Turns(rounds=5), table.graph_len or GRAPH_LEN, seed)
+            bench = Bench(registry, spec, InterleavedTimer(rounds=5), table.graph_len or GRAPH_LEN, seed)
             cells = measure_point(point, bench, names, pairs, {})
             shape = point.shape
             backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
@@ -151,23 +150,6 @@ def measure_regret(
                 trials.append(trial)
             progress.update(task, advance=1, description=f"{point.phase} {point.case}")
     return _report(table, identify_device(device), str(chosen), layers, seeds[0], trials, untimed)
-
-
-def read_report(path: Path) -> RegretReport:
-    """Read a report that was written to a file.
-
-    :raises ConfigError: missing, or not of this schema.
-    """
-    try:
-        return RegretReport.model_validate_json(read_text(path))
-    except OSError as error:
-        got = error.strerror or str(error)
-    except UnicodeDecodeError:
-        got = "a file that is no text"
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        got = ": ".join(part for part in (".".join(map(str, first["loc"])), first["msg"]) if part)
-    raise ConfigError(f"report {path}", "a file that headway table regret --output wrote", got)
 
 
 def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload) -> RegretReport:
@@ -185,7 +167,7 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
 
     layouts = create_registry(load_entry_points=False)
     places = [(layouts.layout(name).layout, size) for name, size in pairs_of(table) if name and size]
-    found = Measured([(to_costs(table), report.layers)], workload, tuple(Phase)).select(places, able)
+    found = MeasuredChoice([(to_costs(table), report.layers)], workload, tuple(Phase)).select(places, able)
     if found is None:
         raise ConfigError("regret", "a table of level kernel with times for every phase", f"{len(table.cells)} cells without")
     selection, chooser = found
@@ -213,7 +195,7 @@ def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
     """
     shown = view(table)
     layout, block_size = shown.pair[0] or "", shown.pair[1] or 0
-    trials: list[Trial] = []
+    trials: list[RegretTrial] = []
     for row in shown.rows:
         first = row.first
         point = Point(first.phase, first.batch, first.query_len, first.kv_len)
@@ -233,7 +215,7 @@ def _report(
     selection: str,
     layers: int,
     seed: int,
-    trials: list[Trial],
+    trials: list[RegretTrial],
     untimed: list[str],
 ) -> RegretReport:
     regrets = [trial.regret for trial in trials] or [1.0]
@@ -272,13 +254,13 @@ def _times_us(cells: Iterable[Cell], layers: int) -> dict[str, float]:
 
 def _trial(
     phase: str, case: str, chosen: str, times_us: Mapping[str, float], place: str, seed: int | None = None
-) -> Trial | None:
+) -> RegretTrial | None:
     """A choice made over `place`, such as `nhd 256`; None if it has no time there."""
     here = {key.removesuffix(f" {place}"): us for key, us in times_us.items() if key.endswith(f" {place}") or " " not in key}
     if chosen not in here:
         return None
     best = min(here, key=here.__getitem__)
-    return Trial(
+    return RegretTrial(
         phase=phase,
         case=case,
         seed=seed,

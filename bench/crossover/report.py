@@ -14,11 +14,11 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from headway.bench.crossover.view import Block, Row, View, show, unit
+from headway.bench.crossover.view import Block, TableRow, View, show, unit
 from headway.core.system.text import csv_cell, harmless, markdown
-from headway.tuning.identity import DeviceIdentity
-from headway.tuning.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
-from headway.tuning.ties import MOST_DRIFT, TIE_RULE
+from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.noise import MOST_DRIFT, TIE_RULE
+from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
 
 _LENGTHS: dict[PhaseName, str] = {
     "prefill": "query_len",
@@ -27,12 +27,8 @@ _LENGTHS: dict[PhaseName, str] = {
     "extend": "query_len of kv_len",
     "generate": "input + output",
 }
-
-
-_LONG: Final = 500
-"""Rows of a block from which on it is shown without colours."""
-_VERY_LONG: Final = 2000
-"""Rows of all blocks together from which on none has colours."""
+_MOST_LAID_OUT: Final = 500
+"""Rows of all blocks together up to which rich lays them out, in colours."""
 
 
 def print_view(view: View, console: Console) -> None:
@@ -43,14 +39,12 @@ def print_view(view: View, console: Console) -> None:
     table = view.table
     console.print(Text("CROSSOVER ANALYSIS", "bold"), Text(f"{table.title} · {view.where}"), soft_wrap=True)
     console.print(Text(software(table.device), "dim"), soft_wrap=True)
-    blocks = [_block(block, view.backends) for block in view.blocks]
-    longest = 0 if sum(block.row_count for block in blocks) > _VERY_LONG else _LONG
-    shown = [_shown(block, longest) for block in blocks]
+    plain = sum(len(block.rows) for block in view.blocks) > _MOST_LAID_OUT
+    blocks = [_block(block, view.backends, plain) for block in view.blocks]
     unbounded = console.options.update(width=10_000)
-    fits = all(console.measure(block, options=unbounded).maximum <= console.width for block in shown)
-    for block in shown if fits else (_shown(_narrow_block(block), longest) for block in view.blocks):
-        # The lines of a Text are finished: rich would take a second to look for places to wrap ten thousand of them,
-        # and a terminal that is too narrow wraps them itself.
+    fits = all(console.measure(block, options=unbounded).maximum <= console.width for block in blocks)
+    for block in blocks if fits else [_narrow_block(block, plain) for block in view.blocks]:
+        # The lines of a Text are finished; a terminal that is too narrow wraps them itself.
         console.print(Segments([Segment(f"{block}\n")]) if isinstance(block, Text) else block, crop=False)
     if not fits:
         console.print(Text("the two fastest of each row; a wider terminal, --json or --export shows every backend", "dim"))
@@ -58,23 +52,18 @@ def print_view(view: View, console: Console) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def _shown(block: Table, longest: int) -> Table | Text:
-    """The same; one of more rows than `longest` as plain lines, because rich takes 5 s for ten thousand rows of a table."""
-    if block.row_count <= longest:
-        return block
+def _as_lines(block: Table) -> Text:
+    """The table as lines padded here: for 10,000 rows rich takes 9 s of CPU time, this takes 0.9 s."""
     columns = [[" ".join(str(cell).split()) for cell in (column.header, *column.cells)] for column in block.columns]
-    widths = [max(map(cell_len, column)) for column in columns]
     fills = ["<" if column.justify == "left" else ">" for column in block.columns]
-    lines = [
-        "  ".join(f"{cell:{fill}{width}}" for cell, fill, width in zip(row, fills, widths, strict=True)).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
-    rule = "-" * max(map(len, lines))
-    return Text("\n".join([str(block.title), lines[0], rule, *lines[1:], ""]))
+    widths = [max(map(cell_len, column)) for column in columns]
+    padded = [[f"{cell:{fill}{width}}" for cell in column] for column, fill, width in zip(columns, fills, widths, strict=True)]
+    lines = ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+    return Text("\n".join([str(block.title), lines[0], "-" * max(map(len, lines)), *lines[1:], ""]))
 
 
-def _block(block: Block, backends: Sequence[str]) -> Table:
-    """A column for each backend."""
+def _block(block: Block, backends: Sequence[str], plain: bool) -> Table | Text:
+    """A column for each backend. plain: as lines without colours."""
     shown = _empty(block, _LENGTHS[block.phase])
     for name in backends:
         shown.add_column(name, justify="right", no_wrap=True)
@@ -83,11 +72,11 @@ def _block(block: Block, backends: Sequence[str]) -> Table:
     for row in block.rows:
         cells = [_styled(row.cells.get(name), row) for name in backends]
         shown.add_row(row.label, *cells, winner(row), speedup(row))
-    return shown
+    return _as_lines(shown) if plain else shown
 
 
-def _narrow_block(block: Block) -> Table:
-    """The two fastest of each row: fits a terminal of 80 columns."""
+def _narrow_block(block: Block, plain: bool) -> Table | Text:
+    """The two fastest of each row: fits a terminal of 80 columns. plain: as lines without colours."""
     shown = _empty(block, _LENGTHS[block.phase].replace(" of ", "\nof "))
     short = unit(block.phase).split(" ")[0 if block.phase != "generate" else 1]
     for who in ("fastest", "runner-up"):
@@ -99,7 +88,7 @@ def _narrow_block(block: Block) -> Table:
         (first, us), (second, other) = [*two, ("-", ""), ("", "")][:2]
         style = "bold green" if two else "dim"
         shown.add_row(row.label, Text(first, style), Text(us, style), second, other, speedup(row))
-    return shown
+    return _as_lines(shown) if plain else shown
 
 
 def _empty(block: Block, lengths: str) -> Table:
@@ -109,7 +98,7 @@ def _empty(block: Block, lengths: str) -> Table:
     return shown
 
 
-def _styled(cell: Cell | None, row: Row) -> Text:
+def _styled(cell: Cell | None, row: TableRow) -> Text:
     if cell is None:
         return Text("")
     if cell.median_us is None:
@@ -117,13 +106,13 @@ def _styled(cell: Cell | None, row: Row) -> Text:
     return Text(show(cell), "bold green" if cell.backend in row.winners else "dim" if cell.status == "dropped" else "")
 
 
-def winner(row: Row) -> str:
+def winner(row: TableRow) -> str:
     """The fastest, or the fastest ones where they cannot be told apart."""
     return " = ".join(row.winners) or "none"
 
 
-def speedup(row: Row) -> str:
-    """Over the runner-up: "1.23x"; "tie" where the two cannot be told apart; a dash where no other backend has a time."""
+def speedup(row: TableRow) -> str:
+    """Speed-up over the runner-up: "1.23x"; "tie" where the two cannot be told apart; a dash where nobody else has a time."""
     return "-" if row.speedup is None else "tie" if len(row.winners) > 1 else f"{row.speedup:.2f}x"
 
 
@@ -165,7 +154,7 @@ def notes(view: View) -> list[str]:
 
 
 def unsteady(table: CrossoverTable) -> list[str]:
-    """That the machine was busy, or that rounds of the same call disagree; nothing where the times can be trusted."""
+    """Warnings that the machine was busy, or that rounds of the same call disagree; nothing where the times can be trusted."""
     lines = [f"measured on a busy machine, {table.busy}: times may be too long"] if table.busy else []
     timed = [cell for cell in table.cells if cell.drift is not None]
     shaken = [cell for cell in timed if (cell.drift or 0.0) > MOST_DRIFT]
@@ -198,7 +187,7 @@ def to_section(view: View) -> str:
     return "\n".join([*lines, *(f"- {markdown(note)}" for note in notes(view)), ""])
 
 
-def _emphasised(row: Row, name: str) -> str:
+def _emphasised(row: TableRow, name: str) -> str:
     text = show(row.cells.get(name))
     return f"**{text}**" if name in row.winners else text
 

@@ -9,19 +9,19 @@ from functools import cached_property
 from statistics import fmean
 
 from headway.core.contract.errors import ConfigError
-from headway.tuning.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
-from headway.tuning.ties import is_tie
+from headway.tuning.table.noise import is_tie
+from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
 
 PairName = tuple[str | None, int | None]
 """Layout and block size by name; (None, None) in a table of level engine."""
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One point."""
 
     cells: dict[str, Cell]
-    """By backend."""
+    """Backend -> its cell."""
 
     @property
     def first(self) -> Cell:
@@ -45,7 +45,7 @@ class Row:
 
     @cached_property
     def winners(self) -> list[str]:
-        """The fastest, and those that cannot be told from it."""
+        """The fastest backend, and those whose times cannot be told from its."""
         ranked = self.ranked
         same = [cell.backend for cell in ranked[1:] if cell.status != "dropped" and is_tie(ranked[0], cell)]
         return [cell.backend for cell in ranked[:1]] + same
@@ -63,7 +63,7 @@ class Block:
 
     phase: PhaseName
     batch: int
-    rows: list[Row]
+    rows: list[TableRow]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class View:
     table: CrossoverTable
     pair: PairName
     backends: list[str]
-    """Those that were tried over it."""
+    """Backends that were tried over this layout and block size."""
     blocks: list[Block]
     """Points of the grid."""
 
@@ -92,7 +92,7 @@ class View:
         return {name: list(dict.fromkeys(pairs)) for name, pairs in timed.items() if self.pair not in pairs}
 
     @property
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TableRow]:
         """All rows."""
         for block in self.blocks:
             yield from block.rows
@@ -121,7 +121,7 @@ def view(table: CrossoverTable, layout: str | None = None, block_size: int | Non
         raise ConfigError("layout and block size", need, f"{layout or 'any'} {block_size or 'any'}")
     by_point = points([cell for cell in table.cells if not cell.between])
     pair = min(fitting, key=lambda pair: _mean_log(list(by_point.values()), pair))
-    rows = [Row({cell.backend: cell for cell in _over(cells, pair)}) for cells in by_point.values()]
+    rows = [TableRow({cell.backend: cell for cell in _over(cells, pair)}) for cells in by_point.values()]
     rows = sorted((row for row in rows if row.cells), key=_order)
     blocks: list[Block] = []
     for row in rows:
@@ -145,7 +145,7 @@ def _mean_log(groups: Sequence[Sequence[Cell]], pair: PairName) -> float:
 _PHASE_ORDER: tuple[PhaseName, ...] = ("generate", "decode", "verify", "prefill", "extend")
 
 
-def _order(row: Row) -> tuple[int, ...]:
+def _order(row: TableRow) -> tuple[int, ...]:
     cell = row.first
     return _PHASE_ORDER.index(cell.phase), cell.batch, cell.query_len, cell.kv_len
 

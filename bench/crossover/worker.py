@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from headway.bench.crossover.process import Tell, asked
+from headway.bench.crossover.worker_protocol import Tell, receive_request
 from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
 from headway.testing.cases import parse_case
-from headway.tuning.schema import SpecRecord
+from headway.tuning.table.schema import SpecRecord
 
 _WARM_UP_TOKENS = 4
 _LEAST_SECONDS = 2.0
@@ -27,7 +27,7 @@ _MOST_PASSES = 5
 
 def main() -> None:
     """Answer the request: ready, then begin, pass before each generation, and done or failed for each case; or fatal."""
-    request, tell = asked()
+    request, tell = receive_request()
     try:
         llm = LLM(**request["llm"])
     except HeadwayError as error:

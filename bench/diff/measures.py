@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from headway.bench.diff.report import Error, Flip, size
+from headway.bench.diff.results import Error, Flip, size
 
 MAX_FLIPS = 20
 """Flipped tokens that are told one by one; all are counted."""
@@ -30,11 +30,11 @@ class RelativeErrors:
         return sorted(self._sums)
 
     def heads(self, layer: int) -> list[Error]:
-        """One error a head."""
+        """One error per head."""
         return [_relative(*pair) for pair in self._sums[layer].T.tolist()]
 
     def whole(self, layer: int) -> Error:
-        """Of all heads together."""
+        """The relative error of all heads together."""
         return _relative(*self._sums[layer].sum(1).tolist())
 
 

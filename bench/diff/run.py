@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from headway.bench.diff.measures import NextTokens, RelativeErrors, first_beyond
-from headway.bench.diff.report import LayerDiff, PhaseDiff
-from headway.bench.diff.sides import Run, Side, Step
+from headway.bench.diff.results import LayerDiff, PhaseDiff
+from headway.bench.diff.sides import DiffStep, Side, SideRun
 from headway.core.contract.errors import PromptError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import Attention, Model
@@ -34,7 +34,7 @@ class _Phase:
 class _Twin:
     """Attends with B; A attends to the same q, k and v beside it. Keeps B's answers of the step."""
 
-    def __init__(self, a: Run, b: Run, counted: RelativeErrors) -> None:
+    def __init__(self, a: SideRun, b: SideRun, counted: RelativeErrors) -> None:
         self._a, self._b, self._counted = a, b, counted
         self.answers: dict[int, Tensor] = {}
 
@@ -47,7 +47,7 @@ class _Twin:
 class _Lone:
     """Attends with A alone; its answers are held against those of B's run."""
 
-    def __init__(self, a: Run, answers: dict[int, Tensor], counted: RelativeErrors) -> None:
+    def __init__(self, a: SideRun, answers: dict[int, Tensor], counted: RelativeErrors) -> None:
         self._a, self._answers, self._counted = a, answers, counted
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -113,18 +113,18 @@ def compare(
     return [_summary(phase, counted[phase], a, b) for phase in Phase if phase in counted]
 
 
-def _steps(lens: Sequence[int], max_tokens: int, extend: bool) -> Iterator[Step]:
+def _steps(lens: Sequence[int], max_tokens: int, extend: bool) -> Iterator[DiffStep]:
     """Prompts, whole or their first halves; the second halves; then one token of each sequence at a time."""
     cut = [length // 2 if extend and length > 2 else length for length in lens]
-    yield Step(Phase.PREFILL, range(len(lens)), cut, [0] * len(lens))
+    yield DiffStep(Phase.PREFILL, range(len(lens)), cut, [0] * len(lens))
     rest = [row for row, length in enumerate(lens) if cut[row] < length]
     if rest:
-        yield Step(Phase.EXTEND, rest, [lens[row] - cut[row] for row in rest], [cut[row] for row in rest])
+        yield DiffStep(Phase.EXTEND, rest, [lens[row] - cut[row] for row in rest], [cut[row] for row in rest])
     for number in range(max_tokens):
-        yield Step(Phase.DECODE, range(len(lens)), [1] * len(lens), [length + number for length in lens])
+        yield DiffStep(Phase.DECODE, range(len(lens)), [1] * len(lens), [length + number for length in lens])
 
 
-def _forward(model: Model, tokens: list[list[int]], step: Step, attention: Attention) -> Tensor:
+def _forward(model: Model, tokens: list[list[int]], step: DiffStep, attention: Attention) -> Tensor:
     device = model.attention_specs[0].device
     ids: list[int] = []
     positions: list[int] = []
@@ -134,7 +134,7 @@ def _forward(model: Model, tokens: list[list[int]], step: Step, attention: Atten
     return model(torch.tensor(ids, device=device), torch.tensor(positions, device=device), attention)
 
 
-def _logits(model: Model, hidden_a: Tensor, hidden_b: Tensor, step: Step, counted: NextTokens, first: int) -> list[int]:
+def _logits(model: Model, hidden_a: Tensor, hidden_b: Tensor, step: DiffStep, counted: NextTokens, first: int) -> list[int]:
     """Count all positions of a step; returns B's greedy token after each."""
     shares = zip(step.rows, step.context_lens, step.query_lens, strict=True)
     places = [(first + row, context + n) for row, context, query in shares for n in range(query)]

@@ -14,8 +14,11 @@ from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine.attention import PagedAttention
-from headway.core.select.selector import BackendSource, Selector, check_names
+from headway.core.engine.forward.attention import PagedAttention
+from headway.core.select.backend_request import ALL_AUTO, BackendRequest
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selector import Selector
+from headway.core.select.startup import BackendSource, check_names
 from headway.testing.cases import Case
 from headway.testing.reference import reference
 
@@ -25,7 +28,7 @@ _REFERENCE_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DiffStep:
     """New tokens of some sequences, all of one phase."""
 
     phase: Phase
@@ -44,10 +47,10 @@ class SideOptions:
     options: Mapping[str, Mapping[str, str]] | None = None
 
 
-class Run(Protocol):
+class SideRun(Protocol):
     """One side with caches of its own, in the course of one batch of sequences."""
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: DiffStep) -> None:
         """Prepare a step; then each layer calls once."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,15 +62,15 @@ class Side(Protocol):
 
     @property
     def name(self) -> str:
-        """As the user wrote it."""
+        """The side's name as the user wrote it."""
 
     @property
     def layout(self) -> CacheLayout:
-        """Of its caches."""
+        """Layout of the side's caches."""
 
     @property
     def block_size(self) -> int:
-        """Of its caches."""
+        """Block size of the side's caches."""
 
     def backend(self, phase: Phase) -> str:
         """Name of the backend that serves a phase."""
@@ -78,7 +81,7 @@ class Side(Protocol):
     def tolerance(self, phase: Phase) -> float:
         """Declared relative error in the model's dtype."""
 
-    def open(self, max_lens: Sequence[int]) -> Run:
+    def open(self, max_lens: Sequence[int]) -> SideRun:
         """Allocate caches for sequences that grow up to these lengths."""
 
 
@@ -96,7 +99,8 @@ def check_side(name: str, source: BackendSource, options: SideOptions) -> None:
 
     :raises HeadwayError: a backend, layout or option's owner that nobody registered.
     """
-    check_names(source, "auto" if name in _BESIDE_BACKENDS else name, options.kv_layout, options.options or {})
+    request = ALL_AUTO if name in _BESIDE_BACKENDS else BackendRequest.parse(name)
+    check_names(source, request, options.kv_layout, options.options or {})
 
 
 class BackendSide:
@@ -107,7 +111,14 @@ class BackendSide:
         self._source = source
         self._specs = specs
         try:
-            self._selector = Selector(source, specs, name, options.kv_layout, options.block_size, options.options)
+            self._selector = Selector(
+                source,
+                LayerSpecs(specs),
+                BackendRequest.parse(name),
+                kv_layout=options.kv_layout,
+                block_size=options.block_size,
+                options=options.options,
+            )
         except UnsupportedError as error:  # its fix is to take another backend: that would be another comparison
             raise UnsupportedError(error.asked, error.reasons) from None
         self.layout = self._selector.selection.layout
@@ -125,12 +136,12 @@ class BackendSide:
         """What the backend declares for the model's dtype."""
         return self._source.backend(self.backend(phase)).tolerance[self._specs[0].dtype]
 
-    def open(self, max_lens: Sequence[int]) -> Run:
+    def open(self, max_lens: Sequence[int]) -> SideRun:
         """Caches of its own, written by the layout's one writer, read by the backend's own instances."""
         blocks = _Blocks(max_lens, self.block_size)
         writer = self._source.layout(self.layout.name).load_writer(self._specs[0].device)
         caches = blocks.allocate(self._specs, self.layout)
-        return _PagedRun(PagedAttention(self._specs, caches, writer), self._selector, blocks)
+        return _PagedRun(PagedAttention(LayerSpecs(self._specs), caches, writer), self._selector, blocks)
 
 
 class ReferenceSide:
@@ -144,7 +155,7 @@ class ReferenceSide:
         self._specs = specs
 
     def backend(self, phase: Phase) -> str:
-        """Its own name."""
+        """The side's own name."""
         return self.name
 
     def kernel(self, phase: Phase) -> str:
@@ -152,10 +163,10 @@ class ReferenceSide:
         return "explicit softmax in float64 (torch)"
 
     def tolerance(self, phase: Phase) -> float:
-        """It is the truth that others are held against."""
+        """Zero: float64 attention is what others are held against."""
         return 0.0
 
-    def open(self, max_lens: Sequence[int]) -> Run:
+    def open(self, max_lens: Sequence[int]) -> SideRun:
         """Caches of its own."""
         blocks = _Blocks(max_lens, self.block_size)
         return _ReferenceRun(self._specs, blocks.allocate(self._specs, self.layout), blocks)
@@ -182,7 +193,7 @@ class _Blocks:
             layout.allocate(CacheGeometry.of(spec, num_blocks, self.block_size), spec.k_scale, spec.v_scale) for spec in specs
         ]
 
-    def metadata(self, step: Step, spec: AttentionSpec) -> AttentionMetadata:
+    def metadata(self, step: DiffStep, spec: AttentionSpec) -> AttentionMetadata:
         tables = [self._tables[row] for row in step.rows]
         return AttentionMetadata.build(step.query_lens, step.context_lens, tables, self.block_size, spec.device)
 
@@ -191,7 +202,7 @@ class _PagedRun:
     def __init__(self, attention: PagedAttention, selector: Selector, blocks: _Blocks) -> None:
         self._attention, self._selector, self._blocks = attention, selector, blocks
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: DiffStep) -> None:
         metadata = self._blocks.metadata(step, self._attention.specs[0])
         backends = self._selector.backends_for(step.phase)
         self._attention.begin(metadata, backends, backends)  # a step is of one phase
@@ -205,7 +216,7 @@ class _ReferenceRun:
         self._specs, self._caches, self._blocks = specs, caches, blocks
         self._metadata: AttentionMetadata | None = None
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: DiffStep) -> None:
         self._metadata = self._blocks.metadata(step, self._specs[0])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from headway.bench.generate.workloads import Requests
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.engine import Engine
+from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
-from headway.testing.json_files import write_bytes
+from headway.core.system.json_files import write_bytes
 
 MAX_STEPS = 20
 _SETTLED = 3
@@ -32,7 +32,7 @@ class Window:
     Leave it by `close`, which drops the sequences.
     """
 
-    def __init__(self, engine: Engine, device: torch.device, requests: Requests, temperature: float) -> None:
+    def __init__(self, engine: EngineLoop, device: torch.device, requests: Requests, temperature: float) -> None:
         """Queue the sequences, each as it is halfway, and run them until only decode steps are left."""
         self._engine = engine
         self._device = device
@@ -42,7 +42,7 @@ class Window:
         for number, prompt in enumerate(requests.halfway() if self.num_steps else []):
             room = engine.capacity.max_model_len - len(prompt)
             params = SamplingParams(temperature=temperature, max_tokens=room, ignore_eos=True)
-            engine.add_request(f"window {number}", prompt, params)
+            engine.add_request(f"window {number}", engine.limits.checked(prompt, params))
         settled = 0
         while settled < _SETTLED and engine.has_unfinished:
             before = engine.stats.num_prefill_tokens

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine.stats import EngineStats
+from headway.core.engine.state.stats import EngineStats
 from headway.models.config import DecoderConfig
-from headway.tuning.timing import Timer
+from headway.tuning.measure.timing import Timer
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Floor:
 
     @property
     def total(self) -> float:
-        """Of the whole generation."""
+        """Seconds of the whole generation."""
         return self.decode + self.prefill
 
 

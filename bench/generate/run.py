@@ -10,18 +10,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from headway.bench.generate.profile import Window
-from headway.bench.generate.report import OfflineCell, OfflineReport
+from headway.bench.generate.results import OfflineCell, OfflineReport
 from headway.bench.generate.roofline import Rates, Roofline, measure_read_gbps
 from headway.bench.generate.workloads import Requests, RequestSet
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.engine.stats import EngineStats
+from headway.core.engine.state.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.provenance import Origin
 from headway.llm import LLM
 from headway.models.decoder import Decoder
-from headway.testing.origin import Origin
-from headway.tuning.device import crowding, describe_device
-from headway.tuning.timing import Timer
+from headway.tuning.measure.device import crowding, describe_device
+from headway.tuning.measure.timing import Timer
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.bench.generate.prompts import take_prompts
+from headway.bench.generate.workloads import take_prompts
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.provenance import Origin
 from headway.llm import LLM
-from headway.testing.origin import Origin
-from headway.tuning.device import crowding, describe_device
-from headway.tuning.identity import DeviceInfo
-from headway.tuning.timing import Timer
+from headway.tuning.measure.device import crowding, describe_device
+from headway.tuning.measure.timing import Timer
+from headway.tuning.table.identity import DeviceInfo
 
 Generated = list[list[int]]
 """Output tokens of each prompt."""

@@ -1,4 +1,4 @@
-"""Work for the end-to-end benchmark that needs no text: random token ids, all sent at once, outputs of a set length."""
+"""What the end-to-end benchmark sends: random token ids, all at once, with outputs of a set length; and short texts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Requests:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all outputs."""
+        """Tokens of all outputs."""
         return sum(self.output_lens)
 
     def halfway(self) -> list[list[int]]:
@@ -40,7 +40,7 @@ class RequestSet(Protocol):
 
     @property
     def label(self) -> str:
-        """Names it in tables and files."""
+        """The workload's name in tables and files."""
 
     @property
     def batch_size(self) -> int:
@@ -73,7 +73,7 @@ class RandomTokens:
 
     @property
     def label(self) -> str:
-        """As in "16 x 512/512"."""
+        """The workload in short, such as "16 x 512/512"."""
         return f"{self.batch_size} x {self.input_len}/{self.output_len}"
 
     @property
@@ -147,3 +147,34 @@ def parse_sizes(option: str, text: str) -> list[int]:
     if not all(part.isascii() and part.isdigit() and len(part) < 8 and 0 < int(part) <= _MOST for part in parts):
         raise ConfigError(option, f"whole numbers from 1 to {_MOST:,}, such as 16 or 1,16,64", repr(text))
     return [int(part) for part in parts]
+
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a village at the foot of a mountain, there lived",
+    "Water boils at a lower temperature on a high mountain because",
+    "def fibonacci(n):\n    ",
+    "The three primary colours are",
+    "To make a good cup of tea, first",
+    "In 1969, two men walked on the Moon for the first time. When they came back, they told the world that",
+    "A list of things to pack for a week by the sea: a towel, a hat, sun cream, a book,",
+    "Dear Sir or Madam,\n\nI am writing to ask whether",
+    "The difference between a virus and a bacterium is that a virus",
+    "Q: What is the largest planet of the solar system?\nA:",
+    "Rain had been falling for nine days when the river left its bed. The people of the lower town carried what they could "
+    "up the hill, to the school, where the teachers had pushed the desks together and lit the stove. Nobody slept much. In the "
+    "morning",
+    "Photosynthesis",
+    "import numpy as np\n\ndef softmax(x):\n    ",
+    "The recipe says: melt the butter in a pan over a low heat, add the flour, and stir until it is smooth. Then pour in the "
+    "milk a little at a time, stirring all the while, and when the sauce is thick enough to coat the spoon, take it off the "
+    "heat and",
+    "If every even number greater than two is the sum of two primes, then ten is the sum of",
+]
+
+
+def take_prompts(count: int) -> list[str]:
+    """`count` prompts: those above, then numbered variations of them, all different."""
+    rounds = -(-count // len(PROMPTS))
+    texts = [prompt if turn == 0 else f"{turn}. {prompt}" for turn in range(rounds) for prompt in PROMPTS]
+    return texts[:count]

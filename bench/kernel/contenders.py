@@ -1,23 +1,25 @@
-"""Who takes part in `headway bench kernel`, on which layouts and block sizes, and why the others do not."""
+"""Who takes part in `headway bench kernel`: backends, cache writers and peers (bare kernels of other libraries, handed in)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
-from headway.bench.kernel.peer import Peer
-from headway.bench.kernel.peers import all_peers
-from headway.bench.kernel.results import Contender, Owner
+from headway.bench.kernel.results import ContenderRecord, Owner
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD, CacheLayout, CacheWriter
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import YES, Support
 from headway.registry import Registry
-from headway.tuning.attempt import writer_name
-from headway.tuning.work import PhaseName, Work
+from headway.testing.cases import Case
+from headway.tuning.measure.contender import Contender, writer_name
+from headway.tuning.measure.workloads import AttentionWork, PhaseName
 
 DEFAULT_BLOCK_SIZES = (16, 256)
 
@@ -32,31 +34,31 @@ class Entry:
     block_size: int
     support: Support = YES
     backend: type[AttentionBackend] | None = None
-    peer: Peer | None = None
+    peer: KernelPeer | None = None
     writer: CacheWriter | None = None
     dense: bool = field(default=False)
     """Whether no cache is read, so that layout and block size say nothing."""
 
 
-EntriesOf = Callable[[Work, "Sequence[str] | None", "Sequence[int] | None"], list[Entry]]
+EntriesOf = Callable[[AttentionWork, "Sequence[str] | None", "Sequence[int] | None"], list[Entry]]
 """(work, layouts, block sizes) -> its rows, in the order in which they are shown."""
 
 
 def entrants(
     phase: PhaseName,
     backends: Sequence[str] | None,
-    peers: bool | Sequence[str | Peer],
+    peers: Sequence[KernelPeer],
     device: torch.device,
     registry: Registry,
-) -> tuple[list[Contender], EntriesOf]:
+) -> tuple[list[ContenderRecord], EntriesOf]:
     """Everybody asked for, with reasons for who cannot come, and a function that makes the rows of one work.
 
     A backend asked for by name gets a row even where it cannot run, with the reason; by default such a one is only listed.
 
-    :raises UnknownBackendError: a backend nobody registered. ConfigError: an unknown peer.
+    :raises UnknownBackendError: a backend nobody registered.
     """
     if phase == "write":
-        contenders = [Contender(name=name, owner="writer", available=True) for name in registry.layouts]
+        contenders = [ContenderRecord(name=name, owner="writer", available=True) for name in registry.layouts]
         return contenders, lambda work, layouts, blocks: _writer_entries(registry, work, layouts, blocks)
     names = list(registry.backends) if backends is None else list(dict.fromkeys(backends))
     contenders, present = [], []
@@ -65,38 +67,28 @@ def entrants(
             registry.backend(name)  # raises, naming all that are registered
         support = registry.availability(name)
         reason = "; ".join(map(str, support.reasons))
-        contenders.append(Contender(name=name, owner="backend", available=bool(support), reason=reason))
+        contenders.append(ContenderRecord(name=name, owner="backend", available=bool(support), reason=reason))
         if support or backends is not None:
             present.append(name)
-    invited = _peers(phase, peers)
     usable = []
-    for peer in invited:
+    for peer in (peer for peer in peers if phase in peer.phases):
         support = peer.available(device)
         reason = "; ".join(map(str, support.reasons))
-        contenders.append(Contender(name=peer.name, owner="peer", version=peer.version, available=bool(support), reason=reason))
+        contenders.append(
+            ContenderRecord(name=peer.name, owner="peer", version=peer.version, available=bool(support), reason=reason)
+        )
         if support:
             usable.append(peer)
 
-    def entries_of(work: Work, layouts: Sequence[str] | None, blocks: Sequence[int] | None) -> list[Entry]:
+    def entries_of(work: AttentionWork, layouts: Sequence[str] | None, blocks: Sequence[int] | None) -> list[Entry]:
         rows = [row for name in present for row in _backend_entries(registry, name, work, layouts, blocks)]
         return rows + [_peer_entry(peer, work, rows) for peer in usable]
 
     return contenders, entries_of
 
 
-def _peers(phase: PhaseName, asked: bool | Sequence[str | Peer]) -> list[Peer]:
-    known = [peer for peer in all_peers() if phase in peer.phases]
-    if isinstance(asked, bool):
-        return known if asked else []
-    by_name = {peer.name: peer for peer in known}
-    unknown = [name for name in asked if isinstance(name, str) and name not in by_name]
-    if unknown:
-        raise ConfigError(f"peers for {phase}", " or ".join(by_name), ", ".join(map(repr, unknown)))
-    return [by_name[peer] if isinstance(peer, str) else peer for peer in asked]
-
-
 def _backend_entries(
-    registry: Registry, name: str, work: Work, layouts: Sequence[str] | None, blocks: Sequence[int] | None
+    registry: Registry, name: str, work: AttentionWork, layouts: Sequence[str] | None, blocks: Sequence[int] | None
 ) -> list[Entry]:
     available = registry.availability(name)
     if not available:
@@ -123,7 +115,7 @@ def _backend_entries(
     return rows
 
 
-def _peer_entry(peer: Peer, work: Work, rows: Sequence[Entry]) -> Entry:
+def _peer_entry(peer: KernelPeer, work: AttentionWork, rows: Sequence[Entry]) -> Entry:
     support = peer.supports(work)
     if work.phase == "decode" or (peer.extends and work.attention_phase is Phase.EXTEND):
         return Entry(peer.name, "peer", NHD, peer.block_size, support, peer=peer)
@@ -133,7 +125,9 @@ def _peer_entry(peer: Peer, work: Work, rows: Sequence[Entry]) -> Entry:
     return Entry(peer.name, "peer", layout, block_size, support, peer=peer, dense=True)
 
 
-def _writer_entries(registry: Registry, work: Work, layouts: Sequence[str] | None, blocks: Sequence[int] | None) -> list[Entry]:
+def _writer_entries(
+    registry: Registry, work: AttentionWork, layouts: Sequence[str] | None, blocks: Sequence[int] | None
+) -> list[Entry]:
     """One row for each layout and block size; of all layouts, those that hold such a layer."""
     rows = []
     for name in layouts or list(registry.layouts):
@@ -144,3 +138,88 @@ def _writer_entries(registry: Registry, work: Work, layouts: Sequence[str] | Non
             if support or layouts:
                 rows.append(Entry(writer_name(writer), "writer", info.layout, size, support, writer=writer))
     return rows
+
+
+Call = Callable[[], Tensor]
+"""One bare call; returns [num_tokens, num_heads, head_dim] under any leading shape."""
+
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Largest accepted relative error, by dtype; the dtypes peers take."""
+
+
+class KernelPeer(ABC):
+    """One kernel of one library."""
+
+    name: str
+    distribution: str
+    """What pip calls it."""
+    package: str
+    """The peer's top-level package."""
+    block_size: int = 0
+    """Block size of the paged cache that the kernel decodes from; 0 if it does not decode."""
+    phases: frozenset[PhaseName] = frozenset({"decode", "prefill"})
+    uniform_query_len: int = 1
+    """Most query tokens a sequence in decode, the same for all."""
+    extends: bool = False
+    """Whether its prefill reads a context out of a cache of `block_size`."""
+
+    @property
+    def version(self) -> str:
+        """Version of the installed distribution; empty if there is none."""
+        try:
+            return metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            return ""
+
+    def available(self, device: torch.device) -> Support:
+        """Whether the functions that the peer needs can be imported; nothing is on a CPU, where none of them has a kernel."""
+        support = YES
+        if find_spec(self.package) is None:
+            support &= Support.no("package", self.distribution, "not installed", f"pip install {self.distribution}")
+        if device.type != "cuda":
+            support &= Support.no("device", "cuda", device.type)
+        if not support:
+            return support
+        try:
+            self.probe()
+        except Exception as error:  # a library may raise anything while it loads
+            return Support.no("import", f"what {self.name} calls", f"{type(error).__name__}: {error}")
+        return YES
+
+    def supports(self, work: AttentionWork) -> Support:
+        """Whether the bare call can do this work."""
+        spec, support = work.spec, YES
+        if spec.dtype not in TOLERANCE:
+            support &= Support.no("dtype", "bfloat16 or float16", str(spec.dtype).removeprefix("torch."))
+        if spec.cache_dtype != spec.dtype:
+            support &= Support.no("kv_dtype", "that of the layer", str(spec.cache_dtype).removeprefix("torch."))
+        if spec.head_dim > 256:
+            support &= Support.no("head_dim", "at most 256", spec.head_dim)
+        if work.attention_phase is Phase.EXTEND and not self.extends:
+            support &= Support.no("phase", "prefill without context", "extend")
+        query_lens = {query_len for query_len, _ in work.lens}
+        if work.phase == "decode" and (len(query_lens) > 1 or max(query_lens) > self.uniform_query_len):
+            support &= Support.no("query_len", f"the same, at most {self.uniform_query_len}", sorted(query_lens))
+        return support
+
+    def prepare(self, case: Case) -> Call:
+        """Everything a step needs before the call itself: reshaped inputs, masks, plans. No host copy of q, k or v."""
+        return self.decode(case) if case.metadata.num_decodes else self.prefill(case)
+
+    @abstractmethod
+    def probe(self) -> None:
+        """Import the functions that the peer calls; raises whatever that raises."""
+
+    @abstractmethod
+    def decode(self, case: Case) -> Call:
+        """The call of one decode step."""
+
+    @abstractmethod
+    def prefill(self, case: Case) -> Call:
+        """The call of one dense causal prefill."""
+
+
+def peer_contender(peer: KernelPeer, case: Case, error: Callable[[Tensor], float]) -> Contender:
+    """A library's bare call; its output is its own affair, its plan (flashinfer's) is made beforehand and not timed."""
+    shape = case.q.shape
+    return Contender(peer.prepare(case), lambda out: error(out.reshape(shape)), TOLERANCE[case.spec.dtype], kernel=peer.name)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from headway.testing.json_files import read_json
-from headway.testing.origin import Origin
-from headway.tuning.attempt import Status
-from headway.tuning.identity import DeviceInfo
-from headway.tuning.work import PhaseName
+from headway.core.system.json_files import ResultFile
+from headway.core.system.provenance import Origin
+from headway.tuning.measure.contender import Status
+from headway.tuning.measure.workloads import PhaseName
+from headway.tuning.table.identity import DeviceInfo
 
-SCHEMA: Final = "headway.kernel/1"
 Owner = Literal["backend", "peer", "writer"]
 
 
@@ -28,16 +26,16 @@ class KernelCell(BaseModel):
     """"peer" is a library called without Headway."""
     phase: PhaseName
     case: str
-    """In the grammar of headway.testing.cases, as it was asked for."""
+    """The case as it was asked for, in the grammar of headway.testing.cases."""
     geometry: str
     """num_heads/num_kv_heads/head_dim."""
     layout: str
     block_size: int | None
     """None where no cache is read: a peer's dense prefill."""
     dtype: str
-    """Of q, k, v and out."""
+    """Element type of q, k, v and out."""
     kv_dtype: str
-    """Of the cache."""
+    """Element type of the cache."""
     status: Status
     reason: str = ""
     """Why there is no time; empty where there is one."""
@@ -55,7 +53,7 @@ class KernelCell(BaseModel):
     tflops: float | None = None
     """Prefill: 4 * head_dim * num_heads * keys seen, summed over the queries."""
     fraction: float | None = None
-    """Of the device's measured copy rate (decode, write) or matrix rate (prefill)."""
+    """The rate as a share of the device's measured copy rate (decode, write) or matrix rate (prefill)."""
     relative_error: float | None = None
     """||out - reference|| / ||reference||, the worse of before and after timing; None where nothing, or no number, came out."""
     tolerance: float | None = None
@@ -83,7 +81,7 @@ class KernelCell(BaseModel):
         return f"{self.backend} {self.layout} {self.block_size}"
 
 
-class Contender(BaseModel):
+class ContenderRecord(BaseModel):
     """A backend or peer that was asked for by name or by default, and whether it could take part."""
 
     model_config = ConfigDict(extra="forbid")
@@ -95,12 +93,10 @@ class Contender(BaseModel):
     reason: str = ""
 
 
-class KernelReport(BaseModel):
+class KernelReport(ResultFile):
     """One run."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-
-    schema_: Literal["headway.kernel/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["headway.kernel/1"] = Field(default="headway.kernel/1", alias="schema")
     command: str
     origin: Origin | None = None
     """The code that made it; None in files of before 2026-11-22."""
@@ -112,13 +108,5 @@ class KernelReport(BaseModel):
     rep_ms: float
     seed: int
     device: DeviceInfo
-    contenders: list[Contender]
+    contenders: list[ContenderRecord]
     cells: list[KernelCell]
-
-
-def read_report(path: Path) -> KernelReport:
-    """Read a result file of the kernel benchmark.
-
-    :raises ConfigError: see read_json.
-    """
-    return read_json(path, KernelReport, SCHEMA)

@@ -14,24 +14,40 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headway.bench.kernel.contenders import Entry, entrants
-from headway.bench.kernel.peer import Peer, peer_attempt
+from headway.bench.kernel.contenders import Entry, KernelPeer, entrants, peer_contender
 from headway.bench.kernel.results import KernelCell, KernelReport
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
 from headway.core.contract.support import Support
-from headway.registry import Registry, create_registry
+from headway.core.system.json_files import write_json
+from headway.core.system.provenance import Origin
+from headway.core.system.terminal import progress_bar
+from headway.registry import Registry
 from headway.testing.cases import Case
-from headway.testing.json_files import write_json
-from headway.testing.origin import Origin
 from headway.testing.reference import reference, relative_error
-from headway.tuning.attempt import Attempt, Measurement, backend_attempt, failed, measure, writer_attempt
-from headway.tuning.device import crowding, default_device, describe_device
-from headway.tuning.inputs import Inputs
-from headway.tuning.progress import on_device, progress_bar
-from headway.tuning.timing import Timer
-from headway.tuning.work import DEFAULT_CASES, Geometry, PhaseName, Work, build_case, build_write, make_spec, make_work
+from headway.tuning.isolated.trial import create_registry
+from headway.tuning.measure.contender import (
+    Contender,
+    GuardedInputs,
+    Measurement,
+    backend_contender,
+    failed,
+    measure,
+    writer_contender,
+)
+from headway.tuning.measure.device import crowding, default_device, describe_device
+from headway.tuning.measure.timing import Timer, on_device
+from headway.tuning.measure.workloads import (
+    DEFAULT_CASES,
+    AttentionWork,
+    Geometry,
+    PhaseName,
+    build_case,
+    build_write,
+    make_spec,
+    make_work,
+)
 
 
 @dataclass(frozen=True)
@@ -41,11 +57,11 @@ class KernelOptions:
     phase: PhaseName = "decode"
     backends: Sequence[str] | None = None
     """Names of registered backends; None: all that are available here."""
-    peers: bool | Sequence[str | Peer] = True
-    """Libraries called bare in the same run: all, none, or by name (an object of one's own may join)."""
+    peers: Sequence[KernelPeer] = ()
+    """Kernels of other libraries, called bare in the same run."""
     geometries: Sequence[Geometry] = (Geometry(32, 8, 128),)
     cases: Sequence[str] | None = None
-    """In the grammar of headway.testing.cases; None: the device's default cells."""
+    """Cases of the grammar of headway.testing.cases; None: the device's default cells."""
     dtype: torch.dtype | None = None
     """None: bfloat16 on a GPU, float32 on a CPU."""
     kv_dtype: torch.dtype | None = None
@@ -60,7 +76,7 @@ class KernelOptions:
     output: Path | None = None
     """Result file, written anew after each case: a run that is cut short keeps what it has."""
     command: str = ""
-    """As typed, for the result file."""
+    """The command as typed, for the result file."""
 
 
 def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, console: Console | None = None) -> KernelReport:
@@ -68,7 +84,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
 
     registry: None makes one with every installed plugin. console: where the progress bar goes; None shows none.
 
-    :raises ConfigError: options that name an unknown layout, peer, case or dtype. UnknownBackendError: an unknown backend.
+    :raises ConfigError: options that name an unknown layout, case or dtype. UnknownBackendError: an unknown backend.
     """
     registry = registry or create_registry()
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -111,7 +127,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
     return report
 
 
-def _run_work(work: Work, entries: Sequence[Entry], options: KernelOptions) -> Iterator[tuple[int, Measurement]]:
+def _run_work(work: AttentionWork, entries: Sequence[Entry], options: KernelOptions) -> Iterator[tuple[int, Measurement]]:
     """(index of an entry, what came of it); entries that share layout and block size share one filled cache."""
     groups: dict[tuple[CacheLayout, int], list[int]] = {}
     for number, entry in enumerate(entries):
@@ -127,7 +143,7 @@ def _run_work(work: Work, entries: Sequence[Entry], options: KernelOptions) -> I
             case = build(work, layout, block_size, options.seed)
             inputs = None
             if work.phase != "write":
-                inputs = Inputs(case, partial(build, work, layout, block_size, options.seed))
+                inputs = GuardedInputs(case, partial(build, work, layout, block_size, options.seed))
                 expected = reference(case) if expected is None else expected
         except Exception as error:  # out of memory, mostly: the next layout may still fit
             case, failure = None, failed(error)
@@ -136,31 +152,31 @@ def _run_work(work: Work, entries: Sequence[Entry], options: KernelOptions) -> I
                 yield number, failure
             else:
                 check = inputs.check if inputs is not None else lambda: None
-                attempt = _attempt(entries[number], case, expected, block_size)
-                yield number, measure(attempt, options.device, options.timer, check)
+                contender = _contender(entries[number], case, expected, block_size)
+                yield number, measure(contender, options.device, options.timer, check)
         case = inputs = None
         gc.collect()  # libraries' wrappers hold caches in cycles, and the next one may be as large
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _attempt(entry: Entry, case: Case, expected: Tensor | None, block_size: int) -> Callable[[], Attempt]:
+def _contender(entry: Entry, case: Case, expected: Tensor | None, block_size: int) -> Callable[[], Contender]:
     def error(out: Tensor) -> float:
         assert expected is not None
         return relative_error(out, expected, case)
 
-    def prepare() -> Attempt:
+    def prepare() -> Contender:
         if entry.writer is not None:
-            return writer_attempt(entry.writer, case)
+            return writer_contender(entry.writer, case)
         if entry.peer is not None:
-            return peer_attempt(entry.peer, case, error)
+            return peer_contender(entry.peer, case, error)
         assert entry.backend is not None
-        return backend_attempt(entry.backend(case.spec, case.cache.layout, block_size), case, error)
+        return backend_contender(entry.backend(case.spec, case.cache.layout, block_size), case, error)
 
     return prepare
 
 
-def _to_cell(work: Work, entry: Entry, measured: Measurement, report: KernelReport) -> KernelCell:
+def _to_cell(work: AttentionWork, entry: Entry, measured: Measurement, report: KernelReport) -> KernelCell:
     """Rates from times: 1e9 bytes and 1e12 operations a second."""
     times: dict[str, float | None] = {}
     if measured.timing is not None:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import ssl
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import httptools
 import orjson
 
 from headway.core.contract.errors import ConfigError
-from headway.interrupts import left_to_asyncio
+from headway.machine.interrupts import handle_sigint, interrupt_command
 
 T = TypeVar("T")
 
 
 @dataclass
-class Answer:
+class ServerAnswer:
     """What came back for one request. Times are those of time.perf_counter."""
 
     sent: float
@@ -36,8 +37,15 @@ class Answer:
     """Where the server tells them."""
     prompt_tokens: int = 0
     output_tokens: int = 0
-    """By the server's usage; where it tells none, the number of events."""
+    """Output tokens that the server's usage counts; where it tells none, the number of events."""
     cached_tokens: int = 0
+
+
+class RequestSender(Protocol):
+    """A client as a run needs it."""
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None) -> ServerAnswer:
+        """Send a request."""
 
 
 class _Reader(asyncio.Protocol):
@@ -104,7 +112,7 @@ class Client:
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._key, self._timeout = api_key, timeout
 
-    async def ask(self, path: str, body: dict[str, Any] | None = None) -> Answer:
+    async def ask(self, path: str, body: dict[str, Any] | None = None) -> ServerAnswer:
         """Send a request, a GET where there is no body; what fails is told in the answer."""
         content = b"" if body is None else orjson.dumps(body)
         lines = [f"{'GET' if body is None else 'POST'} {self._base}{path} HTTP/1.1", f"host: {self._host}:{self._port}"]
@@ -119,9 +127,9 @@ class Client:
                 _, reader = await loop.create_connection(lambda: _Reader(head, content), self._host, self._port, ssl=context)
                 await reader.done
         except TimeoutError:
-            return Answer(began, error=f"no answer in {self._timeout:g} s", ended=time.perf_counter())
+            return ServerAnswer(began, error=f"no answer in {self._timeout:g} s", ended=time.perf_counter())
         except OSError as error:
-            return Answer(began, error=f"{type(error).__name__}: {error}", ended=time.perf_counter())
+            return ServerAnswer(began, error=f"{type(error).__name__}: {error}", ended=time.perf_counter())
         return understood(reader)
 
     @staticmethod
@@ -132,7 +140,11 @@ class Client:
             import uvloop
 
             factory = uvloop.new_event_loop
-        with left_to_asyncio(), asyncio.Runner(loop_factory=factory) as runner:
+        # asyncio makes Ctrl-C a cancellation of the requests, where Python's own handler is in place
+        with (
+            handle_sigint(signal.default_int_handler, instead_of=interrupt_command),
+            asyncio.Runner(loop_factory=factory) as runner,
+        ):
             return runner.run(work)
 
     async def model(self) -> str:
@@ -148,9 +160,9 @@ class Client:
             raise ConfigError("--url", "a server with /v1/models", got, "start one with headway serve") from None
 
 
-def understood(reader: Any) -> Answer:
+def understood(reader: Any) -> ServerAnswer:
     """What the parts of an answer say."""
-    answer = Answer(reader.sent, reader.status, ended=reader.ended)
+    answer = ServerAnswer(reader.sent, reader.status, ended=reader.ended)
     whole = b"".join(part for _, part in reader.parts)
     if reader.status != 200 or not whole.startswith(b"data:"):
         answer.text = whole.decode("utf-8", "replace")
@@ -178,7 +190,7 @@ def _message(text: str) -> str:
         return text
 
 
-def _take(answer: Answer, event: dict[str, Any], at: float, texts: list[str]) -> None:
+def _take(answer: ServerAnswer, event: dict[str, Any], at: float, texts: list[str]) -> None:
     if event.get("error"):
         answer.error = str(event["error"].get("message", "an error in the stream"))
     used = event.get("usage")

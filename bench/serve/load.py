@@ -77,7 +77,7 @@ class Load:
 
 
 @dataclass
-class Conversation:
+class ClientConversation:
     """One client's messages, as token ids (and as words, which are about as many tokens)."""
 
     prefix: list[int]
@@ -85,7 +85,7 @@ class Conversation:
     output_len: int
 
 
-def conversations(load: Load) -> list[Conversation]:
+def conversations(load: Load) -> list[ClientConversation]:
     """The same ones every time."""
     draw = Random(load.seed)
 
@@ -95,7 +95,8 @@ def conversations(load: Load) -> list[Conversation]:
     prefixes = [ids(load.shared_prefix) for _ in range(load.num_prefixes)]
     kinds = draw.choices(list(load.mix), [each.weight for each in load.mix], k=load.num_requests)
     return [
-        Conversation(draw.choice(prefixes), [ids(kind.input_len) for _ in range(load.turns)], kind.output_len) for kind in kinds
+        ClientConversation(draw.choice(prefixes), [ids(kind.input_len) for _ in range(load.turns)], kind.output_len)
+        for kind in kinds
     ]
 
 

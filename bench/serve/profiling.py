@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from headway.bench.serve.client import Answer
+from headway.bench.serve.client import RequestSender
 from headway.core.contract.errors import ConfigError
-from headway.profiling import ProfileRequest, StepsProfile
+from headway.hosting.profiling import ProfileRequest, StepsProfile
 
 
-class Asks(Protocol):
-    """What is needed of a client."""
-
-    async def ask(self, path: str, body: dict[str, object] | None = None) -> Answer:
-        """Send a request."""
-
-
-async def begin(client: Asks, asked: ProfileRequest) -> None:
+async def begin(client: RequestSender, asked: ProfileRequest) -> None:
     """Have the server begin.
 
     :raises ConfigError: it does not.
@@ -32,8 +23,8 @@ async def begin(client: Asks, asked: ProfileRequest) -> None:
         raise ConfigError("--profile", "a server that answers /start_profile", answer.error, hint)
 
 
-async def end(client: Asks) -> StepsProfile | None:
-    """Have it end; None: another server, which keeps what it has found to itself.
+async def end(client: RequestSender) -> StepsProfile | None:
+    """Have the server end its profile; None: another server, which keeps what it has found to itself.
 
     :raises ConfigError: it does not.
     """

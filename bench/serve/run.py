@@ -8,24 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from headway.bench.serve.client import Answer
-from headway.bench.serve.load import Conversation, Load, arrivals, conversations, words
-from headway.bench.serve.report import ServeCell, Spread
+from headway.bench.serve.client import RequestSender, ServerAnswer
+from headway.bench.serve.load import ClientConversation, Load, arrivals, conversations, words
+from headway.bench.serve.results import ServeCell, Spread
 
 Mode = Literal["online", "offline", "naive"]
 
 
-class Asks(Protocol):
-    """What is needed of a client."""
-
-    async def ask(self, path: str, body: dict[str, Any] | None = None) -> Answer:
-        """Send a request."""
-
-
 @dataclass(frozen=True)
-class Plan:
+class ServePlan:
     """How one cell is run."""
 
     mode: Mode
@@ -47,7 +40,12 @@ class Sending:
 
 
 async def run_cell(
-    client: Asks, load: Load, plan: Plan, sending: Sending, limits: Mapping[str, float], tell: Callable[[], None] = lambda: None
+    client: RequestSender,
+    load: Load,
+    plan: ServePlan,
+    sending: Sending,
+    limits: Mapping[str, float],
+    tell: Callable[[], None] = lambda: None,
 ) -> ServeCell:
     """Send a load. limits: see ServeReport.limits_ms. tell: called after each answer."""
     talks = conversations(load)
@@ -56,7 +54,7 @@ async def run_cell(
     room = asyncio.Semaphore(1 if plan.mode == "naive" else plan.max_concurrency or len(talks))
     start = time.perf_counter()
 
-    async def talk(number: int) -> tuple[list[Answer], float]:
+    async def talk(number: int) -> tuple[list[ServerAnswer], float]:
         await asyncio.sleep(max(start + due[number] - time.perf_counter(), 0))
         async with room:
             late = time.perf_counter() - start - due[number]
@@ -69,9 +67,11 @@ async def run_cell(
     return summary(plan, answers, ended - start, lateness, limits)
 
 
-async def _converse(client: Asks, talk: Conversation, sending: Sending, tell: Callable[[], None]) -> list[Answer]:
+async def _converse(
+    client: RequestSender, talk: ClientConversation, sending: Sending, tell: Callable[[], None]
+) -> list[ServerAnswer]:
     """One conversation, turn by turn; it ends with a failure."""
-    answers: list[Answer] = []
+    answers: list[ServerAnswer] = []
     chat = sending.endpoint == "chat"
     history: list[int] = list(talk.prefix)
     messages = [{"role": "system", "content": words(talk.prefix)}] if talk.prefix else []
@@ -100,7 +100,7 @@ async def _converse(client: Asks, talk: Conversation, sending: Sending, tell: Ca
 
 
 def summary(
-    plan: Plan, answers: Sequence[Answer], seconds: float, late: Sequence[float], limits: Mapping[str, float]
+    plan: ServePlan, answers: Sequence[ServerAnswer], seconds: float, late: Sequence[float], limits: Mapping[str, float]
 ) -> ServeCell:
     """A cell's figures."""
     good = [answer for answer in answers if not answer.error]
@@ -131,7 +131,7 @@ def summary(
     )
 
 
-def times(answer: Answer) -> dict[str, float]:
+def times(answer: ServerAnswer) -> dict[str, float]:
     """Milliseconds of a request, under the names of limits."""
     first, last = answer.token_times[0], answer.token_times[-1]
     found = {"ttft": 1e3 * (first - answer.sent), "e2e": 1e3 * (last - answer.sent)}

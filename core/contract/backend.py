@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,84 @@ from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.core.contract.warmup import Lengths, StepLimits, lattice
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest steps that an engine runs."""
+
+    max_num_tokens: int
+    """Most new tokens in a step."""
+    max_num_seqs: int
+    max_model_len: int
+    """Tokens of the longest sequence."""
+    max_decode_len: int = 1
+    """Most query tokens per sequence in a decode: more than 1 where drafts are verified."""
+
+
+class Lengths(NamedTuple):
+    """The lengths of one sequence in a step, in tokens."""
+
+    query_len: int
+    context_len: int
+    num_drafts: int = 0
+    """Drafts that a decode verifies: one less than its query tokens."""
+
+
+_MOST_PAIRS = 2**27
+"""Most query tokens times context tokens of a warm-up step. Larger steps take long and choose no other kernels."""
+
+
+def lattice(phase: Phase, limits: StepLimits) -> Iterator[list[Lengths]]:
+    """Yield steps of a phase at and just beyond powers of two of sequences and query tokens, and at powers of the context length.
+
+    They reach every kernel of a backend that chooses by these numbers and changes kernels at powers of two. A backend that
+    chooses at other numbers lists its own steps (`AttentionBackend.warmup_steps`).
+    """
+    decodes = phase is Phase.DECODE
+    contexts = sorted({max(limits.max_model_len - 1, 1), *((4 if decodes else 16) ** n for n in range(16))})
+    contexts = [0] if phase is Phase.PREFILL else contexts
+    longest = min(limits.max_decode_len if decodes else limits.max_num_tokens, limits.max_num_tokens, limits.max_model_len)
+    for query_len in powers(longest):
+        if phase is Phase.EXTEND and query_len == 1:  # which is a decode
+            continue
+        room = min(limits.max_num_seqs, limits.max_num_tokens // query_len)
+        left = limits.max_num_tokens - room * query_len
+        for num_seqs in powers(room) if decodes else sorted({1, room}):
+            for context_len in contexts:
+                if context_len + query_len > limits.max_model_len or (
+                    not decodes and num_seqs * query_len * context_len > _MOST_PAIRS
+                ):
+                    continue
+                step = [Lengths(query_len, context_len, query_len - 1 if decodes else 0)] * num_seqs
+                yield step
+                shorter = 1 if context_len == 0 else 2
+                if not decodes and num_seqs == room < limits.max_num_seqs and left >= shorter:
+                    yield [*step, Lengths(left, context_len)]  # the most work there can be beside the longest query
+
+
+def fits(step: Sequence[Lengths], limits: StepLimits) -> bool:
+    """Return whether a step lies within an engine's limits."""
+    longest = max((query_len + context_len for query_len, context_len, _ in step), default=0)
+    tokens = sum(each.query_len for each in step)
+    return 0 < len(step) <= limits.max_num_seqs and tokens <= limits.max_num_tokens and longest <= limits.max_model_len
+
+
+def powers(limit: int) -> list[int]:
+    """Return 1, 2, 3, 4, 5, 8, 9, 16, 17, ...: the powers of two and their successors up to the limit, and the limit itself."""
+    found = {limit}
+    power = 1
+    while power <= limit:
+        found |= {power, power + 1}
+        power *= 2
+    return sorted(each for each in found if 1 <= each <= limit)
+
 
 API_VERSION = 2
 """Version of this contract. A plugin built for another one is refused with both numbers."""
 
 Plan = Any
-"""Whatever `plan` returns; only the same backend looks inside."""
+"""The result of `AttentionBackend.plan`; only the same backend looks inside."""
 
 
 class GraphLevel(IntEnum):
@@ -31,7 +102,7 @@ class GraphLevel(IntEnum):
 
     NONE = 0
     DECODE = 1
-    """One query token a sequence."""
+    """One query token per sequence."""
     UNIFORM = 2
     """The same number of query tokens in every sequence: drafts, and a single prompt. A prompt is planned by `plan`, replayed at
     the captured length, and finds its slots and blocks in the metadata's tensors, which a plan must keep as they are."""
@@ -42,9 +113,9 @@ class AttentionBackend(ABC):
     """One named way to compute attention over a paged cache; it never sees the engine or its configuration.
 
     A subclass sets `name` and `capabilities` and writes `plan` and one or both of `prefill` and `decode`. The engine makes one
-    instance for each distinct AttentionSpec, writes k and v into the cache itself, then calls `plan` once a step and `prefill`
-    or `decode` once a layer. Those two must neither synchronise with the host nor, if `graph_level` says so, allocate. An
-    instance that sets `decode_writes` gets `write_and_decode` instead, where it can.
+    instance for each distinct AttentionSpec, writes k and v into the cache itself, then calls `plan` once per step and `prefill`
+    or `decode` once per layer. Those two must neither synchronise with the host nor, if `graph_level` says so, allocate. For an
+    instance that sets `decode_writes`, `write_and_decode` is called instead, where the step allows it.
     """
 
     name: ClassVar[str]
@@ -55,8 +126,8 @@ class AttentionBackend(ABC):
     options: ClassVar[Mapping[str, str]] = {}
     """Options a user may set with --attn-opt NAME.key=value: key -> what it does. Others are refused."""
     decode_writes: bool = False
-    """Whether this instance has `write_and_decode`, which saves a launch a layer; `__init__` may set it for its spec and layout.
-    (vLLM's flag for the like: forward_includes_kv_cache_update.)"""
+    """Whether this instance has `write_and_decode`, which saves a launch per layer. `__init__` may set it by spec and layout.
+    (vLLM's like flag: forward_includes_kv_cache_update.)"""
 
     def __init__(
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
@@ -68,7 +139,10 @@ class AttentionBackend(ABC):
 
     @classmethod
     def check_options(cls, options: Mapping[str, str]) -> None:
-        """:raises ConfigError: an option that the backend does not have."""
+        """Check the names of options.
+
+        :raises ConfigError: an option that the backend does not have.
+        """
         for key in options:
             if key not in cls.options:
                 known = ", ".join(f"{cls.name}.{known}" for known in cls.options) or "none"
@@ -76,22 +150,22 @@ class AttentionBackend(ABC):
 
     @classmethod
     def available(cls) -> Support:
-        """Whether it can run on this machine at all: libraries, driver, compiler, device. Found by probing, not by versions."""
+        """Return whether the backend can run on this machine: libraries, driver, compiler, device (all probed)."""
         return YES
 
     @classmethod
     def origin(cls) -> str:
-        """Where its library was found, of a backend that looks in several places; empty: nothing needs to be said."""
+        """Return where the library was found, if the backend searches several places; else an empty string."""
         return ""
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """Whether it can serve this layer; the only place where that is decided. Extend it where a claim needs more words."""
+        """Return whether the backend can serve a layer; extend it where `capabilities` cannot express a condition."""
         return cls.capabilities.check(spec, layout, block_size, phase) & layout.check(spec, block_size)
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
-        """Whether it can read a cache that is there: asked once for each cache, before the first step."""
+        """Return whether the backend can read an existing cache: asked once for each cache, before the first step."""
         if cls.capabilities.contiguous_blocks and not cache.contiguous_blocks:
             return Support.no(
                 "cache", "blocks that are one piece of memory each", "strided blocks", f"another backend than {cls.name}"
@@ -100,8 +174,9 @@ class AttentionBackend(ABC):
 
     @classmethod
     def captures(cls, query_len: int = 1) -> Support:
-        """Whether an engine runs its decode of `query_len` tokens a sequence as a replay of a CUDA graph; whoever times or checks
-        the backend asks the same, so that what is timed is what runs.
+        """Return whether an engine runs a decode of `query_len` tokens per sequence as a replay of a CUDA graph.
+
+        Benchmarks and tests of the backend ask the same, so that they time and check what runs.
         """
         needed = GraphLevel.DECODE if query_len == 1 else GraphLevel.UNIFORM
         hint = "--enforce-eager says that this is meant"
@@ -113,15 +188,15 @@ class AttentionBackend(ABC):
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
-        """Name of the kernel that will really run."""
+        """Return the name of the kernel that will run."""
         return cls.name
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Device memory to keep free beside the cache."""
+        """Return the bytes of device memory to keep free beside the cache."""
         return 0
 
     def warmup_steps(self, phase: Phase, limits: StepLimits) -> Iterable[Sequence[Lengths]]:
-        """Steps of a phase that between them reach every kernel which this instance may choose in a step within the limits.
+        """Return steps of a phase that together reach every kernel which this instance may choose in a step within the limits.
 
         The engine runs each once before it is ready, a decode also beside a prompt, so that what is compiled or loaded at first
         sight delays no request; what comes later all the same is counted (`EngineStats.compilations`). Override it where kernels
@@ -150,7 +225,7 @@ class AttentionBackend(ABC):
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Attention of several new tokens a sequence, PREFILL and EXTEND, causal from the bottom right.
+        """Compute attention of several new tokens per sequence (PREFILL, EXTEND) into `out`, causal from the bottom right.
 
         q: [num_prefill_tokens, num_heads, head_dim]; k: [num_prefill_tokens, num_kv_heads, head_dim]; v, out: the same with
         v_head_dim, out with num_heads. k and v are this step's tokens, already written to the cache. A sequence's query i of n
@@ -161,7 +236,7 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{self.name} declares no prefill")
 
     def decode(self, q: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache.
+        """Compute attention of the newest tokens over the cache into `out`.
 
         q: [num_decode_tokens, num_heads, head_dim]; out: [num_decode_tokens, num_heads, v_head_dim]; lse: float32 [num_heads,
         num_decode_tokens], as in `prefill`.
@@ -171,7 +246,7 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{self.name} declares no decode")
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor) -> None:
-        """As `decode` of one token a sequence, whose k and v are not in the cache yet: puts them there as well.
+        """Write k and v of one new token per sequence to the cache, and compute attention over the cache as `decode` does.
 
         q: [num_seqs, num_heads, head_dim]; k: [num_seqs, num_kv_heads, head_dim], for position seq_len - 1; v, out: with
         v_head_dim. The cache must hold the bits that the layout's writer would leave; a padding sequence (length 0) writes
@@ -186,7 +261,7 @@ Backends = Mapping[AttentionSpec, AttentionBackend]
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """How a plugin registers a backend: cheap to list, loaded only when somebody asks for it."""
+    """Registration of a backend by a plugin: cheap to list, loaded only when it is used."""
 
     name: str
     summary: str
@@ -194,6 +269,6 @@ class BackendInfo:
     load: Callable[[], type[AttentionBackend]]
     """Imports the kernel library; may raise ImportError."""
     extra: str = ""
-    """What installs it: an extra of headway or a package."""
+    """What to install for the library: an extra of headway or a package."""
     api_version: int = field(kw_only=True)
     """Version of the contract the backend was written for, as a number: a constant of ours would agree with any release."""

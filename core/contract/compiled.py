@@ -1,4 +1,4 @@
-"""Backends that compile kernels tell of each one here, and ask here whether to compile only."""
+"""Compilation of kernels: backends announce each one here, and ask here whether to compile without launching."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from weakref import WeakMethod
 
 Listener = Callable[[str], None]
 CompileAhead = Callable[[], AbstractContextManager[object]]
-"""Makes a context such as `compile_ahead`."""
+"""A function that makes a context such as `compile_ahead`."""
 
 AHEAD: ContextVar[Executor | None] = ContextVar("headway_compiles_ahead", default=None)
 """Threads that compile what the launches of this context need, while the launches themselves start nothing; None: they run."""
 _WORKERS = 16
-"""Threads at most: compilers do most of their work outside Python's lock."""
+"""Most threads at once: compilers do most of their work outside Python's lock."""
 
 _LISTENERS: list[WeakMethod[Listener]] = []
-"""Of the process, as kernels are: one that is compiled for one engine serves all."""
+"""Listeners of the process, because a kernel that is compiled for one engine serves all."""
 
 
 @contextmanager
 def compile_ahead() -> Iterator[Executor]:
-    """Inside, launches of kernels that know of `AHEAD` start nothing; what they need is compiled by many threads, all at the end.
+    """Compile the kernels that are launched inside, on many threads, and launch none of those that know of `AHEAD`.
 
-    Whatever runs inside computes with memory that no kernel has filled: its results are to be thrown away. A kernel that does not
-    compile is left to the launch that needs it.
+    All have been compiled when the context ends. Whatever runs inside computes with memory that no kernel has filled, so its
+    results must be thrown away. A kernel that does not compile raises at the later launch that needs it, not here.
     """
     with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), "compile") as pool:
         token = AHEAD.set(pool)
@@ -38,13 +38,13 @@ def compile_ahead() -> Iterator[Executor]:
 
 
 def listen(listener: Listener) -> None:
-    """Have a bound method called with the name of every kernel that is compiled from now on, as long as its object lives."""
+    """Register a bound method that is called with the name of every kernel compiled from now on, as long as its object lives."""
     _LISTENERS[:] = [each for each in _LISTENERS if each() is not None]
     _LISTENERS.append(WeakMethod(listener))
 
 
 def announce_compilation(name: str) -> None:
-    """Tell that a kernel has been compiled or loaded, outside what Triton tells of itself. From any thread."""
+    """Announce that a kernel has been compiled or loaded, from any thread; Triton's kernels are announced without it."""
     for each in list(_LISTENERS):
         listener = each()
         if listener is not None:

@@ -1,4 +1,4 @@
-"""The rules that every attention layer keeps, and how it is put into words.
+"""The rules that every attention layer obeys, and its description in words.
 
 A layer is an `AttentionSpec`, or a table's record of one, whose fields have the same names and whose element types are names.
 Nothing here imports torch, so that a table is shown in a fraction of a second.
@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks")
-"""Fields that a layer has or has not."""
+"""Optional features of a layer: the fields that are None in plain causal attention."""
 
 
 def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:
-    """The first rule that a layer breaks; empty where it keeps them all.
+    """Return the first rule that a layer breaks, or an empty string.
 
     own_kv_dtype: whether the cache has an element type of its own.
     """
@@ -36,7 +36,7 @@ def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:
 
 
 def describe(layer: Any, v_head_dim: int, dtype: str, kv_dtype: str, where: str = "", more: str = "") -> str:
-    """A layer in words. where: after its element type; more: at the end."""
+    """Describe a layer in words, such as `32/8 heads x 128 bfloat16`. where: put after the element type; more: put at the end."""
     extra = "".join(f" {name}" for name in sorted(OPTIONAL) if getattr(layer, name) is not None) + more
     if kv_dtype != dtype:
         extra = f", {kv_dtype} cache{extra}"

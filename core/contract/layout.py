@@ -83,7 +83,7 @@ class CacheLayout:
 
     @property
     def contiguous_blocks(self) -> bool:
-        """Whether `allocate` makes each block one piece of memory in each tensor, as copies and offload want it."""
+        """Whether `allocate` makes each block one piece of memory in each tensor, as copies and offload need them to be."""
         return all(axes[0] == "block" for axes in self.tensors.values())
 
     def x(self, dtype: torch.dtype) -> int:
@@ -91,7 +91,7 @@ class CacheLayout:
         return self.pack_bytes // dtype.itemsize if self.pack_bytes else 1
 
     def check(self, spec: AttentionSpec, block_size: int) -> Support:
-        """Whether a layer's keys and values can be laid out so, and why not."""
+        """Check whether a layer's keys and values can be laid out so, and if not, why."""
         if spec.value_in_key and self.has_value:
             return Support.no("kv_layout", "a layout that keeps the value inside the key", self.name, "--kv-layout latent")
         if not spec.value_in_key and not self.has_value:
@@ -139,7 +139,7 @@ class LayerCache:
     """
 
     tensors: Mapping[str, Tensor]
-    """By the names of `layout.tensors`."""
+    """Tensors of the cache, by the names of `layout.tensors`."""
     layout: CacheLayout
     geometry: CacheGeometry
     k_scale: float = 1.0
@@ -179,12 +179,12 @@ class LayerCache:
 
     @property
     def key(self) -> Tensor:
-        """Of the layout's axes."""
+        """The tensor of the keys, with the layout's axes."""
         return self.tensors["key"]
 
     @cached_property
     def value(self) -> Tensor:
-        """Of the layout's axes; where the value lies in the key, a view of the key's first `v_head_dim` elements."""
+        """The tensor of the values, with the layout's axes; a value in the key is a view of its first `v_head_dim` elements."""
         if "value" in self.tensors:
             return self.tensors["value"]
         axes = self.layout.tensors["key"]

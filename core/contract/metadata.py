@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.packed import Packed
+from headway.core.contract.transfer import Packed
 
 BlockTables = Sequence[Sequence[int] | NDArray[numpy.int32]] | NDArray[numpy.int32]
 """For each sequence its physical blocks; or int32 [num_seqs, max_blocks], with 0 past those of a sequence."""
@@ -97,7 +97,7 @@ class AttentionMetadata:
 
     @cached_property
     def phase(self) -> Phase:
-        """Of a view: DECODE, EXTEND if any sequence has a cached context, else PREFILL. A mixed step has none: ask its views."""
+        """Phase of a view: DECODE, EXTEND if any sequence has a cached context, else PREFILL. A mixed step has none."""
         assert not (self.num_prefills and self.num_decodes), "a mixed step has two phases: use .prefill and .decode"
         if self.num_decodes:
             return Phase.DECODE
@@ -209,7 +209,7 @@ class AttentionMetadata:
         num_blocks: Sequence[int],
         upper_bound_lens: bool = False,
     ) -> list[AttentionMetadata]:
-        """As `build`, for layers of several cache groups: they differ in block table, slots and `num_blocks` alone.
+        """Build metadata for layers of several cache groups, which differ in block table, slots and `num_blocks` alone.
 
         decode_query_lens: most new tokens that still count as DECODE, of all sequences or of each.
         """
@@ -220,31 +220,9 @@ class AttentionMetadata:
         assert not decodes[:num_prefills].any(), "sequences that prefill or extend must come before those that decode"
 
         num_tokens, widest = int(query.sum()), max(1, *map(_widest, block_tables))
-        # All that the device needs lies in one piece of memory: a copy costs more than what it carries.
-        tables = {f"table {group}": num_seqs * widest for group in range(len(block_tables))}
-        slots = {f"slots {group}": 2 * num_tokens for group in range(len(block_tables))}
-        packed = Packed(starts=num_seqs + 1, seq_lens=num_seqs, contexts=num_seqs, **slots, **tables)
+        packed = _pack(query, context, block_tables, widest, block_size)
         starts, seq_lens = packed.host("starts"), packed.host("seq_lens")
-        numpy.cumsum(query, out=starts[1:])
-        numpy.add(query, context, out=seq_lens)
-        numpy.maximum(context, 0, out=packed.host("contexts"))
-        rows = numpy.repeat(numpy.arange(num_seqs), query)  # [num_tokens]: the sequence of each token
-        positions = numpy.arange(num_tokens) - (starts[:-1] - context)[rows]
-        columns, places = numpy.maximum(positions, 0) // block_size, positions % block_size
-        host_tables = []
-        for group, blocks in enumerate(block_tables):
-            table = packed.host(f"table {group}").reshape(num_seqs, widest)
-            if isinstance(blocks, numpy.ndarray):
-                table[:, : blocks.shape[1]] = blocks
-            else:
-                for row, listed in enumerate(blocks):
-                    table[row, : len(listed)] = listed
-            host_tables.append(table)
-            slot_mapping = packed.host(f"slots {group}").view(numpy.int64)
-            numpy.multiply(table[rows, columns], block_size, out=slot_mapping, dtype=numpy.int64)
-            slot_mapping += places
-            slot_mapping[positions < 0] = -1
-
+        host_tables = [packed.host(f"table {group}").reshape(num_seqs, widest) for group in range(len(block_tables))]
         packed.upload(torch.device(device))
         num_prefill_tokens = int(starts[num_prefills])
         first = cls(
@@ -277,6 +255,39 @@ class AttentionMetadata:
             for group in range(1, len(block_tables))
         ]
         return [first, *others]
+
+
+def _pack(
+    query: NDArray[numpy.int32], context: NDArray[numpy.int32], block_tables: Sequence[BlockTables], widest: int, block_size: int
+) -> Packed:
+    """What the device needs of a step, in one piece of host memory, for a copy costs more than what it carries.
+
+    Its fields: starts, seq_lens and contexts of the sequences; for each cache group N "table N", [num_seqs, widest], and
+    "slots N", the int64 slot of each token.
+    """
+    num_seqs, num_tokens = len(query), int(query.sum())
+    tables = {f"table {group}": num_seqs * widest for group in range(len(block_tables))}
+    slots = {f"slots {group}": 2 * num_tokens for group in range(len(block_tables))}
+    packed = Packed(starts=num_seqs + 1, seq_lens=num_seqs, contexts=num_seqs, **slots, **tables)
+    starts = packed.host("starts")
+    numpy.cumsum(query, out=starts[1:])
+    numpy.add(query, context, out=packed.host("seq_lens"))
+    numpy.maximum(context, 0, out=packed.host("contexts"))
+    rows = numpy.repeat(numpy.arange(num_seqs), query)  # [num_tokens]: the sequence of each token
+    positions = numpy.arange(num_tokens) - (starts[:-1] - context)[rows]
+    columns, places = numpy.maximum(positions, 0) // block_size, positions % block_size
+    for group, blocks in enumerate(block_tables):
+        table = packed.host(f"table {group}").reshape(num_seqs, widest)
+        if isinstance(blocks, numpy.ndarray):
+            table[:, : blocks.shape[1]] = blocks
+        else:
+            for row, listed in enumerate(blocks):
+                table[row, : len(listed)] = listed
+        slot_mapping = packed.host(f"slots {group}").view(numpy.int64)
+        numpy.multiply(table[rows, columns], block_size, out=slot_mapping, dtype=numpy.int64)
+        slot_mapping += places
+        slot_mapping[positions < 0] = -1
+    return packed
 
 
 def _widest(blocks: BlockTables) -> int:

@@ -1,8 +1,8 @@
-"""What the engine asks of a model."""
+"""What the engine needs of a model: `Model`, the attention it is given, and `LatentLayer` for models with latent attention."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -14,9 +14,9 @@ class Attention(Protocol):
     """The one function through which a model attends; the engine hands it in."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim and v_head_dim].
+        """Attend in a layer and return [num_tokens, num_heads, v_head_dim]; k and v are written to the cache as well.
 
-        Returns [num_tokens, num_heads, v_head_dim].
+        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim and v_head_dim].
         """
 
 
@@ -25,18 +25,50 @@ class Model(Protocol):
 
     @property
     def attention_specs(self) -> Sequence[AttentionSpec]:
-        """One spec a layer, in the order of `layer`."""
+        """One spec per layer, in the order of the argument `layer` of `Attention`."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Size of the vocabulary: token ids are below this number."""
 
     @property
     def max_position_embeddings(self) -> int:
-        """Positions the model was made for."""
+        """Number of positions the model was made for."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """input_ids, positions: int64 [num_tokens]. Returns hidden states [num_tokens, hidden_size]."""
+        """Return hidden states [num_tokens, hidden_size]. input_ids, positions: int64 [num_tokens]."""
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden: [rows, hidden_size]. Returns [rows, vocab_size] in the model's dtype: `out`, where it is given."""
+        """Return logits [rows, vocab_size] in the model's dtype (in `out`, where given). hidden: [rows, hidden_size]."""
+
+
+class LatentLayer(Protocol):
+    """The products around latent attention (MLA, DeepSeek-V2), which a model hands in once for each latent layer.
+
+    The cache holds one row per token that all heads share, the latent. *Absorbed*, the product that would expand it is applied to
+    the query instead, and the latent is key and value of all heads: little memory is read, which decides decode. *Expanded*, each
+    head has keys and values of its own, shorter ones: less is computed, which decides prompts. (DeepSeek-AI 2024,
+    arXiv 2405.04434.)
+
+    The layer calls `attention(layer, q, latent, value)` with q [num_tokens, num_heads, expanded.head_dim], the latent
+    [num_tokens, 1, head_dim of its cache] and the value inside it, and gets [num_tokens, num_heads, expanded.v_head_dim].
+    """
+
+    @property
+    def expanded(self) -> AttentionSpec:
+        """The layer with keys and values for each head; `dense`, since they are never cached."""
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Turn queries [n, num_heads, expanded.head_dim] into queries of latents [n, num_heads, head_dim of the cache]."""
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Expand latents [n, 1, head_dim of the cache] to k and v, [n, num_heads, expanded.head_dim and v_head_dim]."""
+
+    def project(self, attended: Tensor, out: Tensor) -> None:
+        """Project attention over latents [n, num_heads, v_head_dim of the cache] to `out` [n, num_heads, expanded.v_head_dim]."""
+
+
+def latent_layers(model: object) -> Mapping[int, LatentLayer]:
+    """Return a model's latent layers by layer number; a model without any need not have the attribute `latent_layers`."""
+    found: Mapping[int, LatentLayer] = getattr(model, "latent_layers", {})
+    return found

@@ -1,4 +1,4 @@
-"""What a backend may know of an attention layer."""
+"""AttentionSpec: all that a backend may know of an attention layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AttentionSpec:
     scale: float
     """Multiplies q.k before the softmax; never applied twice, never assumed to be head_dim ** -0.5."""
     dtype: torch.dtype = torch.float32
-    """Of q, k, v and out, and of the cache unless `kv_dtype` says otherwise."""
+    """Element type of q, k, v and out, and of the cache unless `kv_dtype` says otherwise."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where the layer runs."""
     sliding_window: int | None = None
@@ -36,9 +36,10 @@ class AttentionSpec:
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap), after scaling and before bias and mask (Gemma 2)."""
     alibi_slopes: tuple[float, ...] | None = None
-    """One slope a query head; adds -slope * (query position - key position) to the scores (Press et al. 2022)."""
+    """One slope per query head; adds -slope * (query position - key position) to the scores (Press et al. 2022)."""
     sinks: tuple[float, ...] | None = None
-    """One logit a query head that joins the softmax's denominator and has no value (GPT-OSS; Xiao et al. 2023); never scaled."""
+    """One logit per query head that joins the softmax's denominator and has no value (GPT-OSS; Xiao et al. 2023); never
+    scaled."""
     kv_dtype: torch.dtype | None = None
     """Element type of the cache where it is not `dtype`: torch.float8_e4m3fn."""
     k_scale: float = 1.0
@@ -74,7 +75,7 @@ class AttentionSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """What this layer asks for beyond plain causal attention, named as the fields are."""
+        """Names of the optional fields that are set: what the layer asks for beyond plain causal attention."""
         return frozenset(name for name in OPTIONAL if getattr(self, name) is not None)
 
     def __str__(self) -> str:

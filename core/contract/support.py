@@ -1,4 +1,4 @@
-"""The one answer to "can this run, and if not, why not": read by the selector, the command line, error texts and tests."""
+"""Support: the answer to "can this run, and if not, why not", for the selector, the command line, error texts and tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 _MOST: Final = 400
-"""Characters of what was found that are shown: it may be a whole file's text."""
+"""Most characters of `got` that are shown, for it may be a whole file's text."""
 
 
 class Reason(NamedTuple):
@@ -29,7 +29,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Truthy when nothing stands in the way; otherwise carries every reason, not only the first."""
+    """The answer to a question of support: truthy if supported, else with every reason, not only the first."""
 
     reasons: tuple[Reason, ...] = ()
 
@@ -44,7 +44,7 @@ class Support:
 
     @property
     def brief(self) -> str:
-        """The first reason, and how many more there are: one line for lists of many."""
+        """The first reason and the number of others, in one line."""
         if not self.reasons:
             return "yes"
         more = f"; and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
@@ -52,7 +52,7 @@ class Support:
 
     @classmethod
     def no(cls, what: str, need: str, got: object, hint: str = "") -> Support:
-        """Refuse for one reason."""
+        """Make a refusal with one reason."""
         return cls((Reason(what, need, str(got), hint),))
 
 

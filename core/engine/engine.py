@@ -1,78 +1,82 @@
-"""How an engine is put together: loop, scheduler and executor for one model in one process."""
+"""Puts an engine together: loop, scheduler and executor for one model in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.model import Model
-from headway.core.contract.proposers import Proposer
+from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine import deterministic
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.drafting import Drafting
-from headway.core.engine.host_rows import HostRows
-from headway.core.engine.limits import PromptLimits
-from headway.core.engine.local import LocalExecutor
+from headway.core.engine.device.host_rows import HostRows
+from headway.core.engine.device.local_executor import LocalExecutor
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.scheduler import Scheduler
-from headway.core.engine.specs import cache_specs
+from headway.core.engine.offload.page_copier import PageCopier
+from headway.core.engine.scheduling import deterministic
+from headway.core.engine.scheduling.drafting import Drafting
+from headway.core.engine.scheduling.scheduler import Scheduler
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.request_limits import RequestLimits
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
-from headway.core.select.selector import BackendSource
-from headway.core.speculation.times import StepTimes
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.startup import BackendSource
+from headway.core.speculation.step_times import StepTimes
 
 
-class Engine(EngineLoop):
-    """The loop of one model in this process, with the executor that it made for it."""
+def make_engine(
+    *,
+    model: Model,
+    source: BackendSource,
+    layers: LayerSpecs | None = None,
+    config: EngineConfig | None = None,
+    eos_token_ids: frozenset[int] = frozenset(),
+    sampling: SamplingOps = TORCH_SAMPLING,
+    costs: Mapping[AttentionSpec, CostTable] | None = None,
+    proposer: Proposer | None = None,
+    measured: bool = True,
+    compile_ahead: CompileAhead | None = None,
+    hosts: HostRows | None = None,
+    weights: str = "",
+) -> EngineLoop:
+    """Make the loop of one model in this process, with its executor, ready for requests.
 
-    def __init__(
-        self,
-        model: Model,
-        source: BackendSource,
-        config: EngineConfig | None = None,
-        eos_token_ids: frozenset[int] = frozenset(),
-        sampling: SamplingOps = TORCH_SAMPLING,
-        costs: Mapping[AttentionSpec, CostTable] | None = None,
-        proposer: Proposer | None = None,
-        measured: bool = True,
-        compile_ahead: CompileAhead | None = None,
-        hosts: HostRows | None = None,
-        kv_scales: Sequence[tuple[float, float]] | None = None,
-        weights: str = "",
-    ) -> None:
-        """sampling: how tokens are chosen, where something does it faster than torch.
+    source: the registry of backends. layers: the specs of the model's layers; None: as config.kv_cache_dtype says, scales of 1.
+    sampling: how tokens are chosen, where something does it faster than torch. costs: measured times of each distinct layer,
+    which `auto` obeys; None: the order that plugins propose. proposer: guesses tokens, which change no output, only the speed.
+    measured: verify guesses where they pay by the times of the steps; else whatever they cost. compile_ahead: what the device's
+    kernels are compiled in before the engine is ready; None: nothing is compiled there. hosts: serves grammars and named logits
+    processors; None: there are neither. weights: what tells these weights from all others, for blocks that are kept on disk.
 
-        compile_ahead: what the device's kernels are compiled in before the engine is ready; None: nothing is compiled there.
+    :raises HeadwayError: options that cannot work together, with what would.
+    """
+    config = config or EngineConfig()
+    layers = layers or LayerSpecs.of(model, config.kv_cache_dtype)
+    config = config.for_device(layers.device)
+    if config.deterministic:
+        config = deterministic.prepare(source, layers, config)
+    executor = LocalExecutor(
+        model=model,
+        layers=layers,
+        source=source,
+        config=config,
+        sampling=sampling,
+        costs=costs,
+        compile_ahead=compile_ahead,
+        max_decode_len=1 if proposer is None else config.num_speculative_tokens + 1,
+        hosts=hosts,
+        make_mover=partial(PageCopier, config=config, weights=weights) if config.offload_bytes[0] else None,
+    )
+    drafting = None if proposer is None else _drafting(proposer, model, config, executor if measured else None)
+    limits = RequestLimits.of(config, executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size)
+    scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler
+    engine = EngineLoop(executor, config, limits, eos_token_ids, scheduler, drafting)
+    executor.capture()
+    return engine
 
-        hosts: serves grammars and named logits processors; None: there are neither.
 
-        kv_scales: k_scale and v_scale of each layer's cache where kv_cache_dtype is fp8; None: 1.
-
-        weights: what tells these weights from all others, for blocks that are kept on disk.
-
-        costs: measured times of each distinct layer, which `auto` obeys; None: the order that plugins propose.
-
-        proposer: guesses tokens, which change no output, only the speed. measured: verify guesses where they pay by the times of
-        the steps; else whatever they cost.
-
-        :raises HeadwayError: options that cannot work together, with what would.
-        """
-        config = config or EngineConfig()
-        specs = cache_specs(model.attention_specs, config.kv_cache_dtype, kv_scales)
-        config = config.for_device(specs[0].device)
-        if config.deterministic:
-            config = deterministic.prepare(source, specs, config)
-        max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
-        self.executor = LocalExecutor(
-            model, specs, source, config, sampling, costs, compile_ahead, max_decode_len, hosts, weights
-        )
-        self.selection = self.executor.selection
-        limits = PromptLimits.of(config, self.executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size)
-        scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler
-        drafting = None
-        if proposer is not None:
-            times = StepTimes(self.executor.attention_us) if measured else None
-            drafting = Drafting(proposer, model.vocab_size, config.num_speculative_tokens, times)
-        super().__init__(self.executor, config, limits, eos_token_ids, scheduler, drafting)
-        self.executor.capture()
+def _drafting(proposer: Proposer, model: Model, config: EngineConfig, measured_by: LocalExecutor | None) -> Drafting:
+    """measured_by: knows what a decode's attention costs; None: guesses are verified whatever they cost."""
+    times = None if measured_by is None else StepTimes(measured_by.attention_us)
+    return Drafting(proposer, model.vocab_size, config.num_speculative_tokens, times)

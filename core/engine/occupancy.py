@@ -1,12 +1,12 @@
-"""What an engine's cache holds for whom, in a few numbers a sequence: cheap enough to be asked while requests run."""
+"""What an engine's cache holds for each sequence, in a few numbers: cheap enough to be asked for while requests run."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.sequence import Sequence
-from headway.core.engine.stats import EngineSnapshot
+from headway.core.engine.state.sequence import Sequence
+from headway.core.engine.state.stats import EngineSnapshot
 
 
 class Holding(NamedTuple):
@@ -16,12 +16,12 @@ class Holding(NamedTuple):
     completion: int
     """Which of the request's completions, from 0."""
     num_tokens: int
-    """Whose keys and values are in the cache."""
+    """Tokens whose keys and values are in the cache."""
     num_prompt_tokens: int
     found: int
-    """Pages that the prefix cache gave it when it began; other sequences may hold them, too."""
+    """Pages that the prefix cache gave the sequence when it began; other sequences may hold them, too."""
     computed: int
-    """Pages that its own steps have written to."""
+    """Pages that the sequence's own steps have written to."""
     reserved: int
     """Pages that hold no token yet."""
 
@@ -31,33 +31,33 @@ class Occupancy(NamedTuple):
 
     engine: EngineSnapshot
     holdings: tuple[Holding, ...]
-    """Of the sequences that began first."""
+    """The sequences that began first, one by one."""
     num_holding: int
-    """Sequences that hold pages; those that are not among `holdings` included."""
+    """All sequences that hold pages, whether among `holdings` or not."""
     num_decoding: int
     """Sequences whose prompt has been computed."""
     num_decoding_tokens: int
-    """In the cache, of those sequences together."""
+    """Tokens in the cache of those sequences together."""
     num_offloaded_blocks: int
-    """Kept in the host's memory."""
+    """Blocks that the host's memory keeps."""
 
 
 def occupancy(engine: EngineLoop, most: int) -> Occupancy:
-    """See Occupancy. most: how many sequences are told of one by one.
+    """The occupancy of an engine now. most: how many sequences are listed one by one.
 
-    It costs about a microsecond per running sequence, and 30 ns per page whose content can be found: `EngineLoop.cache_usage`
-    looks at every block instead.
+    This costs about a microsecond per running sequence, and 30 ns per page whose content can be found; `EngineLoop.cache_usage`
+    looks at every block.
     """
     scheduler = engine.scheduler
     holders, offloader = scheduler.holders, scheduler.offloader
     decoding = [tokens for seq in scheduler.running if (tokens := seq.num_computed) >= seq.num_prompt_tokens]
     return Occupancy(
-        engine.snapshot(),
-        tuple(_holding(seq) for seq in holders[:most]),
-        len(holders),
-        len(decoding),
-        sum(decoding),
-        0 if offloader is None else offloader.num_blocks,
+        engine=engine.snapshot(),
+        holdings=tuple(_holding(seq) for seq in holders[:most]),
+        num_holding=len(holders),
+        num_decoding=len(decoding),
+        num_decoding_tokens=sum(decoding),
+        num_offloaded_blocks=0 if offloader is None else offloader.num_blocks,
     )
 
 
@@ -69,4 +69,12 @@ def _holding(seq: Sequence) -> Holding:
         held += len(table.pages) - gone
         written += max(min(-(-tokens // table.page_size), len(table.pages)) - gone, 0)
         found += max(seq.num_cached_tokens // table.page_size - gone, 0)
-    return Holding(seq.request_id, seq.index, tokens, seq.num_prompt_tokens, found, max(written - found, 0), held - written)
+    return Holding(
+        request_id=seq.request_id,
+        completion=seq.index,
+        num_tokens=tokens,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        found=found,
+        computed=max(written - found, 0),
+        reserved=held - written,
+    )

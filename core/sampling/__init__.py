@@ -1,1 +1,1 @@
-"""From logits to tokens, and from tokens to text."""
+"""Sampling: tokens from logits, and text from tokens."""

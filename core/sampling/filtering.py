@@ -1,33 +1,32 @@
-"""What top_k, top_p and min_p keep of a row's tokens, by torch's operations; kernels that keep the same may stand for them.
+"""Filters of a row's tokens, top_k, top_p and min_p, by torch's operations; kernels replace them once they are verified.
 
-Tokens are in the order of their logits, of equal ones the smaller id first; each parameter keeps the first so many of them.
+Tokens are in the order of their logits, of equal ones the smaller id first; each parameter keeps a number of the first.
 Probabilities are compared as whole numbers, `UNIT_MASS` for the most likely token, so that no order of adding changes a sum.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import NOT_A_TOKEN, Filter, draw
+
+log = logging.getLogger("headway")
 
 UNIT_MASS = 2**40
 """A vocabulary of 2^22 tokens sums to less than 2^63; what a row leaves out for being too small is below 2^-40 a token."""
 LOG2E = 1.4426950408889634
 
-Filter = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(logits [rows, vocab_size], others int64 [rows], keys int64 [rows], filters float32 [4, rows]) -> tokens, int64 [rows].
-
-A column of filters is a `TokenFilter`: the token is drawn (see `sampler.draw`) among those that it keeps of the logits times its
-scale, NOT_A_TOKEN where a logit is NaN; a row of scale 0 has its token from `others`."""
-
 
 class TokenFilter(NamedTuple):
-    """What a request keeps, in numbers that a device compares with."""
+    """The filters of a request, as numbers that a device compares logits with."""
 
     scale: float
     """1 / temperature; 0: nothing is filtered."""
@@ -39,12 +38,23 @@ class TokenFilter(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, scale: float, vocab_size: int) -> TokenFilter:
-        """Read off parameters."""
+        """The filter of a request's parameters."""
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         return cls(scale, float(top_k), params.top_p, math.log(params.min_p) if params.min_p > 0 else -math.inf)
 
 
 NO_FILTER = TokenFilter(0.0, 0.0, 1.0, -math.inf)
+_CASES = (
+    TokenFilter(1.4, 50, 1.0, -math.inf),
+    TokenFilter(1.0, 0, 0.9, -math.inf),
+    TokenFilter(1.0, 0, 1.0, math.log(0.05)),
+    TokenFilter(2.0, 40, 0.8, math.log(0.01)),
+    NO_FILTER,
+    TokenFilter(0.5, 0, 0.3, -math.inf),
+    TokenFilter(1.0, 1, 1.0, -math.inf),
+    TokenFilter(0.1, 3000, 0.999, -math.inf),
+)
+"""Filters with which kernels are verified."""
 
 
 def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -69,3 +79,38 @@ def keep_above(logits: Tensor, log_min_p: Tensor) -> Tensor:
     """Set tokens that are less likely than min_p times the most likely one to -inf. log_min_p: float32 [rows]."""
     floor = logits.amax(-1, keepdim=True) + log_min_p[:, None]
     return logits.masked_fill(logits < floor, -torch.inf)
+
+
+def torch_filter(logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
+    """A `Filter` by torch's operations: a sort, and a draw from what is kept."""
+    scales, top_k, top_p, log_min_p = filters
+    likely = logits.float() * torch.where(scales > 0, scales, 1)[:, None]
+    kept = keep_above(keep_top(likely, top_k, top_p), log_min_p)
+    drawn = torch.where(logits.isnan().any(1), NOT_A_TOKEN, draw(kept, torch.ones_like(scales), keys))
+    return torch.where(scales > 0, drawn, others)
+
+
+def verified_filter(candidate: Filter, vocab_size: int, device: torch.device, ahead: CompileAhead | None = None) -> Filter | None:
+    """Return the candidate filter if its choices equal those of torch's operations; else None, and the log says why.
+
+    Versions of compilers and drivers are many, and a token drawn from the wrong ones goes unnoticed. ahead: context in which the
+    kernels are compiled at the same time.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    logits = 3 * torch.randn(len(_CASES), vocab_size, device=device, generator=generator)
+    filters = torch.tensor(_CASES, dtype=torch.float32, device=device).T.contiguous()
+    others = torch.arange(len(_CASES), device=device) % vocab_size
+    keys = torch.arange(1, 1 + len(_CASES), device=device) * 0x9E3779B97F4A7C1
+    try:
+        with nullcontext() if ahead is None else ahead():
+            candidate(logits, others, keys, filters)
+        differing = int((candidate(logits, others, keys, filters) != torch_filter(logits, others, keys, filters)).sum())
+        fault = f"{differing} of {len(_CASES)} tokens differ" if differing else ""
+    except Exception as error:  # whatever a compiler or driver has to say
+        fault = f"{type(error).__name__}: {error}"
+    if not fault:
+        return candidate
+    log.warning(
+        "top_k, top_p and min_p are served by torch's operations, which takes longer: their kernels failed here (%s)", fault
+    )
+    return None

@@ -1,4 +1,4 @@
-"""Which tokens may come next where a completion must have a form: llguidance's grammars, compiled once and followed per row."""
+"""Grammars of llguidance, compiled once and followed per row: the tokens that may come next in a completion of a given form."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class GrammarCompiler:
         self.compile(form)
 
     def masks(self, grammars: Sequence[Grammar]) -> NDArray[numpy.int32]:
-        """What may come next in each: int32 [len(grammars), words], token t being bit t % 32 of word t / 32.
+        """Masks of the tokens that may come next in each: int32 [len(grammars), words], token t being bit t % 32 of word t / 32.
 
         Computed by several threads.
         """
@@ -164,7 +164,7 @@ def _grammar_text(form: StructuredOutputsParams) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with no additional properties where it names properties and says nothing of others."""
+    """Forbid additional properties wherever a schema names properties and says nothing of others."""
     if isinstance(schema, Mapping):
         closed = {key: _closed(value) for key, value in schema.items()}
         if "properties" in schema or "patternProperties" in schema:

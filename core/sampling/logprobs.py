@@ -11,39 +11,39 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token of those that might have come; fields are vLLM's."""
+    """A token that might have come; fields are vLLM's."""
 
     logprob: float
-    """Of the softmax of the model's own logits, before temperature, penalties and anything else."""
+    """Logarithm of the softmax of the model's own logits, before temperature, penalties and anything else."""
     rank: int | None = None
     """1 for the most likely token."""
     decoded_token: str | None = None
-    """Its text."""
+    """The text of the token."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one place in a sequence: the token that stands there, then the most likely ones. Plain data."""
+    """Log-probabilities at one position of a sequence: of its token, then of the most likely ones. Plain data."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     rank: int
-    """Of the first token; the others' are 1, 2, 3, ..."""
+    """Rank of the first token; the others' are 1, 2, 3, ..."""
 
 
 class Scores(NamedTuple):
-    """Of several places, as tensors."""
+    """Log-probabilities at several positions, as tensors."""
 
     token_ids: Tensor
-    """int64 [places, k + 1]: the token itself, then the k most likely ones."""
+    """int64 [n, k + 1]: the token itself, then the k most likely ones."""
     logprobs: Tensor
     """float32, likewise."""
     ranks: Tensor
-    """int64 [places]: of the token itself."""
+    """int64 [n]: of the token itself."""
 
-    def at(self, place: int, k: int) -> TokenLogprobs:
-        """One place, with the k most likely tokens; on the host."""
-        ids, logprobs = self.token_ids[place, : k + 1], self.logprobs[place, : k + 1]
-        return TokenLogprobs(tuple(ids.tolist()), tuple(logprobs.tolist()), int(self.ranks[place]))
+    def at(self, index: int, k: int) -> TokenLogprobs:
+        """The log-probabilities of one position, with the k most likely tokens; on the host."""
+        ids, logprobs = self.token_ids[index, : k + 1], self.logprobs[index, : k + 1]
+        return TokenLogprobs(tuple(ids.tolist()), tuple(logprobs.tolist()), int(self.ranks[index]))
 
 
 def score(logits: Tensor, tokens: Tensor, k: int) -> Scores:

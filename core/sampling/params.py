@@ -1,4 +1,4 @@
-"""How one request wants its tokens."""
+"""Parameters of one request: how its tokens are chosen, and when it ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from headway.core.contract.errors import ConfigError
-from headway.core.contract.unknown import knows_its_fields
+from headway.core.contract.errors import ConfigError, knows_its_fields
 from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.system.text import shown
 
@@ -47,12 +46,12 @@ token's logits, float32 [vocab_size], on the engine's device."""
 
 
 class RequestOutputKind(Enum):
-    """What each output of a request that is read as it grows holds; names and values are vLLM's."""
+    """The content of each output of a streamed request; names and values are vLLM's."""
 
     CUMULATIVE = 0
     """All so far."""
     DELTA = 1
-    """What is new since the last output."""
+    """Only what is new since the last output."""
     FINAL_ONLY = 2
     """All, once: there is no output before the request has ended."""
 
@@ -119,7 +118,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's last tokens."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of AsyncLLM holds; LLM.generate returns whole ones in any case."""
+    """The content of each output of AsyncLLM; LLM.generate returns whole outputs in any case."""
 
     def __post_init__(self) -> None:
         self._make_tuples()
@@ -222,7 +221,7 @@ SEED_RANGE = "a whole number from -2**63 to 2**63 - 1"
 
 
 def is_seed(value: object) -> bool:
-    """Whether torch's generators take it."""
+    """Whether torch's generators take a seed."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
@@ -235,7 +234,7 @@ def _ids(values: Sequence[object] | None) -> bool:
 
 
 def _text(value: object) -> bool:
-    """Whether it is a text that a tokenizer takes; halves of surrogate pairs are none."""
+    """Whether a value is a text that a tokenizer takes; halves of surrogate pairs are none."""
     try:
         return isinstance(value, str) and bool(value.encode())
     except UnicodeEncodeError:
@@ -243,7 +242,7 @@ def _text(value: object) -> bool:
 
 
 def _listed(value: object) -> bool:
-    """Whether it is a list of a length that memory holds; a range may be of any."""
+    """Whether a value is a list of a length that memory holds; a range may be of any."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray, memoryview)):
         return False
     try:

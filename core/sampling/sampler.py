@@ -1,4 +1,4 @@
-"""From logits to one token a row, on the device of the logits and without waiting for it."""
+"""Sampling of one token per row of logits, on the device of the logits and without waiting for the device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.transfer import upload
-from headway.core.sampling.filtering import Filter
-from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.verification import Hold, hold
+from headway.core.sampling.verification import AcceptDrafts, accept_drafts
 
 NOT_A_TOKEN = -1
 """Stands for the token of a row whose logits hold a NaN."""
@@ -35,22 +33,29 @@ Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 def draw(logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
     """Draw from each row's softmax(logits * scale), the scale being 1 / temperature; equal keys draw equally."""
     # The largest of logit - log(e), e drawn from Exp(1), is a draw from the softmax (Gumbel-max), and needs no sum over rows.
-    noise = _exponential(keys, logits.shape[-1])
+    noise = exponential(keys, logits.shape[-1])
     return (logits.float() * scales[:, None] - noise.log_()).argmax(dim=-1)
+
+
+Filter = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(logits [rows, vocab_size], others int64 [rows], keys int64 [rows], filters float32 [4, rows]) -> tokens, int64 [rows].
+
+A column of filters is a `filtering.TokenFilter`: the token is drawn (see `draw`) among those that the filter keeps of the logits
+times its scale, NOT_A_TOKEN where a logit is NaN; a row of scale 0 has its token from `others`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """How tokens are chosen; others may stand for torch's operations where they are faster and choose the same."""
+    """Operations that choose tokens; kernels replace torch's where they are faster and choose the same."""
 
     greedy: Callable[[Tensor], Tensor] = greedy
     draw: Draw = draw
     choose: Draw | None = None
-    """Both in one pass, where something has it: like `draw`, but a row of scale 0 is greedy. NOT_A_TOKEN where a logit is NaN."""
+    """Both in one pass, where a kernel has it: like `draw`, but a row of scale 0 is greedy. NOT_A_TOKEN where a logit is NaN."""
     filter: Filter | None = None
     """A draw from what top_k, top_p and min_p keep; None: rows that want one are changed by torch's operations, then drawn."""
-    hold: Hold = hold
-    """Which drafts hold."""
+    accept_drafts: AcceptDrafts = accept_drafts
+    """Compares drafts with the tokens sampled in their positions."""
 
 
 TORCH_SAMPLING = SamplingOps()
@@ -58,7 +63,7 @@ TORCH_SAMPLING = SamplingOps()
 
 
 class Draws(NamedTuple):
-    """How the tokens of some rows are chosen."""
+    """The scales, keys and filters by which the tokens of some rows are chosen."""
 
     scales: NDArray[numpy.float32]
     """[rows]: 1 / temperature, 0 for greedy, and for rows that `filters` serves."""
@@ -103,28 +108,20 @@ def _filtered(logits: Tensor, draws: Draws, filters: NDArray[numpy.float32], ops
     return ops.filter(logits, others, keys, torch.stack(numbers).view(torch.float64).float())
 
 
-def scale_of(params: SamplingParams) -> float:
-    """1 / temperature, 0 for greedy; kept where it is neither 0 nor infinite as a float32.
-
-    Times a logit of -inf or of 0 those would be NaN.
-    """
-    return 0.0 if params.greedy else max(1 / max(params.temperature, 2.0**-100), 2.0**-100)
-
-
 LANES = 128
 """Columns from one number of a counter to its next: neighbouring counters are neighbouring columns, as a kernel reads them."""
 
 
-def _exponential(keys: Tensor, vocab_size: int) -> Tensor:
+def exponential(keys: Tensor, vocab_size: int) -> Tensor:
     """Exp(1) numbers, float32 [rows, vocab_size], from counters instead of a generator's state (Salmon et al. 2011).
 
-    Each hangs on its row's key and its column alone, so that a draw can be repeated, dropped, or made beside others without
+    Each depends on its row's key and its column alone, so that a draw can be repeated, dropped, or made beside others without
     changing any other.
     """
     groups = -(-vocab_size // (4 * LANES))
     zero = torch.zeros((), dtype=torch.int64, device=keys.device)
     counter = torch.arange(groups * LANES, device=keys.device), zero, zero, zero
-    words = _philox(counter, (keys[:, None] & _WORD, (keys[:, None] >> 32) & _WORD))
+    words = philox(counter, (keys[:, None] & _WORD, (keys[:, None] >> 32) & _WORD))
     bits = torch.stack([word.view(-1, groups, LANES) for word in words], dim=2).flatten(1)[:, :vocab_size]
     # All 32 bits, though a float32 near 1 holds only 24: small numbers keep their digits, and they decide the race. The step is
     # a little under 2^-32, or the largest would round to 1, and the half step keeps 0 out: both have no finite logarithm.
@@ -136,7 +133,7 @@ _WORD = 0xFFFFFFFF
 _Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
+def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
     """Philox4x32-7 (Salmon et al. 2011): 7 rounds are the fewest that its authors found to pass every test of BigCrush.
 
     A counter gives four numbers with two products of 32 bits a round, which a GPU multiplies at once. Words are int64 from 0 to
@@ -152,7 +149,7 @@ def _philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
 
 
 def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[int] | NDArray[Any]) -> NDArray[numpy.uint64]:
-    """What decides the draws of rows: SplitMix64 (Steele et al. 2014) of seed and position, uint64 [rows]."""
+    """Keys, which decide the draws of rows: SplitMix64 (Steele et al. 2014) of seed and position, uint64 [rows]."""
 
     def mix(x: NDArray[Any]) -> NDArray[Any]:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9

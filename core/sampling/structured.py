@@ -1,4 +1,4 @@
-"""What form a completion is to have: a JSON schema, a regular expression, one of several texts, or a grammar."""
+"""The form that a completion is to have: a JSON schema, a regular expression, one of several texts, or a grammar."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headway.core.contract.errors import ConfigError
-from headway.core.contract.unknown import knows_its_fields
+from headway.core.contract.errors import ConfigError, knows_its_fields
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -83,5 +82,5 @@ class StructuredOutputsParams:
 
 
 def _has_halves(text: str) -> bool:
-    """Whether it holds half of a surrogate pair, as Python reads bytes of a command line that are no UTF-8."""
+    """Whether a text holds half of a surrogate pair, as Python reads bytes of a command line that are no UTF-8."""
     return any("\ud800" <= sign <= "\udfff" for sign in text)

@@ -1,1 +1,1 @@
-"""Which backend, layout and block size serve a model, and which backend serves a step."""
+"""Chooses the cache layout, block size and backends that serve a model, and the backend of every step."""

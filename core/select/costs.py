@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.core.contract.metadata import Phase
-from headway.core.select.surface import Axes, Leaf, Surface
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +49,29 @@ class Sample:
     """None: no cache is read, so the time holds for every layout and block size (a dense prefill)."""
     block_size: int | None
     layer_us: float | None
-    """On the device. None: it failed here, or was not tried."""
+    """Time on the device. None: the backend failed at this shape, or was not tried."""
     plan_us: float = 0.0
     """Host time per step, shared by its layers."""
     host_us: float = 0.0
-    """Host time of the call where it is launched each time: the longer of the two counts. 0: a graph, or not known."""
+    """Host time of the call where it is launched in every step; the longer of host and device counts. 0: a graph, or unknown."""
     between: bool = False
-    """Whether it was measured between points of the grid, to refine it where the fastest backend changes."""
+    """Whether the shape lies between points of the grid, measured to refine the grid where the fastest backend changes."""
 
+
+Leaf = tuple[float, ...]
+"""Logarithms of times; infinite where there is none."""
+Axes = tuple[int, ...]
+"""A point's place, the axis that times depend on most outermost."""
+_Node = tuple[list[float], list["_Node | Leaf"]]
+_Hat = tuple[float, float, float]
+"""A correction along one axis: where it begins, is whole, and ends. It is linear between; an end at infinity keeps it whole."""
 
 _AXES: dict[Phase, Callable[[Shape], Axes]] = {
     Phase.PREFILL: lambda shape: (shape.batch, shape.query_len),
     Phase.EXTEND: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
     Phase.DECODE: lambda shape: (shape.query_len, shape.batch, shape.kv_len),
 }
-"""What a phase's times depend on, outermost first; the innermost may reach further in one row than in the next."""
+"""The axes on which a phase's times depend, outermost first; the innermost may reach further in one row than in the next."""
 
 _Key = tuple[Phase, str, str | None, int | None]
 
@@ -88,7 +96,7 @@ class CostTable:
     ) -> None:
         """noise: relative difference below which two times count as equal. excluded: backend -> why it must not be chosen.
 
-        phases: in which the layer is asked for; samples of others are left out.
+        phases: those in which the layer is asked for; samples of others are left out.
         """
         self.noise = noise
         self.source = source
@@ -99,7 +107,7 @@ class CostTable:
         self.shapes = _by_phase(sample for sample in kept if not sample.between)
         """The points of each phase's grid."""
         self.between = _by_phase(sample for sample in kept if sample.between)
-        """Those that were measured between them."""
+        """The points of each phase that were measured between those of the grid."""
         times: dict[_Key, dict[Shape, Leaf]] = {}
         for sample in kept:
             if sample.layer_us is not None:
@@ -132,7 +140,7 @@ class CostTable:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What a whole step costs through each backend, over one layout and block size."""
+    """The cost of a whole step through each backend, over one layout and block size."""
 
     parts: Sequence[tuple[CostTable, int]]
     """The table of each distinct kind of layer, and how many layers are of that kind."""
@@ -154,7 +162,7 @@ class StepCosts:
         return total
 
     def ranking(self, shape: Shape, names: Iterable[str]) -> list[tuple[str, float]]:
-        """(backend, microseconds), fastest first, of those that have a time here."""
+        """(backend, microseconds) of the backends that have a time here, fastest first."""
         times = [(name, self.step_us(name, shape)) for name in names]
         return sorted((pair for pair in times if math.isfinite(pair[1])), key=lambda pair: pair[1])
 
@@ -180,3 +188,86 @@ class StepCosts:
 def _by_phase(samples: Iterable[Sample]) -> dict[Phase, list[Shape]]:
     shapes = list(dict.fromkeys(sample.shape for sample in samples))
     return {phase: [shape for shape in shapes if shape.phase is phase] for phase in Phase}
+
+
+class Surface:
+    """One backend's times over a phase's axes: log-linear between points of the grid, and beyond it those of the nearest edge.
+
+    A point between two neighbours of the grid corrects the line through them: what it was measured at, less what had been
+    interpolated there, is added in full at its place and ever less towards the next grid lines on every side. (The surplus of
+    hierarchical bases, as in sparse grids: Bungartz and Griebel 2004.) So a single point refines the grid where that is
+    worth it, and needs no row or column of its own.
+    """
+
+    def __init__(self, grid: Mapping[Axes, Leaf], between: Mapping[Axes, Leaf]) -> None:
+        """grid: every point of the grid, infinite where there is no time. between: in the order in which they were measured."""
+        if not grid:
+            grid, between = between, {}
+        self._node = _nest(list(grid.items()))
+        lines = [sorted({axes[number] for axes in grid}) for number in range(len(next(iter(grid), ())))]
+        self._corrections: list[tuple[list[_Hat], Leaf]] = []
+        known = set(grid)
+        for axes, leaf in between.items():
+            hats = [_hat(axes, number, line, known) for number, line in enumerate(lines)]
+            expected = self.at(axes)
+            surplus = tuple(
+                got - guess if math.isfinite(guess) else 0.0 for got, guess in zip(leaf, expected, strict=True)
+            )  # where the grid has no time nothing is chosen, whatever was measured between
+            self._corrections.append((hats, surplus))
+            known.add(axes)
+
+    def at(self, axes: Sequence[int]) -> Leaf:
+        """Logarithms of the times at a place."""
+        place = [math.log(max(value, 1)) for value in axes]
+        found = _interpolate(self._node, place)
+        for hats, surplus in self._corrections:
+            share = math.prod(_share(hat, value) for hat, value in zip(hats, place, strict=True))
+            if share > 0.0:
+                found = tuple(value + share * more for value, more in zip(found, surplus, strict=True))
+        return found
+
+
+def _hat(axes: Axes, number: int, line: Sequence[int], known: set[Axes]) -> _Hat:
+    """The hat of a point along one axis: it ends at the nearest known points of its row where it lies between grid lines, else at
+    the next lines."""
+    value = axes[number]
+    if value not in line:
+        row = [other[number] for other in known if other[:number] == axes[:number] and other[number + 1 :] == axes[number + 1 :]]
+        line = sorted({*row, value})
+    at = bisect_left(line, value)
+    low = math.log(line[at - 1]) if at > 0 else -math.inf
+    high = math.log(line[at + 1]) if at + 1 < len(line) else math.inf
+    return low, math.log(value), high
+
+
+def _share(hat: _Hat, value: float) -> float:
+    low, middle, high = hat
+    if value <= middle:
+        return 1.0 if low == -math.inf else max(0.0, (value - low) / (middle - low))
+    return 1.0 if high == math.inf else max(0.0, (high - value) / (high - middle))
+
+
+def _nest(rows: Sequence[tuple[Axes, Leaf]]) -> _Node:
+    groups: dict[int, list[tuple[Axes, Leaf]]] = {}
+    for axes, leaf in rows:
+        groups.setdefault(axes[0], []).append((axes[1:], leaf))
+    keys = sorted(groups)
+    children = [_nest(groups[key]) if groups[key][0][0] else groups[key][-1][1] for key in keys]
+    return [math.log(key) for key in keys], children
+
+
+def _interpolate(node: _Node | Leaf, at: Sequence[float]) -> Leaf:
+    if not at:
+        return node  # type: ignore[return-value]
+    keys, children = node
+    assert isinstance(keys, list)
+    assert isinstance(children, list)
+    right = bisect_right(keys, at[0])
+    if right == 0 or right == len(keys):
+        return _interpolate(children[max(right - 1, 0)], at[1:])
+    share = (at[0] - keys[right - 1]) / (keys[right] - keys[right - 1])
+    low = _interpolate(children[right - 1], at[1:])
+    if share < 1e-9:  # exactly on a point: its neighbour may have no time
+        return low
+    high = _interpolate(children[right], at[1:])
+    return tuple((1 - share) * a + share * b for a, b in zip(low, high, strict=True))

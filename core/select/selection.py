@@ -1,4 +1,4 @@
-"""What was chosen at start, and the choice by measured times."""
+"""The result of the choice at start, and the choice by measured times."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from statistics import fmean
 
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
-from headway.core.select.chooser import Chooser
 from headway.core.select.costs import CostTable, Shape, StepCosts
+from headway.core.select.per_step import StepChooser
 from headway.core.select.workload import Workload
 
 _WORKLOAD_GAIN, _TYPICAL_GAIN = 0.15, 0.035
@@ -24,7 +24,7 @@ _NOISES = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A layout, a block size, and a backend for each phase."""
+    """What was chosen at start: a cache layout, a block size, and the backends of each phase."""
 
     layout: CacheLayout
     block_size: int
@@ -33,15 +33,18 @@ class Selection:
     others: Mapping[Phase, Sequence[str]] = field(default_factory=dict)
     """Backends that a phase may switch to, step by step."""
 
+    def all_for(self, phase: Phase) -> Sequence[str]:
+        """The backends that may serve a phase, its usual one first."""
+        return [self.names[phase], *self.others.get(phase, ())]
+
     def __str__(self) -> str:
-        switching = {phase: "|".join((name, *self.others.get(phase, ()))) for phase, name in self.names.items()}
-        names = ", ".join(f"{phase.value}={text}" for phase, text in switching.items())
+        names = ", ".join(f"{phase.value}={'|'.join(self.all_for(phase))}" for phase in self.names)
         return f"{names}; kv_layout={self.layout.name}, block_size={self.block_size} ({self.why})"
 
 
 @dataclass(frozen=True, slots=True)
 class _Rated:
-    """One layout and block size."""
+    """One layout and block size, with the cost of attention over them."""
 
     layout: CacheLayout
     costs: StepCosts
@@ -53,12 +56,12 @@ class _Rated:
 
 
 Able = Callable[[Phase, CacheLayout, int], list[str]]
-"""(phase, layout, block size) -> backends that serve every layer there."""
+"""(phase, layout, block size) -> the backends that serve every layer there."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Chooses by measured times."""
+class MeasuredChoice:
+    """Chooses layout, block size and backends by measured times."""
 
     parts: Sequence[tuple[CostTable, int]]
     """The table of each distinct kind of layer, and how many layers are of it."""
@@ -71,7 +74,7 @@ class Measured:
         """Backends that failed their self-test -> what failed."""
         return {name: why for table, _ in self.parts for name, why in table.excluded.items()}
 
-    def select(self, choices: Sequence[tuple[CacheLayout, int]], able: Able) -> tuple[Selection, Chooser] | None:
+    def select(self, choices: Sequence[tuple[CacheLayout, int]], able: Able) -> tuple[Selection, StepChooser] | None:
         """The layout and block size of least expected cost, with the backends that win there.
 
         None if the free phases have times over none of the choices.
@@ -91,7 +94,7 @@ class Measured:
         usual = {phase: self._usual(costs, phase, winners[phase]) for phase in Phase}
         others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in Phase}
         others = {phase: rest for phase, rest in others.items() if rest}
-        chooser = Chooser(costs, {phase: [usual[phase], *rest] for phase, rest in others.items()})
+        chooser = StepChooser(costs, {phase: [usual[phase], *rest] for phase, rest in others.items()})
         why = f"auto: {self.parts[0][0].source}, workload {self.workload}"
         return Selection(layout, costs.block_size, usual, why, others), chooser
 
@@ -120,7 +123,7 @@ def _typical(costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> dict[Sha
 
 
 def _steady_choice(rated: Sequence[_Rated]) -> _Rated:
-    """The first in order, unless a later one is better beyond doubt: two tables of one machine are to lead to the same choice."""
+    """The first in order, unless a later one is better beyond doubt: two tables of one machine shall lead to the same choice."""
     shared = [shape for shape in rated[0].typical if all(shape in each.typical for each in rated)]
     noise = rated[0].costs.noise
     chosen = rated[0]

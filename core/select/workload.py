@@ -1,4 +1,4 @@
-"""What an engine expects to serve: the steps over which a layout and block size are chosen."""
+"""The requests that an engine expects: over their steps a layout and block size are chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.core.select.costs import Shape
 _CHUNK = 2048
 """Prompt tokens of one step."""
 _MOST = 1 << 24
-"""Requests, and tokens of one: a thousand times what is served, and still weighed in a moment."""
+"""Most requests, and most tokens of one: a thousand times what is served, and still weighed in a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Workload:
     input_len: int
     output_len: int
     cached_len: int = 0
-    """Of the input, what the prefix cache holds already."""
+    """Tokens of the input that the prefix cache already holds."""
 
     @classmethod
     def parse(cls, text: str) -> Workload:
         """Read chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256.
 
-        :raises ConfigError: neither.
+        :raises ConfigError: text of another form.
         """
         if text in PRESETS:
             return PRESETS[text]
@@ -41,7 +41,7 @@ class Workload:
         return cls(*sizes)
 
     def steps(self) -> list[tuple[Shape, float]]:
-        """The attention of all its requests: (shape, how many steps are of it)."""
+        """The attention of all requests: (shape, number of steps of that shape)."""
         steps: list[tuple[Shape, float]] = [
             (Shape(Phase.DECODE, self.batch, 1, self.input_len + self.output_len // 2), float(self.output_len))
         ]

@@ -1,1 +1,1 @@
-"""Speculation without a draft model: who guesses tokens, how many guesses a step verifies, and whether any pay at all."""
+"""Speculation without a draft model: proposers that guess tokens, and the times of steps by which guesses pay or not."""

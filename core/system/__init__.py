@@ -1,1 +1,1 @@
-"""What Headway needs of the operating system: child processes with limits, files that appear whole, text made harmless."""
+"""The operating system: child processes, files that appear whole, errors in words, logs, escaped text, provenance."""

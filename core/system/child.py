@@ -1,4 +1,4 @@
-"""Child processes that answer in lines of JSON: what crashes, hangs, prints or exits in one costs that process alone."""
+"""Child processes that answer in lines of JSON; one that crashes, hangs, prints or exits harms nobody else."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, TextIO
 
 _TAIL = 300
-"""Characters of a dead process's last line."""
+"""Characters kept of a dead process's last line."""
 _DUMP_SECONDS = 0.5
-"""For a process that hangs to write where."""
+"""Seconds in which a process that hangs may write its stack."""
 _DEATH_SIGNAL = 1
 """prctl's PR_SET_PDEATHSIG."""
 
 
-class Died(Exception):
-    """The child is gone, or said nothing for too long; the text says how it ended, and its last words."""
+class ChildDied(Exception):
+    """The child has ended, or has not answered in time; the text says how it ended and ends with its last line on stderr."""
 
-    def __init__(self, how: str, said: str = "", silent: bool = False) -> None:
-        """said: to its error stream."""
-        lines = [line.strip()[-_TAIL:] for line in said.splitlines() if line.strip()]
+    def __init__(self, how: str, stderr: str = "", timed_out: bool = False) -> None:
+        """stderr: what the child has printed to it."""
+        lines = [line.strip()[-_TAIL:] for line in stderr.splitlines() if line.strip()]
         last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
         super().__init__(f"{how}: {last}" if last else how)
-        self.how, self.said, self.last, self.silent = how, said, last, silent
+        self.how, self.stderr, self.last_line, self.timed_out = how, stderr, last, timed_out
 
 
 def how_it_ended(code: int) -> str:
@@ -44,20 +44,21 @@ def how_it_ended(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
-def python(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of this Python's."""
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module under this Python."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def found_modules() -> str:
-    """$PYTHONPATH for a Python that is to find the modules that this one finds."""
+def module_path() -> str:
+    """Return the $PYTHONPATH with which another Python finds the modules that this one finds."""
     return os.pathsep.join(dict.fromkeys(path for path in sys.path if path))
 
 
 class Child:
-    """One process in a session of its own. It finds the modules that this process finds.
+    """A process in a session of its own, which finds the modules that this process finds.
 
-    Requests and answers are one line of JSON each; what the process prints to its error stream is kept for its last words.
+    Each request and each answer is one line of JSON. What the process prints to stderr is kept, for the error that tells
+    how the process ended.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -71,7 +72,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": found_modules(), **(environment or {})},
+                env={**os.environ, "PYTHONPATH": module_path(), **(environment or {})},
             )
         except OSError:
             self._errors.close()
@@ -86,22 +87,22 @@ class Child:
     def ask(self, request: object, timeout: float) -> dict[str, Any]:
         """Send a request and wait for its answer.
 
-        :raises Died: none comes within `timeout` seconds, or ever.
+        :raises ChildDied: the process ends, or does not answer within `timeout` seconds.
         """
         self.send(request)
         return self.answer(timeout)
 
     def send(self, request: object) -> None:
-        """Write a request; a process that is gone shows when its answer is waited for."""
+        """Write a request; that the process has ended shows only in `answer`."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
 
     def answer(self, timeout: float | None) -> dict[str, Any]:
-        """The next line that is a JSON object. timeout: in seconds; None: wait as long as it lives.
+        """Return the next line that is a JSON object. timeout: seconds; None: wait as long as the process lives.
 
-        :raises Died: the process ended, or said nothing for `timeout` seconds; it is stopped then.
+        :raises ChildDied: the process has ended, or has not answered for `timeout` seconds; it is stopped then.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -109,41 +110,41 @@ class Child:
                 line = self._line(until)
             except EOFError:
                 how = f"the process {how_it_ended(self.process.wait())}"
-                said = self.said()
+                stderr = self.stderr_text()
                 self.stop()
-                raise Died(how, said) from None
+                raise ChildDied(how, stderr) from None
             except TimeoutError:
-                self._let_it_say_where()
-                said = self.said()
+                self._dump_stack()
+                stderr = self.stderr_text()
                 self.stop()
-                raise Died(f"no answer within {timeout:.3g} s", said, silent=True) from None
+                raise ChildDied(f"no answer within {timeout:.3g} s", stderr, timed_out=True) from None
             with contextlib.suppress(ValueError):
                 read = json.loads(line)
                 if isinstance(read, dict):
                     return read
 
     def stop(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and all its descendants."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         streams: list[IO[bytes] | None] = [self.process.stdin, self.process.stdout]
         for stream in streams:
             if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # of what was still to be sent
+                with contextlib.suppress(BrokenPipeError):  # bytes that were still to be sent
                     stream.close()
         self._errors.close()
         self._rest = b""
 
-    def said(self) -> str:
-        """All that the process has printed to its error stream."""
+    def stderr_text(self) -> str:
+        """Return all that the process has printed to stderr."""
         if self._errors.closed:
             return ""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")
 
-    def _let_it_say_where(self) -> None:
-        """A process with faulthandler writes its stack to its error stream."""
+    def _dump_stack(self) -> None:
+        """Have a process that uses faulthandler write its stack to stderr."""
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             self.process.send_signal(signal.SIGABRT)
             self.process.wait(_DUMP_SECONDS)
@@ -163,19 +164,19 @@ class Child:
         return line
 
 
-def answers() -> TextIO:
-    """For the child: where its answers go. From now on whatever anybody prints goes to the error stream instead."""
-    found = os.fdopen(os.dup(1), "w", encoding="utf-8")
+def open_replies() -> TextIO:
+    """Open a child's stream of answers, from within the child; whatever is printed to stdout goes to stderr from now on."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    return found
+    return replies
 
 
-def say(stream: TextIO, message: Mapping[str, Any]) -> None:
-    """For the child: one answer."""
+def reply(stream: TextIO, message: Mapping[str, Any]) -> None:
+    """Send one answer, from within the child."""
     print(json.dumps(message), file=stream, flush=True)
 
 
 def die_with_parent() -> None:
-    """For the child: end when the process that started it ends, however that happens (Linux; elsewhere its input ends)."""
+    """End this process when its parent ends, however that happens (on Linux; elsewhere the input ends)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)

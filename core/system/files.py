@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and that never take the place of what they are not."""
+"""Reading the user's text files, and writing files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from functools import cache
 from pathlib import Path
 
 _PART = ".headway-part"
-"""How the names of files and folders end that are not complete yet."""
-_LARGEST_TEXT = 1 << 28
-"""Bytes. A table of 20,000 cells takes 10 MiB."""
+"""End of the names of files and folders that are not complete yet."""
+LARGEST_TEXT = 1 << 28
+"""Bytes of the largest text file that is read. A table of 20,000 cells takes 10 MiB."""
 
 
 def read_text(path: Path) -> str:
-    """A text file of the user's, UTF-8. A pipe is read while somebody writes into it, and is empty where nobody does.
+    """Read a text file of the user's, in UTF-8. A pipe is read to the end of its writer, and is empty where there is none.
 
     :raises OSError: it cannot be read, is a device, or is too large for a text that somebody wrote.
-    :raises UnicodeDecodeError: it is no UTF-8.
+    :raises UnicodeDecodeError: it is not UTF-8.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # to open a pipe that nobody writes into would wait for ever
     with os.fdopen(handle, "rb") as file:
         mode = os.fstat(handle).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-            raise OSError(errno.EINVAL, "It is no file", str(path))
+            raise OSError(errno.EINVAL, "not a file", str(path))
         os.set_blocking(handle, True)
-        content = file.read(_LARGEST_TEXT + 1)
-    if len(content) > _LARGEST_TEXT:
-        raise OSError(errno.EINVAL, f"It is larger than {_LARGEST_TEXT >> 20} MiB", str(path))
+        content = file.read(LARGEST_TEXT + 1)
+    if len(content) > LARGEST_TEXT:
+        raise OSError(errno.EINVAL, f"larger than {LARGEST_TEXT >> 20} MiB", str(path))
     return content.decode("utf-8")
 
 
 def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False) -> None:
-    """Write a file whole or not at all: no reader sees half of it, and where writing fails the old file stays as it was.
+    """Write a file whole or not at all: no reader sees half a file, and a failed write leaves the old one unchanged.
 
-    A symbolic link stays one: what it points to is written. The mode and the owner of a file that is there are kept. Into a
-    character device or a FIFO the content is written; it is never replaced. What a killed process has left in the folder is
-    removed. content: its pieces, in order. durable: on the disk when this returns, so that a loss of power takes no old file
-    and leaves no empty one.
+    A symbolic link stays one: the file that it points to is written. The mode and the owner of an existing file are kept. A
+    character device or a FIFO is written into and never replaced. Incomplete files that a killed process has left in the folder
+    are removed. content: pieces of the file, in order. durable: the file is on the disk when this returns, so that a loss of
+    power neither takes an old file nor leaves an empty one.
 
-    :raises OSError: it cannot be written; then nothing is left of it. Also: it is a folder, a block device or a socket, a file
-        that may not be written, or one of another owner, whom only root can keep.
+    :raises OSError: the file cannot be written, and nothing is left of it; or the path is a folder, a block device, a socket, a
+        read-only file, or a file of another owner, whom only root can keep.
     """
     try:
         old = os.stat(path)
@@ -65,7 +65,7 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False)
         _write_all(handle, content)
         if old is not None:
             if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-                with contextlib.suppress(PermissionError):  # of a group that is not ours
+                with contextlib.suppress(PermissionError):  # the group is none of this user's
                     os.fchown(handle, old.st_uid if os.geteuid() == 0 else -1, old.st_gid)
             os.fchmod(handle, stat.S_IMODE(old.st_mode))
         if durable:
@@ -75,12 +75,12 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False)
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill, which appears as `target` when the block ends without an exception; else nothing is left of it.
+    """Yield a folder to fill, which appears as `target` when the block ends without an exception; else nothing is left of it.
 
-    What an earlier process that was killed has left beside it is removed. Where `target` is there by then, because another
-    process was faster, that one stays.
+    Incomplete folders that a killed process has left beside it are removed. Where another process has made `target` meanwhile,
+    that one stays.
 
-    :raises OSError: it cannot be made.
+    :raises OSError: the folder cannot be made.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     clean(target.parent)
@@ -100,7 +100,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def clean(folder: Path) -> list[Path]:
-    """Remove what processes that were killed have left in a folder; what a living one is writing stays. Returns what it was."""
+    """Remove incomplete files and folders of killed processes; those of living processes stay. Returns what was removed."""
     found = []
     with contextlib.suppress(OSError):
         for part in folder.glob(f".*{_PART}"):
@@ -109,7 +109,7 @@ def clean(folder: Path) -> list[Path]:
             except OSError:
                 continue
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its writer holds it as long as it lives
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a living writer holds this lock
                 if part.is_dir():
                     shutil.rmtree(part, ignore_errors=True)
                 else:
@@ -124,7 +124,7 @@ def clean(folder: Path) -> list[Path]:
 
 @cache
 def clean_once(folder: Path) -> None:
-    """`clean`, at the first call for a folder."""
+    """Call `clean` once for each folder."""
     clean(folder)
 
 
@@ -134,13 +134,13 @@ def _part_name(path: Path) -> Path:
 
 @contextmanager
 def _part_file(path: Path) -> Iterator[tuple[Path, int]]:
-    """A new file beside another, locked as long as it is being written, and gone afterwards unless it was renamed."""
+    """Yield a new file beside another, locked while being written, and removed afterwards unless renamed."""
     while True:
         part = _part_name(path)
         handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:  # else another process took it for a dead one's, between the two calls
+        if os.fstat(handle).st_nlink:  # else another process removed it between the two calls, as a dead one's
             break
         os.close(handle)
     try:
@@ -151,7 +151,7 @@ def _part_file(path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _check_replaceable(path: Path, old: os.stat_result) -> None:
-    """:raises PermissionError: the file may not be written, or belongs to somebody whom it could not be given back to."""
+    """:raises PermissionError: the file may not be written, or belongs to another user and could not be given back."""
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     if os.geteuid() not in (0, old.st_uid):
@@ -159,7 +159,7 @@ def _check_replaceable(path: Path, old: os.stat_result) -> None:
 
 
 def _write_into(path: Path, content: Sequence[bytes | memoryview], old: os.stat_result) -> None:
-    """Write to something that is no file and is not to become one."""
+    """Write into a character device or a FIFO."""
     if stat.S_ISDIR(old.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not (stat.S_ISCHR(old.st_mode) or stat.S_ISFIFO(old.st_mode)):

@@ -1,10 +1,10 @@
-"""The console that commands write to: names are shown as they are, neither markup nor anything that a terminal obeys."""
+"""The console that commands write to: it shows names as they are, as neither markup nor control sequences."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.measure import Measurement
@@ -13,6 +13,9 @@ from rich.status import Status
 from rich.text import Text
 
 from headway.core.system.text import harmless
+
+if TYPE_CHECKING:  # rich's progress bars are imported where one is made
+    from rich.progress import Progress
 
 
 class Terminal(Console):
@@ -23,12 +26,12 @@ class Terminal(Console):
         self.push_render_hook(_Hook())
 
     def status(self, status: Any, **options: Any) -> Status:
-        """A spinner with a text, which is no markup either; `Status.update` takes a `Text`."""
+        """Show a spinner with a text, which is no markup either; `Status.update` takes a `Text`."""
         return super().status(Text(harmless(status)) if isinstance(status, str) else status, **options)
 
 
 def for_standard_output(text: str) -> str:
-    """What a model has written: as it is for a file or a pipe, and without what it would have obeyed for a terminal."""
+    """Return a model's text for stdout: unchanged for a file or a pipe, with control characters escaped for a terminal."""
     return harmless(text, keep="\n\t") if sys.stdout.isatty() else text
 
 
@@ -38,7 +41,7 @@ class _Hook(RenderHook):
 
 
 class _Harmless:
-    """Something to show, with the control characters of its text as escapes."""
+    """A renderable whose text is shown with control characters as escapes."""
 
     def __init__(self, inner: ConsoleRenderable) -> None:
         self._inner = inner
@@ -50,3 +53,21 @@ class _Harmless:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement.get(console, options, self._inner)
+
+
+def progress_bar(console: Console | None) -> Progress:
+    """A bar with the time left; hidden where nobody watches a terminal."""
+    import rich.progress as bars
+
+    shown = console if console is not None and console.is_terminal else None
+    return bars.Progress(
+        bars.SpinnerColumn(),
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
+        console=shown or Console(quiet=True),  # rich before 14.3 ends a bar with an empty line, a hidden one too
+        disable=shown is None,
+        transient=True,
+    )

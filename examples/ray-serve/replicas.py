@@ -54,7 +54,7 @@ class Replica:
         """options: those of AsyncLLM."""
         from headway import AsyncLLM, EngineArgs
         from headway.server.app import create_app
-        from headway.server.service import ServerOptions
+        from headway.server.options import ServerOptions
 
         self._llm = AsyncLLM.from_engine_args(EngineArgs.of(model, **options), own_process=True)
         self._app = create_app(self._llm, ServerOptions(served_model_names=(model,)))

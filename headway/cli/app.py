@@ -12,9 +12,7 @@ from typer.core import TyperCommand
 
 from headway.cli.backends import backends
 from headway.cli.bench_crossover import crossover
-from headway.cli.bench_experts import experts
 from headway.cli.bench_kernel import kernel
-from headway.cli.bench_requests import requests
 from headway.cli.bench_serve import serve as bench_serve
 from headway.cli.bench_throughput import throughput
 from headway.cli.build import build
@@ -30,25 +28,25 @@ from headway.cli.serve import serve
 from headway.cli.table import table
 from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
+from headway.core.system.logs import log_to_stderr
 from headway.core.system.text import shown
-from headway.engine_args import VLLM_OPTIONS
-from headway.logs import log_to_stderr
+from headway.vllm_names import LLM_OPTIONS
 
 _MOST_SAID = 400
-"""Characters of an error."""
+"""Most characters of an error."""
 
 
 def _bounded(parameter: Any) -> bool:
-    """Whether a least or a greatest value is declared, in the parameter or, before typer 0.27, in the type it then had.
+    """Whether a smallest or a largest value is declared, in the parameter or, before typer 0.27, in its type.
 
-    What has neither is checked by the engine.
+    The engine checks options without either.
     """
     places = parameter, getattr(parameter, "type", None)
     return any(getattr(place, end, None) is not None for place in places for end in ("min", "max"))
 
 
 class Command(TyperCommand):
-    """A command that says what to write in place of an option that it does not have."""
+    """A command whose error for an unknown option names the nearest one."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         """:raises ConfigError: an option that does not exist, or a number that is beyond 64 bits or not finite."""
@@ -59,12 +57,12 @@ class Command(TyperCommand):
         except Exception as error:
             if not hasattr(error, "possibilities"):  # click's NoSuchOption; typer brings a click of its own in some releases
                 said = getattr(error, "message", "")
-                if len(said) > _MOST_SAID:  # it repeats what was given
+                if len(said) > _MOST_SAID:  # the message repeats the argument
                     error.message = f"{said[: _MOST_SAID // 2]}...{said[-_MOST_SAID // 2 :]}"  # type: ignore[attr-defined]
                 raise
             option: str = error.option_name  # type: ignore[attr-defined]
             near = [name for name in error.possibilities or () if name.startswith("--")]
-            hint = VLLM_OPTIONS.get(option.lstrip("-").replace("-", "_"), "")
+            hint = LLM_OPTIONS.get(option.lstrip("-").replace("-", "_"), "")
             hint = hint or (f"did you mean {near[0]}?" if near else f"{context.command_path} --help lists them")
             raise ConfigError(option, f"an option of {context.command_path}", f"{option!r}", hint) from error
 
@@ -105,8 +103,6 @@ app.command("new-backend", cls=Command)(new_backend)
 bench.command(cls=Command)(throughput)
 bench.command(cls=Command)(kernel)
 bench.command(cls=Command)(crossover)
-bench.command(cls=Command)(experts)
-bench.command(cls=Command)(requests)
 bench.command("serve", cls=Command)(bench_serve)
 
 
@@ -129,7 +125,7 @@ def common(
     """Options of every command."""
     log_to_stderr(logging.INFO if verbose else logging.WARNING)
     if wanted is not None:
-        from headway.registry.policy import VARIABLE, PluginPolicy
+        from headway.registry.records import VARIABLE, PluginPolicy
 
         PluginPolicy.parse(wanted, "--plugins")
         os.environ[VARIABLE] = wanted  # the processes that a command starts are to have the same

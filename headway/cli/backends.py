@@ -1,4 +1,4 @@
-"""`headway backends`: what is registered, whose it is, whether it runs here, and what it serves."""
+"""`headway backends`: every registered backend, its owner, its availability here, and its capabilities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def backends(
     """Show every attention backend: available here or the reason why not, phases, layouts, block sizes, dtypes."""
     if context.invoked_subcommand is not None:
         return
-    from headway.registry import create_registry
+    from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())
     rows = [describe(registry, name) for name in registry.backends]
@@ -48,7 +48,7 @@ def backends(
 
 
 def describe(registry: Registry, name: str) -> dict[str, Any]:
-    """One backend as plain data; what it serves is known only where its module loads."""
+    """Describe a backend as plain data; its capabilities are known only where its module loads."""
     from headway.core.contract.metadata import Phase
     from headway.core.contract.spec import DTYPE_NAMES
 

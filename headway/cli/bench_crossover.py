@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,11 +20,13 @@ from headway.core.system.terminal import Terminal
 if TYPE_CHECKING:
     import torch
 
+    from headway.bench.crossover.engine_level import EngineOptions
     from headway.core.contract.spec import AttentionSpec
-    from headway.tuning.schema import CrossoverTable
+    from headway.tuning.measure.run import CrossoverOptions
+    from headway.tuning.table.schema import CrossoverTable
 
 GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
-"""Of the model that `headway generate` takes on a CPU, and of an 8B model."""
+"""Geometries of the model that `headway generate` takes on a CPU, and of an 8B model."""
 _FILE_WIDTH = 160
 """Columns of the table where no terminal says how many it has."""
 
@@ -88,78 +91,94 @@ def crossover(
     ] = None,
 ) -> None:
     """Measure which backend is fastest where, each checked against float64 first, and keep it as a table that auto obeys."""
-    given = locals()
-    from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases, run_engine_level
+    given = SimpleNamespace(**locals())
+    from headway.bench.crossover.engine_level import run_engine_level
     from headway.bench.crossover.export import check_target
-    from headway.models.device_operations import compile_ahead
-    from headway.registry import create_registry
-    from headway.testing.origin import command_line
-    from headway.threads import set_threads
-    from headway.tuning import store
-    from headway.tuning.device import identify_device, resolve_device
-    from headway.tuning.points import PHASES, grid
-    from headway.tuning.run import BLOCK_SIZES, GRAPH_LEN, CrossoverOptions, run_kernel_level
-    from headway.tuning.schema import SpecRecord
+    from headway.machine.threads import set_threads
+    from headway.tuning.isolated.trial import create_registry
+    from headway.tuning.measure.device import resolve_device
+    from headway.tuning.measure.run import run_kernel_level
 
-    _refuse_other_level(level, given)
+    _refuse_other_level(level, vars(given))
     for path in export_to or ():
         check_target(path, output)
-    limit = parse_seconds("--cell-limit", cell_limit) or 0.0
+    parse_seconds("--cell-limit", cell_limit)
     place, registry = resolve_device(device), create_registry(plugin or ())
-    batches, lens = sizes_of("--batch-sizes", batch_sizes), sizes_of("--input-lens", input_lens)
-    command = command_line()
     if level is Level.engine:
-        usual = SIZES.get(place.type, SIZES["cuda"])
-        llm: dict[str, Any] = {
-            "model": model,
-            "load_format": load_format,
-            "dtype": dtype,
-            "device": device or "auto",
-            "workload": workload,
-        }
-        llm |= {"plugins": plugin} if plugin else {}
-        llm |= {"crossover_table": str(crossover_table)} if crossover_table else {}
-        whole = EngineOptions(
-            device=place,
-            llm=llm,
-            cases=[mixed] if mixed else cases(batches or usual[0], lens or usual[1]),
-            backends=requests_of(backends),
-            repeat=repeat,
-            cell_limit=limit,
-            seed=seed,
-            budget=parse_seconds("--budget", budget),
-            output=output,
-            resume=resume,
-            command=command,
-        )
-        finish(run_engine_level(whole, registry, Terminal(stderr=True)), output, export_to or [])
+        finish(run_engine_level(_engine_run(given, place), registry, Terminal(stderr=True)), output, export_to or [])
         return
     if place.type == "cpu":
         set_threads()  # as an engine does; one of level engine does it in its own process
-    if pairs := [name for name in requests_of(backends) or [] if "=" in name]:
+    options = _kernel_run(given, place)
+    finish(run_kernel_level(options, registry, Terminal(stderr=True)), options.output, export_to or [])
+
+
+def _engine_run(given: Any, device: torch.device) -> EngineOptions:
+    """The run of level engine that the command's options, by name in `given`, describe.
+
+    :raises ConfigError: an option that cannot be read.
+    """
+    from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases
+    from headway.core.system.provenance import command_line
+
+    batches, lens = sizes_of("--batch-sizes", given.batch_sizes), sizes_of("--input-lens", given.input_lens)
+    usual = SIZES.get(device.type, SIZES["cuda"])
+    llm: dict[str, Any] = {name: getattr(given, name) for name in ("model", "load_format", "dtype", "workload")}
+    llm["device"] = given.device or "auto"
+    llm |= {"plugins": given.plugin} if given.plugin else {}
+    llm |= {"crossover_table": str(given.crossover_table)} if given.crossover_table else {}
+    return EngineOptions(
+        device=device,
+        llm=llm,
+        cases=[given.mixed] if given.mixed else cases(batches or usual[0], lens or usual[1]),
+        backends=requests_of(given.backends),
+        repeat=given.repeat,
+        cell_limit=parse_seconds("--cell-limit", given.cell_limit) or 0.0,
+        seed=given.seed,
+        budget=parse_seconds("--budget", given.budget),
+        output=given.output,
+        resume=given.resume,
+        command=command_line(),
+    )
+
+
+def _kernel_run(given: Any, device: torch.device) -> CrossoverOptions:
+    """The run of level kernel that the command's options, by name in `given`, describe.
+
+    :raises ConfigError: an option that cannot be read.
+    """
+    from headway.backends.compile_ahead import compile_ahead
+    from headway.core.system.provenance import command_line
+    from headway.tuning.measure.device import identify_device
+    from headway.tuning.measure.points import PHASES, grid
+    from headway.tuning.measure.run import BLOCK_SIZES, GRAPH_LEN, CrossoverOptions
+    from headway.tuning.table.files import table_path
+    from headway.tuning.table.schema import SpecRecord
+
+    batches, lens = sizes_of("--batch-sizes", given.batch_sizes), sizes_of("--input-lens", given.input_lens)
+    if pairs := [name for name in requests_of(given.backends) or [] if "=" in name]:
         need = "names at level kernel, which times each phase by itself"
         raise ConfigError("--backends", need, pairs[0], "--level engine takes such a pair")
-    spec = layer(geometry, dtype, kv_dtype, place)
-    chosen = names_of(phases) or list(PHASES)
+    spec = layer(given.geometry, given.dtype, given.kv_dtype, device)
+    chosen = names_of(given.phases) or list(PHASES)
     if unknown := [name for name in chosen if name not in PHASES]:
         raise ConfigError("--phases", ", ".join(PHASES), ", ".join(map(repr, unknown)))
-    narrowed = any((backends, phases, batches, lens))
-    options = CrossoverOptions(
+    narrowed = any((given.backends, given.phases, batches, lens))
+    return CrossoverOptions(
         spec=spec,
-        backends=names_of(backends),
-        layouts=names_of(layouts),
-        block_sizes=block_sizes_of(block_sizes) or BLOCK_SIZES,
-        grid=grid(place.type, [phase for phase in PHASES if phase in chosen], batches, lens),
-        refine=refine,
-        budget=parse_seconds("--budget", budget),
-        graph_len=graph_len or GRAPH_LEN,
-        seed=seed,
-        output=output or (None if narrowed else store.table_path(identify_device(place), SpecRecord.of(spec))),
-        resume=resume,
-        command=command,
-        compile_ahead=compile_ahead(place),
+        backends=names_of(given.backends),
+        layouts=names_of(given.layouts),
+        block_sizes=block_sizes_of(given.block_sizes) or BLOCK_SIZES,
+        grid=grid(device.type, [phase for phase in PHASES if phase in chosen], batches, lens),
+        refine=given.refine,
+        budget=parse_seconds("--budget", given.budget),
+        graph_len=given.graph_len or GRAPH_LEN,
+        seed=given.seed,
+        output=given.output or (None if narrowed else table_path(identify_device(device), SpecRecord.of(spec))),
+        resume=given.resume,
+        command=command_line(),
+        compile_ahead=compile_ahead(device),
     )
-    finish(run_kernel_level(options, registry, Terminal(stderr=True)), options.output, export_to or [])
 
 
 def _refuse_other_level(level: Level, given: Mapping[str, object]) -> None:
@@ -204,7 +223,7 @@ def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device)
     import torch
 
     from headway.core.contract.spec import DTYPES, KV_DTYPES
-    from headway.tuning.work import Geometry, make_spec
+    from headway.tuning.measure.workloads import Geometry, make_spec
 
     heads = Geometry.parse(geometry or GEOMETRY.get(device.type, GEOMETRY["cuda"]))
     usual = torch.float32 if device.type == "cpu" else torch.bfloat16

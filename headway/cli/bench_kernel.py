@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.cli.options import PluginFiles, block_sizes_of, dtype_of, names_of
 from headway.core.system.terminal import Terminal
 
+if TYPE_CHECKING:
+    from headway.bench.kernel.run import KernelOptions
+
 _FILE_WIDTH = 240
 """Columns of the table where no terminal says how many it has."""
 
 
-class PhaseChoice(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
+class TimedPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
     """What to measure."""
 
     decode = "decode"
@@ -23,13 +28,11 @@ class PhaseChoice(str, Enum):  # noqa: UP042  (typer prints the values of a str 
     write = "write"
 
 
-def kernel(
-    phase: Annotated[PhaseChoice, typer.Option(help="Attention over the cache, of prompts, or the cache writers.")] = (
-        PhaseChoice.decode
+def options_of(
+    phase: Annotated[TimedPhase, typer.Option(help="Attention over the cache, of prompts, or the cache writers.")] = (
+        TimedPhase.decode
     ),
     backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
-    peers: Annotated[bool, typer.Option(help="Time installed attention libraries, called bare, in the same run.")] = True,
-    only_peers: Annotated[str | None, typer.Option(help="Only these peers, comma-separated.")] = None,
     geometry: Annotated[
         list[str] | None,
         typer.Option(help="Query heads, kv heads, head_dim, and v_head_dim where it differs: 32/8/128. Repeatable."),
@@ -42,29 +45,24 @@ def kernel(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
     rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds over which runs are repeated.")] = 60.0,
-    plugin: PluginFiles = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
-) -> None:
-    """Time attention kernels, each checked against float64 first, beside the bare libraries."""
-    from headway.bench.kernel.run import KernelOptions, run_kernel_bench
-    from headway.bench.kernel.table import print_report
+) -> Any:
+    """The `KernelOptions` that a command line says; typer reads the options from this function's parameters."""
+    from headway.bench.kernel.run import KernelOptions
     from headway.core.contract.spec import DTYPES, KV_DTYPES
-    from headway.registry import create_registry
-    from headway.testing.json_files import write_json
-    from headway.testing.origin import command_line
-    from headway.threads import set_threads
-    from headway.tuning.device import resolve_device
-    from headway.tuning.timing import Timer
-    from headway.tuning.work import Geometry
+    from headway.core.system.provenance import command_line
+    from headway.machine.threads import set_threads
+    from headway.tuning.measure.device import resolve_device
+    from headway.tuning.measure.timing import Timer
+    from headway.tuning.measure.workloads import Geometry
 
     place = resolve_device(device)
     if place.type == "cpu":
         set_threads()
-    options = KernelOptions(
+    return KernelOptions(
         phase=phase.value,
         backends=names_of(backends),
-        peers=names_of(only_peers) or peers,
         geometries=[Geometry.parse(text) for text in geometry or ["32/8/128"]],
         cases=names_of(cases),
         dtype=dtype_of("--dtype", dtype, DTYPES),
@@ -77,6 +75,33 @@ def kernel(
         output=output,
         command=command_line(),
     )
+
+
+def with_plugins(command: Callable[..., None], **options: tuple[Any, object]) -> Callable[..., None]:
+    """Give a command the options of `options_of`, `--plugin`, and its own: name -> (annotation, default)."""
+    own = {"plugin": (PluginFiles, None), **options}
+    parameters = list(inspect.signature(options_of, eval_str=True).parameters.values())
+    for name, (annotation, default) in own.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+
+    def run(**values: Any) -> None:
+        given = {name: values.pop(name, default) for name, (_, default) in own.items()}
+        command(options_of(**values), **given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def measure_kernels(options: KernelOptions, plugin: Sequence[str] | None) -> None:
+    """Time attention kernels, each checked against float64 first."""
+    from headway.bench.kernel.report import print_report
+    from headway.bench.kernel.run import run_kernel_bench
+    from headway.core.system.json_files import write_json
+    from headway.tuning.isolated.trial import create_registry
+
+    output = options.output
     report = run_kernel_bench(options, create_registry(plugin or ()), console=Terminal(stderr=True))
     console = Terminal()
     if not console.is_terminal:
@@ -88,3 +113,7 @@ def kernel(
     if not any(cell.status == "ok" for cell in report.cells):
         Terminal(stderr=True, soft_wrap=True).print("headway: nothing was measured: every cell failed, for the reasons above")
         raise typer.Exit(1)
+
+
+kernel = with_plugins(measure_kernels)
+kernel.__name__ = "kernel"

@@ -17,9 +17,9 @@ from headway.core.contract.errors import ConfigError
 if TYPE_CHECKING:
     from headway.bench.serve.client import Client
     from headway.bench.serve.load import Load
-    from headway.bench.serve.report import ServeReport
-    from headway.bench.serve.run import Plan, Sending
-    from headway.profiling import ProfileRequest
+    from headway.bench.serve.results import ServeReport
+    from headway.bench.serve.run import Sending, ServePlan
+    from headway.hosting.profiling import ProfileRequest
 
 _MODES = ("online", "offline", "naive")
 
@@ -72,10 +72,10 @@ def serve(
     except ImportError as error:
         raise ConfigError("headway bench serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
     from headway.bench.serve.load import Load, limits_of, parse_mix
-    from headway.bench.serve.run import Plan, Sending
-    from headway.bench.serve.table import draw, print_report
-    from headway.profiling import ProfileRequest
-    from headway.testing.json_files import write_json
+    from headway.bench.serve.report import draw, print_report
+    from headway.bench.serve.run import Sending, ServePlan
+    from headway.core.system.json_files import write_json
+    from headway.hosting.profiling import ProfileRequest
 
     if endpoint not in ("completions", "chat"):
         raise ConfigError("--endpoint", "completions or chat", repr(endpoint))
@@ -83,8 +83,8 @@ def serve(
     if not chosen or not set(chosen) <= set(_MODES):
         raise ConfigError("--modes", f"some of {', '.join(_MODES)}", repr(modes))
     limits, rates = limits_of(goodput), _rates(rate)
-    plans = [Plan("online", each, burstiness, max_concurrency) for each in rates] if "online" in chosen else []
-    plans += [Plan(mode, max_concurrency=max_concurrency) for mode in ("offline", "naive") if mode in chosen]
+    plans = [ServePlan("online", each, burstiness, max_concurrency) for each in rates] if "online" in chosen else []
+    plans += [ServePlan(mode, max_concurrency=max_concurrency) for mode in ("offline", "naive") if mode in chosen]
     load = Load(num_requests, parse_mix(mix), shared_prefix, num_prefixes, turns, vocab_size, seed)
     client = Client(url, api_key, timeout)
     name = model or client.run(client.model())
@@ -107,7 +107,7 @@ def _run(
     url: str,
     load: Load,
     num_naive: int,
-    plans: list[Plan],
+    plans: list[ServePlan],
     sending: Sending,
     limits: dict[str, float],
     profile: ProfileRequest | None,
@@ -115,10 +115,10 @@ def _run(
     from dataclasses import replace
 
     from headway.bench.serve.profiling import begin, end
-    from headway.bench.serve.report import ServeReport
+    from headway.bench.serve.results import ServeReport
     from headway.bench.serve.run import run_cell
-    from headway.testing.origin import Origin, command_line
-    from headway.tuning.device import crowding
+    from headway.core.system.provenance import Origin, command_line
+    from headway.tuning.measure.device import crowding
 
     cells, busy = [], crowding()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

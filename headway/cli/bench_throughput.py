@@ -114,10 +114,10 @@ def _check(
 def _run_offline(
     model: str, engine: dict[str, Any], workloads: Sequence[RequestSet], options: OfflineOptions, output: Path | None
 ) -> None:
+    from headway.bench.generate.report import print_offline
     from headway.bench.generate.run import run_offline
-    from headway.bench.generate.table import print_offline
+    from headway.core.system.provenance import command_line
     from headway.llm import LLM
-    from headway.testing.origin import command_line
 
     err = Terminal(stderr=True)
     engine["max_model_len"] = engine["max_model_len"] or max(each.max_len for each in workloads)
@@ -143,8 +143,8 @@ def _run_offline(
 
 def _run_texts(model: str, engine: dict[str, Any], workload: TextWorkload, compare: bool, output: Path | None) -> None:
     from headway.bench.generate.throughput import num_passes, run_throughput
+    from headway.core.system.provenance import command_line
     from headway.llm import LLM
-    from headway.testing.origin import command_line
 
     err = Terminal(stderr=True)
     with err.status(f"loading {model}"):
@@ -171,7 +171,7 @@ def _progress(err: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 
 def _write(err: Console, report: BaseModel, output: Path | None) -> None:
-    from headway.testing.json_files import write_json
+    from headway.core.system.json_files import write_json
 
     if output is not None:
         write_json(report, output)
@@ -203,8 +203,8 @@ def print_report(report: ThroughputReport) -> None:
 
 
 def text_notes(report: ThroughputReport) -> list[str]:
-    """That the machine was busy, or that passes of an engine disagree."""
-    from headway.tuning.ties import MOST_DRIFT
+    """Notes that the machine was busy, or that passes of an engine disagree."""
+    from headway.tuning.table.noise import MOST_DRIFT
 
     lines = [f"measured on a busy machine, {report.busy}: rates may be too low"] if report.busy else []
     return lines + [

@@ -23,10 +23,9 @@ def build(
     """Compile kernels for layers of these shapes, half a second each; without it the first use of each does that."""
     import torch
 
-    from headway.backends.nvrtc.compiler import find_compiler
+    from headway.backends.nvrtc.compiler import Variant, architecture, find_compiler
     from headway.backends.nvrtc.store import build_all
-    from headway.backends.nvrtc.variant import Variant, architecture
-    from headway.backends.vllm_paged.arguments import CSRC
+    from headway.backends.vllm_paged.decode import CSRC
     from headway.backends.vllm_paged.decode import variant_of as attention_variant
     from headway.backends.vllm_paged.writer import variant_of as writer_variant
     from headway.core.contract.errors import ConfigError, UnsupportedError

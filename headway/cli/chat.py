@@ -1,4 +1,4 @@
-"""`headway chat`: a conversation in the terminal, or through a pipe, one message a line."""
+"""`headway chat`: a conversation in the terminal, or through a pipe, one message per line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_TOKENS: Final = 1024
 _TEMPERATURE: Final = 0.7
-"""Of models that recommend nothing."""
+"""Temperature for models that recommend none."""
 _HELP: Final = """\
 /reset   forget the conversation
 /stats   what the engine has done: tokens a second, prompts found in the cache, backends
@@ -53,7 +53,7 @@ def chat(
     recommended = llm.get_default_sampling_params()
     if recommended == SamplingParams():
         recommended = replace(recommended, temperature=_TEMPERATURE)
-    talk = Conversation(llm, replace(recommended, **sampling), err, system, stats)
+    talk = ChatSession(llm, replace(recommended, **sampling), err, system, stats)
     if sys.stdin.isatty():
         err.print(f"{llm.model.name}: /help lists the commands, /exit or Ctrl-D leaves", style="dim")
     for message in _messages():
@@ -61,18 +61,18 @@ def chat(
             break
 
 
-class Conversation:
-    """What was said, and how an answer is made and shown."""
+class ChatSession:
+    """A conversation: its messages, and the making and showing of answers."""
 
     def __init__(self, llm: LLM, params: SamplingParams, err: Console, system: str | None, stats: bool) -> None:
-        """err: where everything goes that is no answer. stats: show the live line."""
+        """err: gets everything but answers. stats: show the live line."""
         self._llm, self._params, self._err, self._shows_stats = llm, params, err, stats
         self._start = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._start)
         self._begun = llm.stats()
 
     def take(self, message: str) -> bool:
-        """Answer a message, or obey a command; False: leave."""
+        """Answer a message, or obey a command; returns False to leave."""
         command = message.strip()
         if command in ("/exit", "/quit"):
             return False
@@ -89,24 +89,24 @@ class Conversation:
         return True
 
     def _answer(self, message: str) -> None:
-        asked = [*self._messages, {"role": "user", "content": message}]
+        messages = [*self._messages, {"role": "user", "content": message}]
         try:
             with _noted_interrupts(self._llm) as interrupts:
-                text, reason = self._stream(asked, interrupts)
+                text, reason = self._stream(messages, interrupts)
         except HeadwayError as error:  # of this message alone
             hint = "; /reset forgets the conversation" if isinstance(error, PromptError) and self._messages else ""
             self._err.print(f"headway: {error}{hint}", style="red")
             return
-        self._messages = [*asked, {"role": "assistant", "content": text}]
+        self._messages = [*messages, {"role": "assistant", "content": text}]
         if reason in ("abort", "length"):
             self._err.print("(stopped)" if reason == "abort" else "(cut off at max_tokens or the model's length)", style="dim")
 
     def _stream(self, messages: list[dict[str, str]], interrupts: list[int]) -> tuple[str, str | None]:
-        """Write an answer as it grows; returns it, and why it ended.
+        """Write an answer as it grows; returns the text, and its finish_reason.
 
-        :raises HeadwayError: it cannot be made.
+        :raises HeadwayError: the answer cannot be made.
         """
-        from headway.cli.live import LiveStats
+        from headway.cli.engine_view import LiveStats
 
         text, last = "", None
         try:
@@ -117,7 +117,7 @@ class Conversation:
                     sys.stdout.write(for_standard_output(shown))
                     sys.stdout.flush()
                     live.refresh()
-                    if interrupts:  # it may have come before there was a request to end
+                    if interrupts:  # one may have come before there was a request to end
                         self._llm.abort(last.request_id)
         finally:
             if text or last is not None:
@@ -129,7 +129,7 @@ class Conversation:
         return text, completion.finish_reason
 
     def _print_stats(self) -> None:
-        from headway.stats_text import stats_page
+        from headway.hosting.stats_report import stats_page
 
         for line in stats_page(self._llm.stats(), self._begun):
             self._err.print(line)
@@ -137,12 +137,12 @@ class Conversation:
 
 
 def _messages() -> Iterator[str]:
-    """What is typed, with a prompt and a history of lines; or what comes through a pipe, one message a line."""
+    """Yield the messages that are typed, with a prompt and a history of lines; or those of a pipe, one per line."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
     with suppress(ImportError):  # Windows has none
-        import readline  # noqa: F401  # input() takes it from here on
+        import readline  # noqa: F401  # input() uses it from here on
     lines: list[str] = []
     while True:
         try:
@@ -162,9 +162,9 @@ def _messages() -> Iterator[str]:
 
 @contextmanager
 def _noted_interrupts(llm: LLM) -> Iterator[list[int]]:
-    """Ctrl-C ends the request after the step that is under way, and is noted in the list.
+    """End the request on Ctrl-C, after the step that is under way, and note the interrupt in the list.
 
-    It raises nothing: an exception in the middle of a step would leave the engine half-way.
+    Nothing is raised: an exception in the middle of a step would leave the engine half-way.
     """
     interrupts: list[int] = []
 

@@ -38,19 +38,21 @@ def check(
     The backend runs in child processes, so that one that crashes, hangs or exits is a finding like any other.
     """
     from headway.core.contract.errors import ConfigError
+    from headway.core.system.json_files import write_bytes
     from headway.core.system.terminal import Terminal
     from headway.testing.checking import Wanted
     from headway.testing.checking import check as run
-    from headway.testing.json_files import write_bytes
     from headway.testing.kit import CHECKS
     from headway.testing.report import CellResult
     from headway.testing.scorecard import badge, scorecard
+    from headway.tuning.isolated.trial import try_installed
 
     if not target and not layout:
         raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", "cpu or cuda", repr(device))
     console, failed = Terminal(), 0
+    try_installed()  # other plugins than the one to be checked may end the processes that check it
     children = jobs or min(4, os.cpu_count() or 1)
     wanted = Wanted(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()))
     with console.status(f"{target or layout}: loading") as status:

@@ -12,10 +12,13 @@ from headway.core.system.terminal import Terminal
 from headway.engine_args import EngineArgs
 
 if TYPE_CHECKING:
+    import torch
+
+    from headway.bench.diff.results import DiffReport
     from headway.models.loader import LoadedModel
 
 _NUM_PROMPTS = 4
-"""Of the built-in prompts, where the user brings none."""
+"""Number of built-in prompts that run where the user gives none."""
 _RANDOM_LENGTHS = (7, 64, 300, 1000)
 """Tokens of the prompts where the model has no tokenizer."""
 
@@ -52,79 +55,88 @@ def diff(
 
     Exit code 0: within the declared tolerance; 1: beyond it; 2: it could not be compared.
     """
-    from headway.bench.diff.report import DiffReport, Side
+    from headway.bench.diff.report import print_report
+    from headway.bench.diff.results import DiffReport, SideReport
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import SideOptions, check_side, make_side
-    from headway.bench.diff.table import print_report
-    from headway.core.contract.errors import ConfigError
     from headway.core.contract.spec import DTYPE_NAMES
-    from headway.core.engine.specs import cache_specs
-    from headway.models.loader import load_model
-    from headway.testing.json_files import write_bytes, write_json
-    from headway.testing.origin import Origin, command_line
-    from headway.threads import set_threads
-    from headway.tuning.device import identify_device, resolve_device
-    from headway.tuning.progress import progress_bar
+    from headway.core.select.layer_specs import LayerSpecs
+    from headway.core.system.provenance import Origin, command_line
+    from headway.core.system.terminal import progress_bar
+    from headway.tuning.measure.device import identify_device, resolve_device
 
     if picture is not None:
-        from headway.bench.charts import new_figure
-
-        if picture.suffix.lower() != ".png":
-            raise ConfigError("--picture", "a file name that ends in .png", str(picture))
-        new_figure(1, 1)  # what a picture needs is missed before the comparison, not after it
+        _check_picture(picture)
     args = EngineArgs.of(**engine, kv_cache_dtype=kv_cache_dtype)
     options = SideOptions(args.kv_layout, args.block_size, args.attn_options)
     registry = args.make_registry()
     for name in (a, b):
         check_side(name, registry, options)
     texts = _texts(prompt, prompts_file) if prompt or prompts_file else None
-    place = resolve_device(args.device)
-    if place.type == "cpu":
-        set_threads(args.num_threads)
-    err = Terminal(stderr=True)
-    with err.status(f"loading {args.model}"):
-        loaded = load_model(args.model, args.dtype, place, args.load_format, model_impl=args.model_impl)
+    place, err = resolve_device(args.device), Terminal(stderr=True)
+    loaded = _load(args, place, err)
     decoder = loaded.decoder
-    specs = decoder.attention_specs
-    stored = cache_specs(specs, kv_cache_dtype, decoder.kv_scales)
-    side_a, side_b = make_side(a, registry, stored, options), make_side(b, registry, specs, options)
+    side_a = make_side(a, registry, LayerSpecs.of(decoder, kv_cache_dtype, decoder.kv_scales).cached, options)
+    side_b = make_side(b, registry, decoder.attention_specs, options)
     prompts = _token_ids(loaded, texts)
     check_prompts(decoder, prompts, max_tokens)
     with progress_bar(err) as bar:
         task = bar.add_task("comparing", total=num_steps(prompts, max_tokens, extend))
         phases = compare(decoder, side_a, side_b, prompts, max_tokens, extend, lambda: bar.advance(task))
-    titles = (a if kv_cache_dtype == "auto" else f"{a} with a {kv_cache_dtype} cache"), b
-    sides = [
-        Side(name=title, kv_layout=side.layout.name, block_size=side.block_size)
-        for title, side in zip(titles, (side_a, side_b), strict=True)
-    ]
+    title_a = a if kv_cache_dtype == "auto" else f"{a} with a {kv_cache_dtype} cache"
     report = DiffReport(
         origin=Origin.here(),
         command=command_line(),
         device=identify_device(place),
         model=loaded.name,
-        dtype=DTYPE_NAMES[specs[0].dtype],
-        a=sides[0],
-        b=sides[1],
+        dtype=DTYPE_NAMES[decoder.attention_specs[0].dtype],
+        a=SideReport(name=title_a, kv_layout=side_a.layout.name, block_size=side_a.block_size),
+        b=SideReport(name=b, kv_layout=side_b.layout.name, block_size=side_b.block_size),
         prompts=len(prompts),
         max_tokens=max_tokens,
         phases=phases,
     )
     print_report(report, Terminal())
-    if output is not None:
-        write_json(report, output)
-        err.print(f"written to {output}", highlight=False)
-    if picture is not None:
-        from headway.bench.diff.picture import to_png
-
-        write_bytes(to_png(report), picture)
-        err.print(f"written to {picture}", highlight=False)
+    _write(report, output, picture, err)
     if not report.within_tolerance:
         raise typer.Exit(1)
 
 
+def _load(args: EngineArgs, device: torch.device, err: Terminal) -> LoadedModel:
+    from headway.machine.threads import set_threads
+    from headway.models.loader import load_model
+
+    if device.type == "cpu":
+        set_threads(args.num_threads)
+    with err.status(f"loading {args.model}"):
+        return load_model(args.model, args.dtype, device, args.load_format, model_impl=args.model_impl)
+
+
+def _check_picture(path: Path) -> None:
+    """Find a missing library or a wrong file name before the comparison begins."""
+    from headway.bench.charts import new_figure
+    from headway.core.contract.errors import ConfigError
+
+    if path.suffix.lower() != ".png":
+        raise ConfigError("--picture", "a file name that ends in .png", str(path))
+    new_figure(1, 1)
+
+
+def _write(report: DiffReport, output: Path | None, picture: Path | None, err: Terminal) -> None:
+    from headway.core.system.json_files import write_bytes, write_json
+
+    if output is not None:
+        write_json(report, output)
+        err.print(f"written to {output}", highlight=False)
+    if picture is not None:
+        from headway.bench.diff.report import to_png
+
+        write_bytes(to_png(report), picture)
+        err.print(f"written to {picture}", highlight=False)
+
+
 def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
-    """What to run: the texts given and those of the file."""
+    """The texts to run: those given as options and those of the file."""
     from headway.core.contract.errors import ConfigError, PromptError
     from headway.core.system.files import read_text
 
@@ -145,10 +157,10 @@ def _texts(prompts: list[str] | None, path: Path | None) -> list[str]:
 
 
 def _token_ids(model: LoadedModel, texts: list[str] | None) -> list[list[int]]:
-    """Of the texts, or of the first built-in ones; for a model without a tokenizer random ones."""
+    """Token ids of the texts, or of the first built-in ones; random ids for a model without a tokenizer."""
     from random import Random
 
-    from headway.bench.generate.prompts import take_prompts
+    from headway.bench.generate.workloads import take_prompts
     from headway.core.contract.errors import ConfigError
 
     if model.tokenizer is not None:

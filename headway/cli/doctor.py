@@ -15,7 +15,7 @@ from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.support import Support
-    from headway.machine import Machine
+    from headway.machine.description import Machine
     from headway.registry import Registry
 
 _NAME = 14
@@ -29,9 +29,9 @@ def doctor(
     plugin: PluginFiles = None,
 ) -> None:
     """Show this machine and every attention backend: ready, or why not and the command that installs it here."""
-    from headway.doctor import PACKAGES, library
-    from headway.machine import examine
-    from headway.registry import create_registry
+    from headway.machine.description import examine
+    from headway.machine.doctor import PACKAGES, library
+    from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())
     names = [library(entry.info.extra) for entry in registry.backends.values()]
@@ -47,7 +47,7 @@ def doctor(
 
 def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
     """Everything the doctor found, as plain data."""
-    from headway.doctor import Advice, advise
+    from headway.machine.doctor import Advice, advise
 
     backends = []
     for name, entry in registry.backends.items():
@@ -116,7 +116,7 @@ def facts(machine: Machine) -> list[tuple[str, str]]:
 
 
 def command_lines(command: str, width: int) -> list[str]:
-    """A command to copy, broken at spaces with backslashes where it is too long for a line."""
+    """A command to copy, broken at spaces with backslashes if longer than a line."""
     parts = textwrap.wrap(command, width - 6, break_long_words=False, break_on_hyphens=False)
     return [f"    {part} \\" for part in parts[:-1]] + [f"    {part}" for part in parts[-1:]]
 

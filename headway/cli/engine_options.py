@@ -16,22 +16,22 @@ from headway.engine_args import EngineArgs, help_texts, option_types
 Command = Callable[..., None]
 
 PANEL = "Model and engine"
-"""Where the help of a command lists them."""
+"""The panel in which the help of a command lists these options."""
 SWITCHES = "Switches"
-"""Where it lists those that are turned on and off: their two long names would leave the other texts little room."""
+"""The panel of options that are turned on and off: their two long names would leave the other texts little room."""
 _PYTHON_ONLY = ("backends", "registry")
 """Options whose values are Python objects."""
 
 
 class _Flag(NamedTuple):
-    """How an option is written on a command line."""
+    """An option in the form of a command line's flag."""
 
     name: str
     kind: Any
-    """Type of its text, as typer takes it."""
+    """The type that typer reads its value as."""
     default: Any
     value: Callable[[Any], Any]
-    """From what typer read to the option's value."""
+    """Makes the option's value from what typer read."""
     help: str
     switch: bool = False
     """A flag without a value, which has no --no-... beside it."""
@@ -109,13 +109,13 @@ def _parameter(flag: _Flag) -> inspect.Parameter:
 
 
 def options_page() -> str:
-    """docs/options.md."""
+    """The text of docs/options.md."""
     lines = [
         "# Options",
         "",
         "Each option is a keyword of `LLM(...)` and a flag of `headway generate`; other commands take those that concern them.",
-        "They are written in `headway/engine_args.py` and `core/engine/config.py`; `python -m headway.cli.engine_options` prints",
-        "this page.",
+        "They are written in `headway/engine_args.py` and `core/engine/state/config.py`;",
+        "`python -m headway.cli.engine_options` prints this page.",
         "",
         "| `LLM(...)` | command line | type | default | what it says |",
         "|---|---|---|---|---|",

@@ -1,9 +1,10 @@
-"""`headway backends explain`: which backend a step would take, and why each other one would not."""
+"""`headway backends explain`: which backend a step would take, and why it would take no other."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -23,10 +24,11 @@ from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.spec import AttentionSpec
-    from headway.core.select.costs import Shape
+    from headway.core.select.costs import CostTable, Shape
+    from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.selector import Selector
     from headway.registry import Registry
-    from headway.tuning.schema import Cell, CrossoverTable
+    from headway.tuning.table.schema import Cell, CrossoverTable
 
 
 _GEOMETRY = (
@@ -34,8 +36,8 @@ _GEOMETRY = (
 )
 
 
-class PhaseChoice(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
-    """A part of a step."""
+class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
+    """The phase of a part of a step; verify is a decode of several drafts."""
 
     prefill = "prefill"
     extend = "extend"
@@ -44,14 +46,14 @@ class PhaseChoice(str, Enum):  # noqa: UP042  (typer prints the values of a str 
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One backend's case."""
+class BackendTime:
+    """One backend's time in a step, or the reasons for having none."""
 
     name: str
     step_us: float | None
-    """Plan and all layers of a step; None where nothing was measured, or it cannot serve the step."""
+    """Microseconds of the plan and all layers of a step; None: not measured, or the backend cannot serve the step."""
     reasons: tuple[str, ...]
-    """Why it has no time, or takes no part."""
+    """Why the backend has no time, or takes no part."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class Explanation:
     layers: int
     selection: str
     choice: str
-    candidates: list[Candidate]
-    """The choice first, then by time, then those without one."""
+    candidates: list[BackendTime]
+    """The choice first, then the others by time, then those without a time."""
     nearest: Cell | None
     """The row of the table that lies nearest to the step; None without a table."""
     table: str
@@ -79,7 +81,7 @@ class Explanation:
 
 
 def explain(
-    phase: Annotated[PhaseChoice, typer.Option(help="Phase of the step.")] = PhaseChoice.decode,
+    phase: Annotated[StepPhase, typer.Option(help="Phase of the step.")] = StepPhase.decode,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in the step.")] = 1,
     length: Annotated[int, typer.Option("--len", min=1, help="Tokens of each sequence, cached and new.")] = 1024,
     query_len: Annotated[int | None, typer.Option(min=1, help="New tokens of each sequence. Default: as the phase has.")] = None,
@@ -96,28 +98,32 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which backend a step takes, the runner-up and the gap, and why each other one does not."""
-    from headway.core.contract.latent import phases_of, spec_in
-    from headway.core.engine.config import check_block_size
+    from headway.core.engine.state.config import check_block_size
+    from headway.core.select.backend_request import BackendRequest
+    from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.selector import Selector
     from headway.core.select.workload import Workload
-    from headway.registry import create_registry
-    from headway.tuning.convert import to_costs
-    from headway.tuning.device import resolve_device
+    from headway.tuning.isolated.trial import create_registry
+    from headway.tuning.measure.device import resolve_device
 
     if block_size is not None:
         check_block_size(block_size, "--block-size")
     specs = [layer(part, dtype, "auto", resolve_device(device)) for part in (geometry.split("+", 1) if geometry else [None])]
     expanded = {} if len(specs) == 1 else {specs[0]: replace(specs[1], dense=True)}
+    kind = LayerSpecs(specs[:1] * layers, expanded)
     registry = create_registry(plugin or ())
     shape = _shape(phase, batch, query_len, length)
-    tables = {spec: _table(crossover_table, spec, registry) for spec in (specs[0], *expanded.values())}
-    costs = {spec: to_costs(table, phases=phases_of(spec, expanded)) for spec, table in tables.items() if table is not None}
-    measured = costs if len(costs) == len(tables) else None
-    asked = attn_backend, kv_layout, block_size
+    tables = {spec: _table(crossover_table, spec, registry) for spec in kind.counts}
     selector = Selector(
-        registry, specs[:1] * layers, *asked, costs=measured, workload=Workload.parse(workload), expanded=expanded
+        registry,
+        kind,
+        BackendRequest.parse(attn_backend),
+        kv_layout=kv_layout,
+        block_size=block_size,
+        costs=_costs(kind, tables),
+        workload=Workload.parse(workload),
     )
-    spec = spec_in(shape.phase, specs[0], expanded)
+    spec = kind.in_phase(specs[0], shape.phase)
     found = explanation(selector, registry, spec, shape, layers, tables[spec])
     if as_json:
         print(json.dumps(_plain(found), indent=2))
@@ -128,7 +134,7 @@ def explain(
 def explanation(
     selector: Selector, registry: Registry, spec: AttentionSpec, shape: Shape, layers: int, table: CrossoverTable | None
 ) -> Explanation:
-    """Every backend's case for one step."""
+    """Explain what a selector would do with one step, with each backend's time or reasons."""
     backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
     choice = next(iter(backends.values())).name
     chosen = selector.selection
@@ -140,7 +146,7 @@ def explanation(
         us = selector.costs.step_us(name, shape) if selector.costs is not None and not reasons else float("inf")
         if us == float("inf") and not reasons:
             reasons = [_unmeasured(name, shape, table)]
-        candidates.append(Candidate(name, us if us < float("inf") else None, tuple(reasons)))
+        candidates.append(BackendTime(name, us if us < float("inf") else None, tuple(reasons)))
     candidates.sort(key=lambda candidate: (candidate.name != choice, candidate.step_us is None, candidate.step_us or 0.0))
     nearest = None if table is None else _nearest(table, shape, choice, chosen.layout.name, chosen.block_size)
     age = "" if table is None else _age(table.date)
@@ -148,34 +154,43 @@ def explanation(
     return Explanation(shape, layers, str(chosen), choice, candidates, nearest, title, age)
 
 
+def _costs(kind: LayerSpecs, tables: Mapping[AttentionSpec, CrossoverTable | None]) -> dict[AttentionSpec, CostTable] | None:
+    """The times of every spec that layers ask for; None where a table is missing."""
+    from headway.tuning.table.convert import to_costs
+
+    costs = {spec: to_costs(table, phases=kind.phases_of(spec)) for spec, table in tables.items() if table is not None}
+    return costs if len(costs) == len(tables) else None
+
+
 def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
-    """The table asked for, as it is; else the one that auto would use, unless there is none."""
-    from headway.tuning import store
+    """The table at `path`, unchecked against this machine; else the one that auto would use, or None."""
+    from headway.core.select.backend_request import ALL_AUTO
+    from headway.core.select.layer_specs import LayerSpecs
     from headway.tuning.autotune import TableRequest, costs_for
-    from headway.tuning.device import identify_device
-    from headway.tuning.files import read_table
-    from headway.tuning.schema import SpecRecord
+    from headway.tuning.measure.device import identify_device
+    from headway.tuning.table.files import read_table, table_path
+    from headway.tuning.table.schema import SpecRecord
 
     if path is not None:
         table = read_table(path)
         if table.spec.kind != SpecRecord.of(spec).kind:
             raise ConfigError("--crossover-table", f"a table for {spec}", f"one for {table.spec}", "say --geometry and --dtype")
         return table
-    usable = costs_for([spec], registry, "auto", TableRequest(budget=0.0))
-    return read_table(store.table_path(identify_device(spec.device), SpecRecord.of(spec))) if usable else None
+    usable = costs_for(LayerSpecs([spec]), registry, ALL_AUTO, TableRequest(budget=0.0))
+    return read_table(table_path(identify_device(spec.device), SpecRecord.of(spec))) if usable else None
 
 
-def _shape(phase: PhaseChoice, batch: int, query_len: int | None, length: int) -> Shape:
+def _shape(phase: StepPhase, batch: int, query_len: int | None, length: int) -> Shape:
     from headway.core.contract.metadata import Phase
     from headway.core.select.costs import Shape
 
     usual = {"prefill": length, "extend": min(256, max(length // 2, 1)), "decode": 1, "verify": 4}
     new = query_len or usual[phase.value]
-    if new > length or (new == length and phase is not PhaseChoice.prefill):
+    if new > length or (new == length and phase is not StepPhase.prefill):
         raise ConfigError("--len", f"more than the {new} new tokens of a sequence, for {phase.value}", length)
-    if phase is PhaseChoice.prefill and new != length:
+    if phase is StepPhase.prefill and new != length:
         raise ConfigError("--query-len", f"{length} as --len in prefill, where nothing is cached", new, "--phase extend")
-    core = Phase.DECODE if phase is PhaseChoice.verify else Phase(phase.value)
+    core = Phase.DECODE if phase is StepPhase.verify else Phase(phase.value)
     return Shape(core, batch, new, length)
 
 

@@ -1,4 +1,4 @@
-"""`headway generate`: continue a prompt, or answer it, and say how fast."""
+"""`headway generate`: continue a prompt, or answer a message, and report the speed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from headway.engine_args import help_texts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headway.core.engine.usage import CacheUsage
+    from headway.core.engine.cache.usage import CacheUsage
     from headway.llm import LLM
     from headway.outputs import RequestOutput
-    from headway.prompts import Prompt
+    from headway.requests.prompts import Prompt
 
 
 @takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
@@ -50,16 +50,16 @@ def generate(
     err = Terminal(stderr=True)
     started = time.perf_counter()
     with err.status(f"loading {engine['model']}"):
-        from headway.cli.live import LiveStats
+        from headway.cli.engine_view import LiveStats
+        from headway.hosting.stats_report import stats_page
         from headway.llm import LLM
-        from headway.stats_text import stats_page
 
         llm = LLM(**engine)
     loaded = time.perf_counter() - started
     request = llm.chat_prompt(prompt) if chat else prompt
     usages: list[CacheUsage] = []
 
-    def look() -> None:
+    def keep_usage() -> None:
         usage = llm.engine.cache_usage()
         if usage.sequences or not usages:  # after the last token nobody holds anything
             usages[:] = [usage]
@@ -70,11 +70,11 @@ def generate(
         def after_step() -> None:
             live.refresh()
             if show_cache:
-                look()
+                keep_usage()
 
         output = _write(llm, request, params, not as_json, after_step)
     if usages:
-        from headway.cli.cache_picture import picture
+        from headway.cli.engine_view import picture
 
         err.print(picture(usages[0]))
     if as_json:
@@ -93,7 +93,7 @@ def generate(
 
 
 def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool, after_step: Callable[[], None]) -> RequestOutput:
-    """Generate, and show the text as it grows; several texts one after the other, when all are complete.
+    """Generate, and show the text while it is written; several texts when all of them are complete, one after the other.
 
     :raises BackendError: a backend raised in the middle of a step.
     """
@@ -118,7 +118,7 @@ def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool, after
 
 
 def _print_logprobs(err: Console, output: RequestOutput) -> None:
-    """A line for each token: its log-probability, and the most likely tokens beside it."""
+    """Print a line per token: its log-probability, and the most likely tokens beside the token."""
     for completion in output.outputs:
         for token, place in zip(completion.token_ids, completion.logprobs or (), strict=False):
             others = "  ".join(f"{each.decoded_token!r} {each.logprob:.3f}" for other, each in place.items() if other != token)
@@ -128,7 +128,7 @@ def _print_logprobs(err: Console, output: RequestOutput) -> None:
 
 
 def _record(prompt: str, output: RequestOutput, loaded: float, llm: LLM) -> dict[str, Any]:
-    """What --json prints; times are in seconds. The first completion's text and tokens stand at the top as well."""
+    """The object that --json prints; times are in seconds. The first completion's text and tokens stand at the top as well."""
     first, tokens = output.outputs[0], sum(len(each.token_ids) for each in output.outputs)
     return {
         "prompt": prompt,
@@ -151,7 +151,7 @@ def _record(prompt: str, output: RequestOutput, loaded: float, llm: LLM) -> dict
 
 
 def _guesses(llm: LLM) -> str:
-    """What became of the guesses."""
+    """A sentence on the guessed tokens: how many held, and the steps without guesses."""
     stats = llm.engine.stats
     without = ", ".join(f"{count} {reason}" for reason, count in stats.steps_without_drafts.most_common())
     held = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses held in {stats.num_draft_steps} steps"

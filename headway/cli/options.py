@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 PLUGIN_HELP = "A plugin in a file: FILE.py, or FILE.py:CLASS for a backend class without a hook. Repeatable."
 PluginFiles = Annotated[list[str] | None, typer.Option("--plugin", help=PLUGIN_HELP)]
-"""The option of every command that asks which backends and layouts there are."""
+"""The option --plugin, of every command that lists or uses backends and layouts."""
 
 
 def names_of(text: str | None) -> list[str] | None:
@@ -26,8 +26,10 @@ def names_of(text: str | None) -> list[str] | None:
 
 
 def requests_of(text: str | None) -> list[str] | None:
-    """As `names_of`, where prefill=NAME,decode=NAME counts as one: a part with = belongs to the one before it, unless that has
-    its key already."""
+    """Backend requests from a comma-separated text, where prefill=NAME,decode=NAME counts as one; None where there are none.
+
+    A part with = belongs to the request before it, unless that has its key already.
+    """
     requests: list[str] = []
     for name in names_of(text) or []:
         key = name.partition("=")[0]
@@ -40,7 +42,7 @@ def requests_of(text: str | None) -> list[str] | None:
 def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:
     """Numbers of at least `least` from a comma-separated text; None where there are none.
 
-    :raises ConfigError: something else is among them.
+    :raises ConfigError: the text has another form.
     """
     names = names_of(text)
     if names is None:
@@ -54,9 +56,9 @@ def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | N
 def block_sizes_of(text: str | None, option: str = "--block-sizes") -> Sequence[int] | None:
     """Block sizes from a comma-separated text; None where there are none.
 
-    :raises ConfigError: one that no cache can have.
+    :raises ConfigError: a size that no cache can have.
     """
-    from headway.core.engine.config import check_block_size
+    from headway.core.engine.state.config import check_block_size
 
     sizes = sizes_of(option, text)
     for size in sizes or ():

@@ -1,4 +1,4 @@
-"""`headway plugins`: who brought what, from which file, and what became of it."""
+"""`headway plugins`: every installed plugin, its file, its parts, and whether it was loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plugins(
     it out until --retry. headway -v plugins shows tracebacks and what it printed. HEADWAY_PLUGINS and --plugins choose.
     """
     from headway.core.system.terminal import Terminal
-    from headway.registry import create_registry
+    from headway.tuning.isolated.trial import create_registry
 
     found = create_registry(retry=retry).plugins
     if as_json:
@@ -54,7 +54,7 @@ def _show(record: PluginRecord, console: Console) -> None:
     console.print(heading, soft_wrap=True)
     lines: list[tuple[str, Any]] = [("file", record.file or "not found")]
     lines += [(shown, ", ".join(getattr(record.brought, kind))) for kind, shown in _KINDS.items()]
-    lines += [("tried", record.tried), ("why", record.why), *(("remark", remark) for remark in record.remarks)]
+    lines += [("tried", record.tried), ("reason", record.reason), *(("remark", remark) for remark in record.remarks)]
     for what, text in lines:
         if text:
             console.print(Text(f"  {what}: ", "dim").append(text, "default"), soft_wrap=True)

@@ -15,17 +15,17 @@ from headway.core.system.files import read_text
 Command = Callable[..., None]
 
 PANEL: Final = "Sampling"
-"""Where the help of a command lists them."""
+"""Panel of a command's help that lists the flags."""
 
 
 class _Flag(NamedTuple):
-    """How a field is written on a command line. Its default is None: the command's own, or the field's."""
+    """A field on a command line. None as default: the command's own default, or the field's."""
 
     field: str
     kind: Any
     help: str
     spelled: str = ""
-    """Where it is not the field's name."""
+    """The flag, where it is not the field's name."""
 
     @property
     def name(self) -> str:
@@ -57,9 +57,9 @@ _FORMS: Final = (
 
 
 def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Command], Command]:
-    """Give a command these flags; it receives what was given in its parameter `sampling`, a dict for SamplingParams.
+    """Give a command these flags; the given ones reach its parameter `sampling`, a dict for SamplingParams.
 
-    without: fields that make no sense for it. defaults: of the command, where they are not the field's.
+    without: fields that make no sense for the command. defaults: of the command, where they are not the field's.
     """
     flags = [flag for flag in (*_FLAGS, *_FORMS) if flag.field not in without]
 
@@ -93,28 +93,28 @@ def _parameter(flag: _Flag, default: object) -> inspect.Parameter:
 
 
 def _sampling(given: dict[_Flag, Any]) -> dict[str, Any]:
-    """Arguments of SamplingParams, of the flags that were given.
+    """Make the arguments of SamplingParams from the flags that were given.
 
     :raises ConfigError: a form that is not well-formed, or several of them.
     """
     from headway.core.sampling.structured import StructuredOutputsParams
 
-    asked = {flag: value for flag, value in given.items() if value is not None and value is not False and value != []}
-    forms = [flag for flag in asked if flag in _FORMS]
-    sampling = {flag.field: value for flag, value in asked.items() if flag not in _FORMS}
+    chosen = {flag: value for flag, value in given.items() if value is not None and value is not False and value != []}
+    forms = [flag for flag in chosen if flag in _FORMS]
+    sampling = {flag.field: value for flag, value in chosen.items() if flag not in _FORMS}
     if len(forms) > 1:
         raise ConfigError(forms[1].name, "one form of the text alone", f"{forms[0].name} as well")
     for flag in forms:
-        text = _text_of(flag.name, asked[flag]) if flag.field in ("json", "grammar") else asked[flag]
+        text = _text_of(flag.name, chosen[flag]) if flag.field in ("json", "grammar") else chosen[flag]
         form: dict[str, Any] = {flag.field: text}
         sampling["structured_outputs"] = StructuredOutputsParams(**form)
     return sampling
 
 
 def _text_of(option: str, given: str) -> str:
-    """What a file holds, or the text itself: a schema is an object, and the rules of a grammar have colons.
+    """The text of a file, or the given text itself: a schema is an object, and the rules of a grammar have colons.
 
-    :raises ConfigError: neither.
+    :raises ConfigError: neither is there.
     """
     try:
         return read_text(Path(given))

@@ -69,8 +69,8 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve MODEL with OpenAI's API: chats, completions, and Prometheus' metrics."""
-    from headway.engine_spawn import spawn_engine
-    from headway.server.address import bound_socket
+    from headway.hosting.process_messages import spawn_engine
+    from headway.server.options import bound_socket
 
     if api_key and (api_key != api_key.strip() or not api_key.isprintable()):  # not shown: it is a secret
         got = "one with spaces around it or control characters"
@@ -82,7 +82,7 @@ def serve(
     spawned = None if sys.platform == "win32" else spawn_engine()
     try:
         from headway.server.launch import serve as listen
-        from headway.server.service import ServerOptions
+        from headway.server.options import ServerOptions
     except ImportError as error:
         if spawned is not None:
             spawned.wire.close()
@@ -103,9 +103,9 @@ def serve(
     started = time.perf_counter()
     with err.status(f"loading {model}"):
         from headway.async_llm import AsyncLLM
-        from headway.driver import driver_of
-        from headway.engine_process import EngineProcess
-        from headway.engine_thread import EngineThread
+        from headway.hosting.driver import driver_of
+        from headway.hosting.process_host import EngineProcess
+        from headway.hosting.thread_host import EngineThread
 
         make = partial(driver_of, args)
         llm = AsyncLLM.over(EngineThread(make()) if spawned is None else EngineProcess(make, spawned))

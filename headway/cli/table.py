@@ -37,7 +37,7 @@ def show(
     from headway.bench.crossover.export import check_target, export
     from headway.bench.crossover.report import print_view, to_plain
     from headway.bench.crossover.view import view
-    from headway.tuning.files import read_table
+    from headway.tuning.table.files import read_table
 
     for target in export_to or ():
         check_target(target, file)
@@ -64,13 +64,13 @@ def plot(
     """Draw the winners and their speed-ups as a heat-map, or with --curves time against length."""
     from headway.bench.crossover.export import check_target, export
     from headway.bench.crossover.view import view
-    from headway.tuning.files import read_table
+    from headway.tuning.table.files import read_table
 
     check_target(picture, file)
     shown = view(read_table(file), layout, block_size)
     if curves:
         from headway.bench.crossover.curves import to_curves
-        from headway.testing.json_files import write_bytes
+        from headway.core.system.json_files import write_bytes
 
         if picture.suffix.lower() != ".png":
             raise ConfigError("--curves", "a file name that ends in .png", str(picture))
@@ -83,11 +83,11 @@ def plot(
 @table.command()
 def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None) -> None:
     """Say whether a table still fits this machine: device, driver, libraries. Exit code 1: it does not."""
-    from headway.registry import create_registry
-    from headway.tuning.compare import differences, remarks
-    from headway.tuning.device import identify_device, resolve_device
-    from headway.tuning.files import read_table
-    from headway.tuning.selftest import owners
+    from headway.tuning.isolated.trial import create_registry
+    from headway.tuning.measure.device import identify_device, resolve_device
+    from headway.tuning.measure.self_test import owners
+    from headway.tuning.table.compare import differences, remarks
+    from headway.tuning.table.files import read_table
 
     path = _found(file)
     known = read_table(path)
@@ -113,8 +113,8 @@ def diff(
     at_least: Annotated[float, typer.Option(min=0.0, help="Least relative difference of two times that is shown.")] = 0.05,
 ) -> None:
     """Show which cells differ: times beyond the noise, and what has no time in one of them."""
-    from headway.tuning import compare
-    from headway.tuning.files import read_table
+    from headway.tuning.table import compare
+    from headway.tuning.table.files import read_table
 
     tables = read_table(first), read_table(second)
     console = _console()
@@ -141,9 +141,9 @@ def merge(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")],
 ) -> None:
     """Put tables together; where two have the same cell, the later one's counts."""
-    from headway.testing.json_files import write_json
-    from headway.tuning import compare
-    from headway.tuning.files import read_table
+    from headway.core.system.json_files import write_json
+    from headway.tuning.table import compare
+    from headway.tuning.table.files import read_table
 
     if len(files) < 2:
         raise ConfigError("headway table merge", "two files or more", len(files))
@@ -170,14 +170,14 @@ def regret(
     ] = None,
 ) -> None:
     """Measure how much auto, obeying a table, loses to the best backend at points that are not in it."""
-    from headway.bench.crossover.regret import judge_again, leave_one_out, measure_regret, read_report
+    from headway.bench.crossover.regret import RegretReport, judge_again, leave_one_out, measure_regret
     from headway.cli.options import sizes_of
     from headway.core.select.workload import Workload
-    from headway.registry import create_registry
-    from headway.testing.json_files import write_json
-    from headway.threads import set_threads
-    from headway.tuning.device import resolve_device
-    from headway.tuning.files import read_table
+    from headway.core.system.json_files import write_json
+    from headway.machine.threads import set_threads
+    from headway.tuning.isolated.trial import create_registry
+    from headway.tuning.measure.device import resolve_device
+    from headway.tuning.table.files import read_table
 
     paths = files or [_found(None)]
     if without and trials is not None:
@@ -192,7 +192,7 @@ def regret(
         if without:
             report = leave_one_out(known)
         elif trials is not None:
-            report = judge_again(read_report(trials), known, expected)
+            report = judge_again(RegretReport.read(trials), known, expected)
         else:
             device = resolve_device(None if known.device.type == "cuda" else known.device.type)
             if device.type == "cpu":
@@ -241,13 +241,13 @@ def _found(file: Path | None) -> Path:
 
     :raises ConfigError: there is none.
     """
-    from headway.tuning import store
+    from headway.tuning.table.files import stored_tables, table_folder
 
     if file is not None:
         return file
-    known = store.stored()
+    known = stored_tables()
     if not known:
-        raise ConfigError("table", f"a file, or one in {store.folder()}", "none", "headway bench crossover measures one")
+        raise ConfigError("table", f"a file, or one in {table_folder()}", "none", "headway bench crossover measures one")
     return known[0]
 
 

@@ -1,4 +1,4 @@
-"""Which backends serve a kind of layer in somebody else's model."""
+"""The backends that serve each kind of layer of another program's model."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ import torch
 
 from headway.core.contract.layout import NHD
 from headway.core.contract.spec import AttentionSpec
-from headway.core.select.request import parse_backend_request
+from headway.core.select.backend_request import BackendRequest
+from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
-from headway.registry import Registry, create_registry
+from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for
-from headway.tuning.named import check_named
+from headway.tuning.isolated.trial import create_registry
+from headway.tuning.measure.self_test import check_named
 
 GPU_BLOCK = 16
-"""Slots of a block on a GPU, unless a backend wants more: what most of them read."""
+"""Slots of a block on a GPU, unless a backend needs more; most backends read this size."""
 
 
 @cache
 def registry() -> Registry:
-    """Headway's backends and those of its plugins."""
+    """The registry of Headway's backends and those of its plugins."""
     return create_registry()
 
 
-class Kind(NamedTuple):
-    """A layer as transformers tells of it, and what is asked for it."""
+class LayerKind(NamedTuple):
+    """A kind of layer, described by transformers, and the backends that were requested."""
 
-    request: str
+    request: BackendRequest
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -43,18 +45,18 @@ class Kind(NamedTuple):
 
 
 class _Served(threading.local):
-    """Each thread has its own: a backend's instances keep buffers, and arguments of a launch, for one thread at a time."""
+    """Selectors of one thread: a backend's instances keep buffers, and arguments of a launch, for one thread at a time."""
 
     def __init__(self) -> None:
-        self.kinds: dict[Kind, tuple[AttentionSpec, Selector]] = {}
-        self.selectors: dict[tuple[AttentionSpec, str], Selector] = {}
+        self.kinds: dict[LayerKind, tuple[AttentionSpec, Selector]] = {}
+        self.selectors: dict[tuple[AttentionSpec, BackendRequest], Selector] = {}
 
 
 _SERVED = _Served()
 
 
-def serving(kind: Kind) -> tuple[AttentionSpec, Selector]:
-    """What serves a kind of layer. `auto` obeys the crossover table that is kept for it, and measures none itself.
+def serving(kind: LayerKind) -> tuple[AttentionSpec, Selector]:
+    """The spec and the selector of a kind of layer. `auto` obeys the crossover table that was kept for it, and measures nothing.
 
     :raises HeadwayError: the request cannot be served, with the reasons.
     """
@@ -67,13 +69,14 @@ def serving(kind: Kind) -> tuple[AttentionSpec, Selector]:
     return known
 
 
-def _selector(spec: AttentionSpec, request: str) -> Selector:
+def _selector(spec: AttentionSpec, request: BackendRequest) -> Selector:
     known = _SERVED.selectors.get((spec, request))
     if known is None:
-        names = [name for name in dict.fromkeys(parse_backend_request(request).values()) if name != "auto"]
-        multiples = [registry().backend(name).capabilities.block_multiple for name in names]
-        check_named(registry(), names, [spec])
-        costs = costs_for([spec], registry(), request, TableRequest(budget=0.0))
+        multiples = [registry().backend(name).capabilities.block_multiple for name in request.names]
+        layers = LayerSpecs([spec])
+        check_named(registry(), request.names, layers.cached)
+        costs = costs_for(layers, registry(), request, TableRequest(budget=0.0))
         block_size = max(1 if spec.device.type == "cpu" else GPU_BLOCK, *multiples, 1)
-        known = _SERVED.selectors[spec, request] = Selector(registry(), [spec], request, NHD.name, block_size, costs=costs)
+        known = Selector(registry(), layers, request, kv_layout=NHD.name, block_size=block_size, costs=costs)
+        _SERVED.selectors[spec, request] = known
     return known

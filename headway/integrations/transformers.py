@@ -18,16 +18,17 @@ import transformers
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.select.selector import check_names
-from headway.integrations.call import Call
-from headway.integrations.selectors import Kind, registry, serving
-from headway.integrations.sight import OWN_WAY, Sight, SightMask, mask_of
+from headway.core.select.backend_request import BackendRequest
+from headway.core.select.startup import check_names
+from headway.integrations.mask import OWN_WAY, Visibility, VisibilityMask, mask_of
+from headway.integrations.selectors import LayerKind, registry, serving
+from headway.integrations.step_attention import StepAttention
 
 NAME = "headway"
 WORKS = "5.17 to 5.23"
 """Versions of transformers with which `generate` was tried."""
 PACKS = "5.19 to 5.23"
-"""Those with which continuous batching was."""
+"""Versions with which continuous batching was tried."""
 
 try:
     from transformers import AttentionInterface
@@ -43,9 +44,9 @@ except ImportError as error:
         "headway.integrations.transformers", f"transformers {WORKS}", f"{transformers.__version__} ({error})"
     ) from error
 _RESERVED = ("flash", "sdpa", "flex_attention")
-"""Words for which transformers looks in a name."""
+"""Words that transformers searches names for."""
 _REQUESTS: dict[str, str] = {}
-"""By registered name, as in transformers' own registry, which is global."""
+"""Registered name -> request; global, as transformers' own registry."""
 _REFUSED = {
     "dropout": "no dropout (training)",
     "output_attentions": "no weights",
@@ -62,23 +63,24 @@ def names() -> dict[str, str]:
 def register(request: str) -> str:
     """Register a request of Headway's --attn-backend, such as "prefill=hopper,decode=triton"; returns its name.
 
-    transformers keeps names with "flash", "sdpa" and the like in them for itself, in small letters alone; so each request has a
-    name in capitals as well, which is what is returned where it must be.
+    transformers reserves names that contain "flash", "sdpa" and the like, in small letters alone; each request is therefore
+    registered in capitals as well, and that name is returned where the other is reserved.
 
-    :raises HeadwayError: it has another form, or names a backend that nobody registered.
+    :raises HeadwayError: the request has another form, or names a backend that is not registered.
     """
-    check_names(registry(), request, "auto", {})
+    parsed = BackendRequest.parse(request)
+    check_names(registry(), parsed, "auto", {})
     plain, capital = (NAME, NAME) if request == "auto" else (f"{NAME}:{request}", f"{NAME}:{request.upper()}")
     for name in {plain, capital}:
         if "flash" not in name:
             _REQUESTS[name] = request
-            AttentionInterface.register(name, partial(_attend, request))
+            AttentionInterface.register(name, partial(_attend, parsed))
             AttentionMaskInterface.register(name, mask_of)
     return capital if any(word in plain for word in _RESERVED) else plain
 
 
 def _attend(
-    request: str,
+    request: BackendRequest,
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -94,34 +96,34 @@ def _attend(
 
     :raises ConfigError: what Headway does not compute, in one line.
     """
-    if torch.compiler.is_dynamo_compiling():  # asked here, since a disabled function costs more to call at all times
-        apart: tuple[Tensor, None] = _apart(request, module, query, key, value, attention_mask, scaling, **options)
-        return apart
+    if torch.compiler.is_dynamo_compiling():  # tested here, since a disabled function always costs more to call
+        found: tuple[Tensor, None] = _attend_untraced(request, module, query, key, value, attention_mask, scaling, **options)
+        return found
     _check(module, query, options)
     paged = options.get("cache")
     if paged is not None:
         key, value = paged.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
         window = options.get("sliding_window") or None
-        sight = _packed(paged, module.layer_idx, query, key, options)
+        visibility = _packed(paged, module.layer_idx, query, key, options)
     else:
-        sight = _sight(attention_mask, query, key)
-        window = sight.window
+        visibility = _visibility_of(attention_mask, query, key)
+        window = visibility.window
     softcap, sinks = options.get("softcap") or None, _sinks(module, options.get("s_aux"))
-    # All that a plan depends on beside the mask: a layer that differs in any of it is another kind.
+    # All that a plan depends on beside the mask; a layer that differs in any part is of another kind.
     kind = (
-        *(request, scaling, window, softcap, sinks, query.dtype, query.device, query.shape, query.stride()),
+        *(request.text, scaling, window, softcap, sinks, query.dtype, query.device, query.shape, query.stride()),
         *(key.dtype, key.shape, key.stride(), key.storage_offset(), key.untyped_storage().nbytes()),
         *(value.dtype, value.shape, value.stride(), value.storage_offset(), value.untyped_storage().nbytes()),
     )
-    call = sight.calls.get(kind)
+    call = visibility.calls.get(kind)
     if call is None:
         heads = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
-        spec, selector = serving(Kind(request, *heads, scaling, query.dtype, query.device, window, softcap, sinks))
-        call = sight.calls[kind] = Call.of(sight, spec, selector, query, key, value)
+        spec, selector = serving(LayerKind(request, *heads, scaling, query.dtype, query.device, window, softcap, sinks))
+        call = visibility.calls[kind] = StepAttention.of(visibility, spec, selector, query, key, value)
     return call(query, key, value), None
 
 
-_apart = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+_attend_untraced = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
 
 def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:
@@ -135,9 +137,12 @@ def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:
         raise ConfigError("attention", "inference", "gradients", f"torch.inference_mode(), or for training {OWN_WAY}")
 
 
-def _sight(mask: Any, query: Tensor, key: Tensor) -> Sight:
-    """What a layer's call sees; :raises ConfigError: a mask that did not come from us, or that Headway does not compute."""
-    found: Sight | None = getattr(mask, "sight", None) if isinstance(mask, SightMask) else None
+def _visibility_of(mask: Any, query: Tensor, key: Tensor) -> Visibility:
+    """The visibility of a layer's call.
+
+    :raises ConfigError: a mask that Headway did not make, or does not compute.
+    """
+    found: Visibility | None = getattr(mask, "visibility", None) if isinstance(mask, VisibilityMask) else None
     lengths = query.shape[2], key.shape[2]
     if found is None:
         if mask is not None or lengths[0] not in (1, lengths[1]):
@@ -154,48 +159,48 @@ def _sight(mask: Any, query: Tensor, key: Tensor) -> Sight:
 
 
 class _Maskless(threading.local):
-    """The sight of the last call without a mask: lengths are all that such a plan depends on, and layers of a step share them."""
+    """The visibility of a thread's last call without a mask, which depends on lengths alone; the layers of a step share it."""
 
     sizes: tuple[int, ...] = ()
-    sight: Sight
+    visibility: Visibility
 
 
 _MASKLESS = _Maskless()
 
 
-def _without_mask(sizes: tuple[int, int, int]) -> Sight:
-    """sizes: batch, queries, keys."""
+def _without_mask(sizes: tuple[int, int, int]) -> Visibility:
+    """The visibility of a call without a mask. sizes: batch, queries, keys."""
     if _MASKLESS.sizes != sizes:
-        _MASKLESS.sight = Sight(*sizes, sizes[2] - sizes[1], 0, None, None)
+        _MASKLESS.visibility = Visibility(*sizes, sizes[2] - sizes[1], 0, None, None)
         _MASKLESS.sizes = sizes
-    return _MASKLESS.sight
+    return _MASKLESS.visibility
 
 
-def _packed(paged: Any, layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Sight:
-    """A call of continuous batching, whose sequences lie one behind the other; layers of one kind share it in a step.
+def _packed(paged: Any, layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Visibility:
+    """The visibility of a call of continuous batching, whose sequences are packed; layers of one kind share it in a step.
 
-    :raises ConfigError: it is being captured in a CUDA graph, or has block tables.
+    :raises ConfigError: the call is being captured in a CUDA graph, or has block tables.
     """
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ConfigError("continuous batching", "use_cuda_graph=False", "a capture", "ContinuousBatchingConfig has it")
     if options.get("block_table") is not None:
         raise ConfigError("continuous batching", "max_blocks_per_request=0", "block tables", "ContinuousBatchingConfig has it")
     last: int
-    sights: dict[tuple[int, ...], Sight]
-    last, sights = getattr(paged, "headway_step", (layer, {}))
-    if layer <= last:  # a new step: lengths are read anew, since their memory stays the same
-        sights = {}
-    paged.headway_step = layer, sights
+    seen: dict[tuple[int, ...], Visibility]
+    last, seen = getattr(paged, "headway_step", (layer, {}))
+    if layer <= last:  # a new step: lengths are read again, since their memory stays the same
+        seen = {}
+    paged.headway_step = layer, seen
     ends = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
     place = tuple(each.data_ptr() for each in ends)
-    if place not in sights:
+    if place not in seen:
         query_ends, key_ends = (each.cpu().numpy().astype(numpy.int64) for each in ends)
-        sights[place] = Sight.packed(query_ends, key_ends, query.shape[2], key.shape[2])
-    return sights[place]
+        seen[place] = Visibility.packed(query_ends, key_ends, query.shape[2], key.shape[2])
+    return seen[place]
 
 
 def _sinks(module: Any, sinks: Tensor | None) -> tuple[float, ...] | None:
-    """A layer's sinks as numbers, read from the device once."""
+    """The sinks of a layer as numbers, read from the device once."""
     if sinks is None:
         return None
     known: Any = getattr(module, "_headway_sinks", None)
@@ -207,7 +212,7 @@ def _sinks(module: Any, sinks: Tensor | None) -> tuple[float, ...] | None:
 
 
 def _join_continuous_batching() -> None:
-    """Let continuous batching take our names, which it otherwise refuses, since they are not on its list."""
+    """Let continuous batching take Headway's names, which are not on its list."""
     try:
         from transformers import ContinuousBatchingConfig
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
@@ -215,7 +220,7 @@ def _join_continuous_batching() -> None:
 
         switch = Manager.switch_to_cb_friendly_attn
         known = "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
-    except (ImportError, AttributeError):  # without it there is nothing to join
+    except (ImportError, AttributeError):  # this transformers has no continuous batching
         return
 
     def switch_to_cb_friendly_attn(self: Any, model: Any, *given: Any, **options: Any) -> None:

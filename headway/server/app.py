@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 from fastapi import FastAPI
@@ -18,29 +18,30 @@ from starlette.responses import Response
 
 from headway.async_llm import AsyncLLM
 from headway.core.contract.errors import ConfigError
-from headway.engine_host import EngineDeadError
-from headway.intake import CheckedRequest
-from headway.server.body import read_body
-from headway.server.chat import ChatShape
-from headway.server.completions import CompletionShape
-from headway.server.direct import Direct, Endpoint
-from headway.server.endpoints import endpoint
+from headway.core.engine.state.request_limits import CheckedRequest
+from headway.hosting.host import EngineDeadError
+from headway.server.chat import ChatAnswer
+from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
-from headway.server.gate import Gate
 from headway.server.metrics import CONTENT_TYPE
-from headway.server.page_routes import PageRoutes
+from headway.server.options import ServerOptions
+from headway.server.page_routes import ASSETS, PageRoutes
 from headway.server.params import chat_params, completion_params, messages_of, prompts_of, template_kwargs
 from headway.server.profile_routes import ProfileRoutes
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from headway.server.service import ServerOptions, Service
+from headway.server.routing import ApiKeyMiddleware, DirectMiddleware, Endpoint, endpoint, read_body
+from headway.server.service import Service
 from headway.version import __version__
 
 Body = TypeVar("Body", bound=BaseModel)
 
+OPEN_PATHS: Final = frozenset(("/health", "/ping", "/metrics", *ASSETS))
+"""Paths that need no API key: probes and scrapers carry none, and the page's files are no secret; its data need the key."""
+
 
 def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
-    """An ASGI application that serves a model, whose engine it does not shut down. `app.state.service` is its Service."""
+    """Make an ASGI application that serves a model and does not shut down the engine. `app.state.service` is its Service."""
     service = Service(llm, options or ServerOptions())
     app = FastAPI(title="Headway", version=__version__)
     app.state.service = service
@@ -48,13 +49,13 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     app.state.routes = routes, PageRoutes(service), ProfileRoutes(service)
     for each in app.state.routes:
         each.add_to(app)
-    app.add_middleware(Direct, endpoints=routes.direct, refuse=routes.refuse)
-    app.add_middleware(Gate, api_key=service.options.api_key)
+    app.add_middleware(DirectMiddleware, endpoints=routes.direct, refuse=routes.refuse)
+    app.add_middleware(ApiKeyMiddleware, api_key=service.options.api_key, open_paths=OPEN_PATHS)
     return app
 
 
 class Routes:
-    """What the paths do."""
+    """The API's routes."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._llm = service, service.llm
@@ -62,11 +63,11 @@ class Routes:
 
     @property
     def direct(self) -> dict[str, Endpoint]:
-        """Those on whose first token somebody waits; see `Direct`."""
+        """The paths whose first token a client waits for; see `DirectMiddleware`."""
         return {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
 
     def add_to(self, app: FastAPI) -> None:
-        """Add all of them, and the answers to what fails."""
+        """Add the routes and the error handlers to an application."""
         for path, answer, kind in (
             ("/v1/chat/completions", self.chat, ChatRequest),
             ("/v1/completions", self.completions, CompletionRequest),
@@ -93,61 +94,61 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         self._service.check_room()  # before the work of reading it
-        asked = await self._body(request, ChatRequest)
-        return Reply(self._service, ChatShape(asked, asked.model or self._service.names[0]), partial(self._prepare_chat, asked))
+        body = await self._body(request, ChatRequest)
+        return Reply(self._service, ChatAnswer(body, body.model or self._service.names[0]), partial(self._prepare_chat, body))
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         self._service.check_room()  # before the work of reading it
-        asked = await self._body(request, CompletionRequest)
-        shape = CompletionShape(asked, asked.model or self._service.names[0], self._decode)
-        return Reply(self._service, shape, partial(self._prepare_completions, asked))
+        body = await self._body(request, CompletionRequest)
+        answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode)
+        return Reply(self._service, answer, partial(self._prepare_completions, body))
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text, or of a conversation in the model's template."""
-        asked = await self._body(request, TokenizeRequest)
+        body = await self._body(request, TokenizeRequest)
         tokenizer = self._tokenizer()
-        if (asked.prompt is None) == (asked.messages is None):
+        if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: needs either a prompt or messages", "prompt")
-        if asked.messages is not None:
+        if body.messages is not None:
             prompt: Any = await self._llm.chat_prompt(
-                asked.messages,
-                add_generation_prompt=asked.add_generation_prompt,
-                continue_final_message=asked.continue_final_message,
-                tools=asked.tools,
-                chat_template_kwargs=template_kwargs(asked),
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                tools=body.tools,
+                chat_template_kwargs=template_kwargs(body),
             )
             tokens = prompt["prompt_token_ids"]
         else:
-            encode = partial(tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens)
+            encode = partial(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
             tokens = list((await self._llm.in_thread(encode))["input_ids"])
-        texts = {"token_strs": tokenizer.convert_ids_to_tokens(tokens)} if asked.return_token_strs else {}
+        texts = {"token_strs": tokenizer.convert_ids_to_tokens(tokens)} if body.return_token_strs else {}
         return _json({"count": len(tokens), "max_model_len": self._llm.facts.limits.max_model_len, "tokens": tokens, **texts})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        asked = await self._body(request, DetokenizeRequest)
-        if asked.tokens:
-            self._llm.facts.limits.check_ids(asked.tokens)
-        decode = partial(self._tokenizer().decode, asked.tokens, skip_special_tokens=False)
+        body = await self._body(request, DetokenizeRequest)
+        if body.tokens:
+            self._llm.facts.limits.check_ids(body.tokens)
+        decode = partial(self._tokenizer().decode, body.tokens, skip_special_tokens=False)
         return _json({"prompt": await self._llm.in_thread(decode)})
 
     async def models(self) -> Response:
-        """The names of the model."""
+        """List the names of the model."""
         return _json({"object": "list", "data": [self._model(name) for name in self._service.names]})
 
     async def model(self, name: str) -> Response:
-        """One of them."""
+        """Describe the model, by one of its names."""
         self._service.check_model(name)
         return _json(self._model(name))
 
     async def health(self) -> Response:
-        """Whether the engine serves requests."""
+        """Answer 200 while the engine serves requests."""
         await self._llm.check_health()
         return Response()
 
     async def version(self) -> Response:
-        """Of Headway."""
+        """Headway's version."""
         return _json({"version": __version__})
 
     async def metrics(self) -> Response:
@@ -156,26 +157,26 @@ class Routes:
         return Response(self._service.metrics.page(snapshot, self._service.num_unsubmitted), media_type=CONTENT_TYPE)
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
-        asked = await read_body(request, kind, self._service.options)
-        self._service.check_model(asked.model)  # type: ignore[attr-defined]
-        return asked
+        body = await read_body(request, kind, self._service.options)
+        self._service.check_model(body.model)  # type: ignore[attr-defined]
+        return body
 
-    async def _prepare_chat(self, asked: ChatRequest) -> Sequence[CheckedRequest]:
-        params = chat_params(asked, self._service.params_maker)
+    async def _prepare_chat(self, body: ChatRequest) -> Sequence[CheckedRequest]:
+        params = chat_params(body, self._service.params_maker)
         tokenizer = self._llm.get_tokenizer()
-        messages, tools = messages_of(asked, getattr(tokenizer, "chat_template", None))
+        messages, tools = messages_of(body, getattr(tokenizer, "chat_template", None))
         prompt = await self._llm.chat_prompt(
             messages,
-            add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
             tools=tools,
-            chat_template_kwargs=template_kwargs(asked),
+            chat_template_kwargs=template_kwargs(body),
         )
-        return await self._llm.check([prompt], params)
+        return await self._llm.check([prompt], params, priority=body.priority)
 
-    async def _prepare_completions(self, asked: CompletionRequest) -> Sequence[CheckedRequest]:
-        params = completion_params(asked, self._service.params_maker)
-        return await self._llm.check(prompts_of(asked), params)
+    async def _prepare_completions(self, body: CompletionRequest) -> Sequence[CheckedRequest]:
+        params = completion_params(body, self._service.params_maker)
+        return await self._llm.check(prompts_of(body), params, priority=body.priority)
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")
@@ -192,7 +193,7 @@ class Routes:
         return "" if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
     async def refuse(self, _: Request, error: Exception) -> Response:
-        """Answer a request that has failed before it was admitted."""
+        """Answer a request that has failed before its admission."""
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail))
         told = api_error(error)

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: how an answer looks."""
+"""The answer of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -9,48 +9,47 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 
 from headway.outputs import CompletionOutput, RequestOutput
-from headway.server.logprobs import chat_logprobs
+from headway.server.answers import Answer, chat_logprobs, extras, num_written, usage
 from headway.server.requests import ChatRequest
-from headway.server.shapes import Shape, extras, num_written, usage
 
 
-class ChatShape(Shape):
-    """Answers a ChatRequest."""
+class ChatAnswer(Answer):
+    """Writes the answer to a ChatRequest."""
 
     prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
     around: ClassVar[tuple[str, str]] = ('"delta":{"content":', '},"logprobs":null')
 
-    def __init__(self, asked: ChatRequest, model: str) -> None:
-        super().__init__(asked, model, bool(asked.logprobs))
-        self._most, self._logprobs = asked.top_logprobs or 0, bool(asked.logprobs)
-        content = asked.messages[-1].get("content") if asked.echo and asked.messages else ""
+    def __init__(self, body: ChatRequest, model: str) -> None:
+        super().__init__(body, model, bool(body.logprobs))
+        self._most, self._logprobs = body.top_logprobs or 0, bool(body.logprobs)
+        content = body.messages[-1].get("content") if body.echo and body.messages else ""
         self._echo = content if isinstance(content, str) else ""
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """Who speaks."""
+        """Write the role, and the last message where the request wants an echo."""
         choice = {"index": index, "delta": {"role": "assistant", "content": self._echo}, "logprobs": None, "finish_reason": None}
-        if self.asked.return_token_ids:
+        if self.body.return_token_ids:
             choice["prompt_token_ids"] = output().prompt_token_ids
         return self.chunk([choice])
 
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
-        """See `Shape`."""
+        """See `Answer`."""
         return {
             "index": index,
             "delta": {"content": new.text} if new.text or new.token_ids else {},
             "logprobs": self._logprobs_of(new),
             "finish_reason": new.finish_reason,
-            **extras(self.asked, new),
+            **extras(self.body, new),
         }
 
     def _logprobs_of(self, new: CompletionOutput) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        return chat_logprobs(new.logprobs or [], self._most, self.asked.return_tokens_as_token_ids)
+        return chat_logprobs(new.logprobs or [], self._most, self.body.return_tokens_as_token_ids)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Shape`."""
+        """See `Answer`."""
         (output,) = outputs
         choices = []
         for new in output.outputs:
@@ -60,10 +59,10 @@ class ChatShape(Shape):
                 message=ChatCompletionMessage(role="assistant", content=self._echo + new.text, refusal=None),
                 logprobs=None if listed is None else ChoiceLogprobs.model_validate(listed),
                 finish_reason=new.finish_reason,  # type: ignore[arg-type]
-                **extras(self.asked, new),
+                **extras(self.body, new),
             )
             choices.append(choice)
-        more = {"prompt_token_ids": output.prompt_token_ids} if self.asked.return_token_ids else {}
+        more = {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
         answer = ChatCompletion(
             id=self.id,
             object="chat.completion",

@@ -1,4 +1,4 @@
-"""/v1/completions: how an answer looks."""
+"""The answer of /v1/completions."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 
 from headway.outputs import CompletionOutput, RequestOutput
-from headway.server.logprobs import completion_logprobs
+from headway.server.answers import Answer, completion_logprobs, extras, usage
 from headway.server.requests import CompletionRequest
-from headway.server.shapes import Shape, extras, usage
 
 
-class CompletionShape(Shape):
-    """Answers a CompletionRequest."""
+class CompletionAnswer(Answer):
+    """Writes the answer to a CompletionRequest."""
 
     prefix = "cmpl"
     chunk_object = "text_completion"
     around: ClassVar[tuple[str, str]] = ('"text":', ',"logprobs":null')
 
-    def __init__(self, asked: CompletionRequest, model: str, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, body: CompletionRequest, model: str, decode: Callable[[list[int]], str]) -> None:
         """decode: the text of tokens, special ones included."""
-        super().__init__(asked, model, asked.logprobs is not None)
-        self._echo, self._most, self._decode = asked.echo, asked.logprobs, decode
-        self._prompt_only = asked.echo and asked.max_tokens == 0
+        super().__init__(body, model, body.logprobs is not None)
+        self._echo, self._most, self._decode = body.echo, body.logprobs, decode
+        self._prompt_only = body.echo and body.max_tokens == 0
         self._offsets: dict[int, int] = {}
-        """Characters of each choice so far."""
+        """Index of a choice -> its characters so far."""
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """The prompt, where it is wanted."""
-        if not (self._echo or self.asked.return_token_ids):
+        """Write the prompt, where the request wants an echo."""
+        if not (self._echo or self.body.return_token_ids):
             return b""
         text, listed = self._prompt(index, output()) if self._echo else ("", None)
         choice = {"index": index, "text": text, "logprobs": listed, "finish_reason": None}
-        if self.asked.return_token_ids:
+        if self.body.return_token_ids:
             choice["prompt_token_ids"] = output().prompt_token_ids
         return self.chunk([choice])
 
@@ -51,10 +50,10 @@ class CompletionShape(Shape):
 
     @property
     def _naming(self) -> tuple[bool, Callable[[int], str]]:
-        return self.asked.return_tokens_as_token_ids, lambda token: self._decode([token])
+        return self.body.return_tokens_as_token_ids, lambda token: self._decode([token])
 
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
-        """See `Shape`."""
+        """See `Answer`."""
         if self._prompt_only:
             return {"index": index, "text": "", "logprobs": None, "finish_reason": new.finish_reason and "length"}
         return {
@@ -62,7 +61,7 @@ class CompletionShape(Shape):
             "text": new.text,
             "logprobs": self._logprobs_of(index, new),
             "finish_reason": new.finish_reason,
-            **extras(self.asked, new),
+            **extras(self.body, new),
         }
 
     def _logprobs_of(self, index: int, new: CompletionOutput) -> dict[str, Any] | None:
@@ -73,17 +72,17 @@ class CompletionShape(Shape):
         return listed
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Shape`."""
+        """See `Answer`."""
         choices, used = [], []
         for number, output in enumerate(outputs):
             written = 0
             for new in output.outputs:
-                index = number * (self.asked.n or 1) + new.index
+                index = number * (self.body.n or 1) + new.index
                 text, before = self._prompt(index, output) if self._echo else ("", None)
                 choice = self.choice(index, new)
                 choice["text"] = text + choice["text"]
                 choice["logprobs"] = _joined(before, choice["logprobs"])
-                if self.asked.return_token_ids:
+                if self.body.return_token_ids:
                     choice["prompt_token_ids"] = output.prompt_token_ids
                 choices.append(CompletionChoice(**choice))
                 written += 0 if self._prompt_only else len(new.token_ids)
@@ -100,8 +99,10 @@ class CompletionShape(Shape):
 
 
 def _joined(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Logprobs | None:
-    """Log-probabilities of a prompt and of what follows. The first token of a prompt has none, which openai's type has no room
-    for although its API says so: hence no validation."""
+    """Join the log-probabilities of a prompt and of its completion.
+
+    Without validation: the first token of a prompt has none, which OpenAI's API allows and openai's type does not.
+    """
     if before is not None and after is not None:
         after = {name: before[name] + after[name] for name in after}
     found = after or before

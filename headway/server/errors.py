@@ -1,4 +1,4 @@
-"""What a caller is told when a request cannot be answered, in the shape of OpenAI's errors."""
+"""Answers to requests that fail, in the form of OpenAI's errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from headway.core.contract.errors import ConfigError, HeadwayError
-from headway.engine_host import EngineDeadError
+from headway.hosting.host import EngineDeadError
 
 _TYPES = {
     401: "authentication_error",
@@ -23,10 +23,10 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-"""Status -> type; of those that are not here, below 500 `invalid_request_error` and from there on `server_error`."""
+"""Status -> type; for other statuses `invalid_request_error` below 500, `server_error` from 500 on."""
 
 _KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)
-"""Parts of pydantic's places that name a type, not a field."""
+"""Parts of pydantic's error locations that name a type, not a field."""
 
 
 class ApiError(Exception):
@@ -35,7 +35,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
     ) -> None:
-        """status: of HTTP. param: the field that is wrong. code: OpenAI's, for programs. retry_after: seconds."""
+        """status: HTTP status. param: the field that is wrong. code: OpenAI's, for programs. retry_after: seconds."""
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
@@ -44,21 +44,21 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object that tells of it."""
+        """The JSON object of the error."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The answer."""
+        """The error as an answer."""
         return Response(orjson.dumps(self.body), self.status, self.headers, "application/json")
 
     def event(self) -> bytes:
-        """The same as an event of a stream that has begun, whose status can no longer be changed."""
+        """The error as an event of a stream that has begun, whose status can no longer be changed."""
         return b"data: " + orjson.dumps(self.body) + b"\n\n"
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The answer to what was raised while a request was served."""
+    """The error to answer with, for any exception raised while a request was served."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
@@ -77,7 +77,7 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The first fault that was found in a body, and how many there are."""
+    """The error for a body's first fault, with the number of faults."""
     faults = error.errors(include_url=False, include_context=False)
     first = faults[0]
     if first["type"] == "json_invalid":

@@ -15,11 +15,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from headway.async_llm import AsyncLLM
-from headway.server.address import bound_socket, is_local
+from headway.machine.threads import SWITCH_INTERVAL
 from headway.server.app import create_app
+from headway.server.options import ServerOptions, bound_socket, is_local
 from headway.server.protocol import limited_protocol
-from headway.server.service import ServerOptions
-from headway.threads import SWITCH_INTERVAL
 
 log = logging.getLogger("headway")
 
@@ -27,11 +26,11 @@ _LISTENERS: Final = 8
 """Descriptors of the socket that listens. libuv accepts one connection from each in a round of the event loop, so that of a crowd
 the last, and the probe behind it, would wait for as many rounds as there are connections."""
 _SPARE_FILES: Final = 128
-"""Descriptors for what is opened while the server runs, such as kernels that are loaded and a trace that is written."""
+"""File descriptors kept free for files that are opened while the server runs: kernels, traces."""
 
 
 class Server(uvicorn.Server):
-    """Serves an AsyncLLM. SIGTERM and SIGINT let requests that run end, for a time; what comes meanwhile is refused."""
+    """Serves an AsyncLLM. SIGTERM and SIGINT give running requests time to end, and refuse new ones."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class Server(uvicorn.Server):
         log_requests: bool = False,
         started_at: Callable[[str], None] | None = None,
     ) -> None:
-        """started_at: told the URL once it listens."""
+        """started_at: called with the URL once the server listens."""
         self._llm = llm
         app: ASGIApp = create_app(llm, options)
         config = uvicorn.Config(
@@ -65,7 +64,7 @@ class Server(uvicorn.Server):
         self._started_at = started_at
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and tell where."""
+        """Listen, and report the URL."""
         sockets = [bound_socket(self.config.host, self.config.port)] if sockets is None else sockets
         sockets += [sockets[0].dup() for _ in range(_LISTENERS - 1)]
         await super().startup(sockets)
@@ -74,7 +73,7 @@ class Server(uvicorn.Server):
             self._started_at(f"http://{f'[{host}]' if ':' in host else host}:{self.port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end, then end them."""
+        """Let requests end for `shutdown_timeout` seconds, then end them."""
         ending = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._llm.shutdown)
         try:
             await super().shutdown(sockets)
@@ -84,7 +83,7 @@ class Server(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The port that it listens on, once it has started; of port 0, the one that the system has chosen."""
+        """The port of the started server; for port 0, the one that the system has chosen."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
 
@@ -96,7 +95,7 @@ def serve(
     log_requests: bool = False,
     started_at: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until a signal ends it; the engine is shut down then. sock: bound to the host; None: one that is bound now."""
+    """Serve until a signal, which also shuts down the engine. sock: bound to the host; None: bind port 8000 of the host."""
     sock = sock or bound_socket(host, 8000)
     raise_file_limit()
     if most_connections() < options.max_connections:
@@ -115,7 +114,7 @@ def serve(
 
 
 def most_connections() -> int:
-    """Connections that there are descriptors for, beside what is open already and what may be opened meanwhile."""
+    """Number of connections that file descriptors are left for."""
     try:
         import resource
     except ImportError:  # Windows

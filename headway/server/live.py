@@ -1,4 +1,4 @@
-"""What a page shows of a running engine: its figures each second, and the measured times by which backends are chosen."""
+"""The page's data about a running engine: its figures each second, and the measured times by which backends are chosen."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.occupancy import Occupancy
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
-from headway.driver import EngineDriver
+from headway.hosting.driver import EngineDriver
 
 MOST_SEQUENCES: Final = 48
-"""Told of one by one; the others only as a number."""
+"""Most sequences that are listed; of the others, only the number is shown."""
 _TOTALS: Final = (
     *("num_steps", "num_graph_steps", "num_output_tokens", "num_prompt_tokens", "num_cached_tokens", "num_preemptions"),
     *("num_draft_tokens", "num_accepted_tokens", "blocks_offloaded", "offload_hits"),
@@ -22,24 +22,24 @@ _TOTALS: Final = (
 
 
 class Choices:
-    """What a selector chooses between and why, without the steps of an engine being changed by the question."""
+    """Explains what a selector chooses between, without changing the choices of the engine's steps."""
 
     def __init__(self, selector: Selector) -> None:
         self.selector = selector
 
     @cached_property
     def reasons(self) -> Mapping[Phase, dict[str, list[str]]]:
-        """Of each phase, each backend that was looked at -> why it cannot serve it; []: it can. Worked out once."""
+        """Phase -> backend -> reasons why the backend cannot serve that phase; []: it can. Computed once."""
         return {
             phase: {name: [str(reason) for reason in found] for name, found in self.selector.why_not(phase).items()}
             for phase in Phase
         }
 
     def look_up(self, shape: Shape) -> dict[str, Any]:
-        """What each backend would take for a step, fastest first, by the times that `auto` obeys.
+        """The time of each backend for a step, fastest first, from the measurements that `auto` obeys.
 
-        `backends`: those that the engine may take for it, its usual one first. `ranking` is empty where nothing was measured.
-        `covered`: whether the shape lies within what was measured; beyond it the nearest measured edge decides.
+        `backends`: those that the engine may use for the step, its usual one first. `ranking` is empty where nothing was
+        measured. `covered`: whether the shape lies within the measured grid; beyond it the nearest measured edge decides.
         """
         costs, candidates = self.selector.costs, self.selector.candidates_for(shape.phase, shape.batch)
         ranking = [] if costs is None else costs.ranking(shape, dict.fromkeys([*candidates, *self._able(shape.phase)]))
@@ -54,7 +54,7 @@ class Choices:
         }
 
     def points(self, phase: Phase) -> list[dict[str, Any]]:
-        """The measured points of a phase's grid; a time is None where there is none."""
+        """The measured points of a phase's grid; a time is None where a backend was not measured."""
         selection, costs = self.selector.selection, self.selector.costs
         if costs is None:
             return []
@@ -74,7 +74,7 @@ class Choices:
 
 
 def state_of(driver: EngineDriver, now: Occupancy, queued: int) -> dict[str, Any]:
-    """The engine's figures as plain data. queued: requests that it has not been handed yet. `totals` only grow."""
+    """The engine's figures as plain data. queued: requests that the engine has not been handed yet. `totals` only grow."""
     engine = now.engine
     decode = None
     if now.num_decoding:
@@ -99,8 +99,8 @@ def state_of(driver: EngineDriver, now: Occupancy, queued: int) -> dict[str, Any
 
 
 def choices_of(driver: EngineDriver) -> Choices:
-    """Those of an engine, made when they are first asked for."""
-    found: Choices = driver.kept.setdefault("choices", Choices(driver.engine.executor.selector))
+    """The Choices of an engine, made at the first call."""
+    found: Choices = driver.task_state.setdefault("choices", Choices(driver.engine.executor.selector))
     return found
 
 

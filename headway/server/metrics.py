@@ -1,20 +1,55 @@
-"""What /metrics tells, in Prometheus' text, under the names that the dashboards of vLLM and llm-d read."""
+"""The figures of /metrics, in Prometheus' text format, under the names that the dashboards of vLLM and llm-d read."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from headway.core.engine.stats import EngineSnapshot, EngineStats
+from headway.core.engine.state.stats import EngineSnapshot, EngineStats
 from headway.outputs import RequestMetrics
-from headway.server.histogram import Histogram
+
+
+class Histogram:
+    """Counts of values by upper bound, for one thread.
+
+    Adding a value costs a fraction of a microsecond, where prometheus_client's costs several: every token of every stream is one.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """bounds: rising; a value above all of them counts under infinity."""
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Add a value."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bounds of the buckets, in Prometheus' notation, each with the number of values up to the bound."""
+        total, listed = 0, []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            listed.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
+        return listed
+
+    @property
+    def sum(self) -> float:
+        """Sum of all values."""
+        return self._sum
+
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-"""What `Metrics.page` is."""
+"""Media type of `Metrics.page`."""
 
 _FIRST: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN: Final = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -38,29 +73,29 @@ _COUNTERS: Final = {
     "prompt_tokens": ("Tokens of prompts that were admitted.", "num_prompt_tokens"),
     "generation_tokens": ("Tokens that were written.", "num_output_tokens"),
     "prefix_cache_queries": ("Tokens of prompts that were looked up in the cache.", "num_prompt_tokens"),
-    "prefix_cache_hits": ("Those of them that were found.", "num_cached_tokens"),
+    "prefix_cache_hits": ("Tokens of prompts that were found in the cache.", "num_cached_tokens"),
     "num_preemptions": ("Sequences that gave their blocks back and were computed again.", "num_preemptions"),
     "spec_decode_num_draft_tokens": ("Guessed tokens that were verified.", "num_draft_tokens"),
-    "spec_decode_num_accepted_tokens": ("Those of them that held.", "num_accepted_tokens"),
+    "spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", "num_accepted_tokens"),
 }
-"""Name -> its text, and the field of EngineStats."""
+"""Name -> help text, field of EngineStats."""
 _REASONS: Final = ("stop", "length", "abort", "error")
 
 
 class Metrics:
-    """What requests have taken, counted on the server's event loop."""
+    """Counts and times of the server's requests, kept on its event loop."""
 
     def __init__(self, model_name: str, block_size: int) -> None:
-        """model_name: a label of every figure."""
+        """model_name: label of every figure. block_size: tokens of a block of the cache."""
         self._labels = {"model_name": model_name, "engine": "0"}
         self._block_size = block_size
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._reasons: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
         self.refused: Counter[str] = Counter()
-        """Requests that were answered by an error, by its status."""
+        """Status -> requests that were answered by an error of that status."""
         self.first_token = self._histograms["time_to_first_token_seconds"].observe
         self.next_tokens = self._histograms["inter_token_latency_seconds"].observe
-        """(seconds per token, tokens)"""
+        """Called with (seconds per token, number of tokens)."""
 
     def finished(self, times: RequestMetrics, prompt_tokens: int, output_tokens: int, reasons: list[str]) -> None:
         """Add a request that has ended. reasons: finish_reason of each of its completions."""
@@ -83,7 +118,7 @@ class Metrics:
             found["request_inference_time_seconds"].observe(end - begun)
 
     def page(self, engine: EngineSnapshot, queued: int) -> bytes:
-        """All of it. queued: requests that the engine has not been handed yet."""
+        """Write all figures. queued: requests that the engine has not been handed yet."""
         families = [*self._engine(engine, queued), *self._requests()]
         return generate_latest(_Families(families))
 
@@ -131,7 +166,7 @@ class Metrics:
             family = HistogramMetricFamily(f"vllm:{name}", _HISTOGRAMS[name][0], labels=names)
             family.add_metric(values, found.buckets, found.sum)
             yield family
-            if name == "inter_token_latency_seconds":  # by which older dashboards know it
+            if name == "inter_token_latency_seconds":  # its name in older dashboards
                 family = HistogramMetricFamily("vllm:time_per_output_token_seconds", "The same.", labels=names)
                 family.add_metric(values, found.buckets, found.sum)
                 yield family
@@ -146,11 +181,11 @@ class Metrics:
 
 
 class _Families:
-    """What generate_latest asks of a registry."""
+    """The one method of a registry that generate_latest calls."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 
     def collect(self) -> list[Metric]:
-        """All."""
+        """Return all families."""
         return self._families

@@ -1,4 +1,4 @@
-"""The page at `/`, which needs no network but this server, and the data that it shows."""
+"""The page at `/`, which needs no network but this server, and the data on the page."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from starlette.responses import Response
 from headway.core.contract.metadata import Phase
 from headway.core.engine.occupancy import Occupancy, occupancy
 from headway.core.select.costs import Shape
-from headway.server.endpoints import endpoint
 from headway.server.errors import ApiError
 from headway.server.live import MOST_SEQUENCES, explained, state_of, table_of
+from headway.server.routing import endpoint
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -30,7 +30,7 @@ ASSETS: Final = {
     "/headway/page/table.js": ("table.js", "text/javascript"),
     "/headway/page/dom.js": ("dom.js", "text/javascript"),
 }
-"""Path -> file and media type. They are the same for everybody and need no API key; the data do."""
+"""Path -> file, media type. The files are the same for everybody and need no API key; the data do."""
 _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,12 +39,12 @@ _HEADERS: Final = {
     "x-content-type-options": "nosniff",
 }
 _FRESH: Final = 0.5
-"""Seconds for which one look at the engine serves every page that is open."""
+"""Seconds for which one reading of the engine serves every page that is open."""
 _Number = Annotated[int, Query(ge=1, le=2**31)]
 
 
 class PageRoutes:
-    """What the page's paths do."""
+    """The page's routes."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._llm = service, service.llm
@@ -53,7 +53,7 @@ class PageRoutes:
         self._table: bytes | None = None
 
     def add_to(self, app: FastAPI) -> None:
-        """Add all of them."""
+        """Add the routes to an application."""
         folder = files(__package__).joinpath("page")
         for path, (name, kind) in ASSETS.items():
             data = folder.joinpath(name).read_bytes()
@@ -65,7 +65,7 @@ class PageRoutes:
             app.add_api_route(path, endpoint(answer), methods=["GET"])
 
     async def state(self) -> Response:
-        """What the engine does at this moment: figures, sequences and their blocks, and why decode is served as it is."""
+        """The engine at this moment: figures, sequences and their blocks, and why this backend serves decode."""
         clock = asyncio.get_running_loop().time
         if self._state is None or clock() >= self._stale_at:
             self._state = asyncio.ensure_future(self._read())
@@ -75,25 +75,25 @@ class PageRoutes:
     async def table(self) -> Response:
         """The choice made at start, why other backends were not taken, and the measured times that `auto` obeys."""
         if self._table is None:
-            found = await self._llm.have_done(table_of, aside=True)
+            found = await self._llm.run_task(table_of, concurrently=True)
             self._table = orjson.dumps({"version": __version__, "served_as": self._service.names, **found})
         return _json(self._table)
 
     async def explain(
         self, phase: Literal["prefill", "extend", "decode"], batch: _Number = 1, query_len: _Number = 1, kv_len: _Number = 1
     ) -> Response:
-        """What each backend would take for a step of `batch` equal sequences: new tokens, and cached and new ones, of each."""
+        """Each backend's time for a step of `batch` equal sequences, each of `query_len` new and `kv_len` tokens in all."""
         shape = Shape(Phase(phase), batch, query_len, kv_len)
         if query_len > kv_len:
             raise ApiError(400, f"query_len: needs at most kv_len ({kv_len}) new tokens, got {query_len}", "query_len")
         if phase == "prefill" and query_len != kv_len:
             raise ApiError(400, f"query_len: needs kv_len ({kv_len}), since prefill has no cached tokens, got {query_len}")
-        return _json(orjson.dumps(await self._llm.have_done(partial(explained, shape=shape), aside=True)))
+        return _json(orjson.dumps(await self._llm.run_task(partial(explained, shape=shape), concurrently=True)))
 
     async def _read(self) -> bytes:
-        now: Occupancy = await self._llm.ask(partial(occupancy, most=MOST_SEQUENCES))
+        now: Occupancy = await self._llm.query(partial(occupancy, most=MOST_SEQUENCES))
         queued = self._service.num_unsubmitted
-        return orjson.dumps(await self._llm.have_done(partial(state_of, now=now, queued=queued), aside=True))
+        return orjson.dumps(await self._llm.run_task(partial(state_of, now=now, queued=queued), concurrently=True))
 
 
 class _Asset:
@@ -103,7 +103,7 @@ class _Asset:
         self._response = Response(data, headers=_HEADERS, media_type=f"{kind}; charset=utf-8")
 
     async def answer(self) -> Response:
-        """The file."""
+        """Answer with the file."""
         return self._response
 
 

@@ -1,24 +1,104 @@
-"""The way of one request through the server: admitted, prepared, queued, and answered whole or as a stream."""
+"""One request's way through the server: admitted, prepared, queued, and answered whole or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 
-from headway.intake import CheckedRequest
+from headway.core.engine.state.request_limits import CheckedRequest
+from headway.outputs import RequestOutput
+from headway.requests.streams import RequestStream
+from headway.server.answers import DONE, Answer, check_ended, usage
 from headway.server.errors import ApiError, api_error
-from headway.server.reading import PromptReader
+from headway.server.metrics import Metrics
 from headway.server.service import Service, Ticket
-from headway.server.shapes import DONE, Shape, usage
-from headway.streams import RequestStream
 
 log = logging.getLogger("headway")
+
+
+class PromptReader:
+    """Reads the stream of one prompt."""
+
+    def __init__(self, stream: RequestStream, number: int, answer: Answer, ticket: Ticket, metrics: Metrics) -> None:
+        """number: the prompt's place in its request."""
+        self._stream, self._answer, self._ticket, self._metrics = stream, answer, ticket, metrics
+        self._n = answer.body.n or 1
+        self._first = number * self._n
+        """Index of the prompt's first choice."""
+        self._reasons: dict[int, str] = {}
+        self.num_written = 0
+        """Tokens of all completions of the prompt so far."""
+
+    @property
+    def output(self) -> RequestOutput:
+        """The whole output so far."""
+        return self._stream.state.output()
+
+    async def whole(self) -> RequestOutput | None:
+        """Read the finished output; None: the request was ended before.
+
+        :raises ApiError: a completion has failed.
+        """
+        async for last in self._stream:
+            if last.finished:
+                break
+        else:
+            return None
+        self._ticket.begun()
+        for new in last.outputs:
+            check_ended(new, self._answer.is_structured)
+            self._reasons[new.index] = str(new.finish_reason)
+            self.num_written += len(new.token_ids)
+        self._note(last)
+        return last
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the prompt's choices, one part for each time that there is news.
+
+        :raises ApiError: a completion has failed.
+        """
+        stream, answer, observe, state = self._stream, self._answer, self._metrics.next_tokens, self._stream.state
+        times: dict[int, float] = {}
+        while (news := await stream.news()) is not None:
+            now, parts = time.perf_counter(), []
+            if not times:
+                self._ticket.begun()
+                self._metrics.first_token(now - state.arrival_time)
+            for new in news:
+                index, tokens = new.index, len(new.token_ids)
+                if new.finish_reason is not None:
+                    check_ended(new, answer.is_structured)
+                    self._reasons[index] = new.finish_reason
+                self.num_written += tokens
+                before = times.get(index)
+                times[index] = now
+                if before is None:
+                    parts.append(answer.begin(self._first + index, state.output))
+                    tokens -= 1  # the first token follows none; those beside it took no time
+                if tokens > 0:
+                    observe((now - (before or now)) / tokens, tokens)
+                used = (self.output, self.num_written) if answer.tells_usage else None
+                parts.append(answer.piece(self._first + index, new, used))
+            yield parts[0] if len(parts) == 1 else b"".join(parts)
+        self._note(self.output)
+
+    def _note(self, output: RequestOutput) -> None:
+        """Count the prompt, which has ended."""
+        ended = [self._reasons.get(index, "abort") for index in range(self._n)]
+        times, metrics = output.metrics, self._metrics
+        metrics.finished(times, len(output.prompt_token_ids), self.num_written, ended)
+        if not self._answer.body.stream and times.first_token_time is not None and times.finished_time is not None:
+            metrics.first_token(times.time_to_first_token)
+            later = self.num_written - len(ended)
+            if later > 0:  # the tokens were not seen one by one: their mean stands for each
+                metrics.next_tokens((times.finished_time - times.first_token_time) * len(ended) / later, later)
+
 
 Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
@@ -29,18 +109,18 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 
 
 class Reply(Response):
-    """Answers one request. It sends by ASGI itself: there is no task, lock or queue between the engine's news and the socket."""
+    """The answer to one request, sent by ASGI itself: no task, lock or queue lies between the engine's tokens and the socket."""
 
-    def __init__(self, service: Service, shape: Shape, prepare: Prepare) -> None:
+    def __init__(self, service: Service, answer: Answer, prepare: Prepare) -> None:
         super().__init__()
-        self._service, self._shape, self._prepare = service, shape, prepare
-        self._asked = shape.asked
+        self._service, self._answer, self._prepare = service, answer, prepare
+        self._body = answer.body
         self._streams: list[RequestStream] = []
         self._watcher: asyncio.Task[None] | None = None
         self._left = self._started = False
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Serve it; the request ends with its client's connection."""
+        """Serve the request, which ends with its client's connection."""
         arrived, ticket = time.perf_counter(), None
         try:
             ticket = self._service.admit()
@@ -62,24 +142,24 @@ class Reply(Response):
 
     async def _serve(self, ticket: Ticket, receive: Receive, send: Send) -> None:
         requests = await self._prepare()
-        llm, priority, metrics = self._service.llm, self._asked.priority, self._service.metrics
+        llm, metrics = self._service.llm, self._service.metrics
         for number, request in enumerate(requests):
-            self._streams.append(llm.submit(request, f"{self._shape.id}-{number}", priority=priority))
+            self._streams.append(llm.submit(request, f"{self._answer.id}-{number}"))
         ticket.submitted()
-        self._watcher = asyncio.ensure_future(self._watch(receive))  # of a client that has left before it finds that at once
-        readers = [PromptReader(each, number, self._shape, ticket, metrics) for number, each in enumerate(self._streams)]
-        if not self._asked.stream:
+        self._watcher = asyncio.ensure_future(self._watch(receive))  # finds a client that has left already at once
+        readers = [PromptReader(each, number, self._answer, ticket, metrics) for number, each in enumerate(self._streams)]
+        if not self._body.stream:
             outputs = [await reader.whole() for reader in readers]
             if not self._left:
-                await self._send_whole(self._shape.whole([each for each in outputs if each is not None]), send)
+                await self._send_whole(self._answer.whole([each for each in outputs if each is not None]), send)
             return
         parts = [self._stream(reader, send) for reader in readers]
         await (parts[0] if len(parts) == 1 else _all(parts))
         if self._left:
             return
         end = DONE
-        if self._shape.includes_usage:
-            end = self._shape.chunk([], usage([(reader.output, reader.num_written) for reader in readers])) + DONE
+        if self._answer.includes_usage:
+            end = self._answer.chunk([], usage([(reader.output, reader.num_written) for reader in readers])) + DONE
         await self._write(send, end, more=False)
 
     async def _stream(self, reader: PromptReader, send: Send) -> None:
@@ -88,7 +168,7 @@ class Reply(Response):
                 await self._write(send, part)
 
     async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
-        """Send a part of a stream. A client that does not read is waited for, and then given up."""
+        """Send a part of a stream; waits for a client that does not read, until `write_timeout`."""
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -101,7 +181,7 @@ class Reply(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _watch(self, receive: Receive) -> None:
-        """Wait until the client has gone, and then end what it asked for."""
+        """Wait until the client has gone, and then end its request."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._left = True
@@ -127,7 +207,7 @@ async def _nothing() -> Any:
 
 
 async def _all(parts: Sequence[Awaitable[None]]) -> None:
-    """Wait for all; the first fault ends the others."""
+    """Run all parts at once; the first fault ends the others."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""The bodies of requests: OpenAI's fields, and those that vLLM adds. What is not here is ignored, as OpenAI's servers do."""
+"""The bodies of requests: OpenAI's fields, and those that vLLM adds. Other fields are ignored, as OpenAI's servers do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_COMPLETIONS = 128
-"""Of one prompt, as OpenAI has it; n is a number that is quickly written and slowly computed."""
+"""Most completions of one prompt, as in OpenAI's API: a large n is quickly written and slowly computed."""
 MOST_PROMPTS = 2048
 MOST_STOPS = 64
 
@@ -17,12 +17,12 @@ TokenIds = list[int]
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside its text."""
+    """Parts of a stream beside its text."""
 
     include_usage: bool = False
-    """A last chunk with the usage and without choices."""
+    """Send a last chunk with the usage and without choices."""
     continuous_usage_stats: bool = False
-    """The usage so far in every chunk; as in vLLM."""
+    """Send the usage so far in every chunk, as in vLLM."""
 
 
 class JsonSchema(BaseModel):
@@ -42,12 +42,12 @@ class ResponseFormat(BaseModel):
 
 
 class SamplingRequest(BaseModel):
-    """What chats and completions have in common. A value of None is one that was not given."""
+    """The fields that chats and completions share. None: the field was not given."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
-    """One of the names that the server goes by; None: the model that there is."""
+    """One of the server's names for its model; None: that model."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Count | None = 1

@@ -1,47 +1,20 @@
-"""What all requests of a server share: the engine, its limits and its figures."""
+"""The parts of a server that all requests share: the engine, the queue and the figures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from headway.async_llm import AsyncLLM
 from headway.server.errors import ApiError
 from headway.server.metrics import Metrics
+from headway.server.options import ServerOptions
 from headway.server.params import ParamsMaker
 
 _LONGEST_RETRY: Final = 60
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """How a server treats its clients."""
-
-    served_model_names: Sequence[str] = ()
-    """By which requests call the model; none: the name that it was loaded by."""
-    api_key: str | None = None
-    """What requests must bring; None: nothing."""
-    max_queue: int = 1024
-    """Requests that may wait for their first token; one more is answered 429."""
-    max_body_bytes: int = 16 * 2**20
-    max_connections: int = 4096
-    """One more is answered 503 and closed."""
-    request_timeout: float | None = None
-    """Seconds that a request may take; None: any."""
-    read_timeout: float = 30.0
-    """Seconds that a client may take to send a request's head, and again its body."""
-    write_timeout: float = 60.0
-    """Seconds that a client may take to read what is written to it."""
-    shutdown_timeout: float = 30.0
-    """Seconds that requests may go on after the server was told to stop."""
-    profile_dir: Path | None = None
-    """Folder for traces of the engine's steps; None: /start_profile is refused."""
-
-
 class Service:
-    """One engine and its clients. For the event loop of the server."""
+    """One engine and its clients; for the server's event loop alone."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         self.llm, self.options = llm, options
@@ -51,14 +24,14 @@ class Service:
         self.num_queued = 0
         """Requests without a first token."""
         self.num_unsubmitted = 0
-        """Those of them that the engine does not know of yet: they are being tokenised."""
+        """Requests that the engine does not know of yet: they are being tokenised."""
         self._seconds = 1.0
-        """What a request has taken lately from arrival to end, as a moving average."""
+        """Seconds from arrival to end of recent requests, as a moving average."""
 
     def check_model(self, name: str | None) -> None:
-        """Check whom a request is for.
+        """Check the model that a request names.
 
-        :raises ApiError: another model.
+        :raises ApiError: this server has no such model.
         """
         if name is not None and name not in self.names:
             known = ", ".join(self.names)
@@ -67,7 +40,7 @@ class Service:
     def check_room(self) -> None:
         """Check that one more request may wait.
 
-        :raises ApiError: too many do.
+        :raises ApiError: too many wait already.
         """
         if self.num_queued >= self.options.max_queue:
             retry = min(max(round(self._seconds), 1), _LONGEST_RETRY)
@@ -75,12 +48,12 @@ class Service:
             raise ApiError(429, message, code="queue_full", retry_after=retry)
 
     def admit(self) -> Ticket:
-        """Let a request in; it raises as `check_room`."""
+        """Let a request in; raises as `check_room`."""
         self.check_room()
         return Ticket(self)
 
     def took(self, seconds: float) -> None:
-        """Note what a request has taken."""
+        """Add the seconds of a request to the moving average."""
         self._seconds += 0.1 * (seconds - self._seconds)
 
 
@@ -94,13 +67,13 @@ class Ticket:
         service.num_unsubmitted += 1
 
     def submitted(self) -> None:
-        """The engine knows of it."""
+        """Note that the engine knows of the request."""
         if self._unsubmitted:
             self._unsubmitted = False
             self._service.num_unsubmitted -= 1
 
     def begun(self) -> None:
-        """It has its first token, or has ended."""
+        """Note that the request has its first token, or has ended."""
         self.submitted()
         if self._waits:
             self._waits = False

@@ -22,7 +22,7 @@ class ExpertTimes:
     """Where they come from, in words."""
 
     def fastest(self, num_tokens: int, able: Collection[str]) -> str | None:
-        """Of the methods that take so many tokens the one of least time; None: nothing was measured there."""
+        """Return the fastest of the methods that take this many tokens; None where nothing was measured."""
         cell = nearest(num_tokens)
         known = [(self.us[name][cell], name) for name in able if cell < len(self.us.get(name, ()))]
         times = [(us, name) for us, name in known if us is not None]

@@ -17,12 +17,12 @@ class ExpertsConfig:
     """
 
     num_experts: int
-    """Those that the router chooses from."""
+    """Number of experts that the router chooses from."""
     top_k: int
     intermediate_size: int
-    """Of one expert."""
+    """Inner size of one expert."""
     shared_intermediate_size: int = 0
-    """Of all shared experts together; 0: there is none."""
+    """Inner size of all shared experts together; 0: there is none."""
     shared_gate: bool = False
     """Whether what the shared experts give is multiplied by the sigmoid of one more row of the router (Qwen2-MoE)."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -71,7 +71,7 @@ class ExpertsConfig:
 
     @property
     def scores_a_group(self) -> int:
-        """How many of a group's best scores are added to rank it."""
+        """How many of a group's best scores are added to rank the group."""
         return 1 if self.group_score == "max" else 2
 
     @property

@@ -7,23 +7,23 @@ from torch import Tensor
 
 from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, rule
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.methods import INVARIANT, TILINGS, GroupedMM, Method, Rows, Tiles
+from headway.models.experts.methods import INVARIANT, TILINGS, GroupedMM, Method, RowMethod, TileMethod
 from headway.models.experts.router import Router
 from headway.models.experts.weights import ExpertWeights
 from headway.models.operations import Norm
 
 
 class FusedExperts:
-    """No call synchronises or looks at values, so all of it can be captured in a CUDA graph."""
+    """The experts of one kind of layer. No call synchronises or looks at values, so a CUDA graph can capture every call."""
 
     def __init__(self, config: ExpertsConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> None:
         """batch_invariant: always the same tiles, so that a token's bits do not depend on the other tokens or their number."""
         self.config, self.dtype, self.device = config, dtype, device
         router = Router(config, device, batch_invariant)
         if batch_invariant:
-            ways: list[Method] = [Tiles(INVARIANT, config, router, device, always=True)]
+            ways: list[Method] = [TileMethod(INVARIANT, config, router, device, always=True)]
         else:
-            ways = [Rows(config, router, device), *(Tiles(tiling, config, router, device) for tiling in TILINGS)]
+            ways = [RowMethod(config, router, device), *(TileMethod(tiling, config, router, device) for tiling in TILINGS)]
             ways += [GroupedMM(config, router, device)]
         self.methods = {way.name: way for way in ways if any(way.takes(count, dtype) for count in TOKEN_COUNTS)}
         self.example: ExpertWeights | None = None

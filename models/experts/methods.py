@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from headway.backends.triton.launch import FixedLauncher, shared_memory
 from headway.core.contract.compiled import AHEAD
 from headway.models.experts.choice import nearest
 from headway.models.experts.config import ExpertsConfig
@@ -18,19 +19,18 @@ from headway.models.experts.routing import ExpertOrder
 from headway.models.experts.row_kernels import down_rows, gate_up_rows
 from headway.models.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product
 from headway.models.experts.weights import ExpertWeights
-from headway.models.fused.launch import Launcher, shared_memory
 from headway.models.operations import Norm
 
 
 class Method(Protocol):
-    """One way."""
+    """One way to compute the experts of a layer."""
 
     @property
     def name(self) -> str:
-        """How it is reported and kept in tables."""
+        """The method's name in reports and tables."""
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
-        """Whether it computes so many tokens of this type."""
+        """Whether the method computes this many tokens of this type."""
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """Norm and choice. x: [num_tokens, hidden_size], the residual stream."""
@@ -44,13 +44,13 @@ class _Launchers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[Hashable, Launcher] = {}
+        self._known: dict[Hashable, FixedLauncher] = {}
 
-    def get(self, kernel: Any, num_warps: int, **constants: Any) -> Launcher:
+    def get(self, kernel: Any, num_warps: int, **constants: Any) -> FixedLauncher:
         key = kernel, num_warps, *constants.values()
         launcher = self._known.get(key)
         if launcher is None:
-            launcher = self._known[key] = Launcher(kernel, num_warps, self._device, **constants)
+            launcher = self._known[key] = FixedLauncher(kernel, num_warps, self._device, **constants)
         return launcher
 
 
@@ -78,7 +78,7 @@ class RowCut:
     down_warps: int = 4
 
 
-class Rows:
+class RowMethod:
     """Each token by itself: three launches a layer. Right for any dtype; fast for one token, and a few."""
 
     name = "triton.rows"
@@ -121,12 +121,12 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class ExpertTiling:
     """How the grouped products are cut."""
 
     block_m: int
     block_n: int
-    """Of the down product; the gated one, which has two of everything, takes half of it above 64 rows."""
+    """Outputs of a tile of the down product; the gated one, which has two of everything, takes half of it above 64 rows."""
     block_k: int
     warps: int
     stages: int
@@ -136,10 +136,12 @@ class Tiling:
     group_m: int = 8
 
 
-class Tiles:
+class TileMethod:
     """Pairs in the order of experts, multiplied in tiles of our own: five launches a layer; four without the order."""
 
-    def __init__(self, tiling: Tiling, config: ExpertsConfig, router: Router, device: torch.device, always: bool = False) -> None:
+    def __init__(
+        self, tiling: ExpertTiling, config: ExpertsConfig, router: Router, device: torch.device, always: bool = False
+    ) -> None:
         """always: for any number of tokens, not only for those that such tiles may suit."""
         sizes = f"{tiling.block_m}x{tiling.block_n}x{tiling.block_k}"
         self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}{'.whole' if tiling.whole else ''}"
@@ -274,20 +276,20 @@ def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:
 
 
 TILINGS = (
-    Tiling(16, 64, 128, 4, 4),
-    Tiling(16, 32, 128, 4, 5),
-    Tiling(16, 64, 128, 4, 3, swapped=True, whole=True),
-    Tiling(32, 64, 128, 4, 4, whole=True),
-    Tiling(32, 64, 128, 4, 3, swapped=True, whole=True),
-    Tiling(64, 64, 128, 4, 4, whole=True),
-    Tiling(64, 64, 128, 4, 3, swapped=True, whole=True),
-    Tiling(16, 64, 128, 4, 3, swapped=True),
-    Tiling(16, 128, 64, 4, 3, swapped=True),
-    Tiling(32, 64, 128, 4, 4),
-    Tiling(64, 128, 64, 4, 4),
-    Tiling(128, 128, 64, 8, 4),
-    Tiling(128, 256, 64, 8, 3),
+    ExpertTiling(16, 64, 128, 4, 4),
+    ExpertTiling(16, 32, 128, 4, 5),
+    ExpertTiling(16, 64, 128, 4, 3, swapped=True, whole=True),
+    ExpertTiling(32, 64, 128, 4, 4, whole=True),
+    ExpertTiling(32, 64, 128, 4, 3, swapped=True, whole=True),
+    ExpertTiling(64, 64, 128, 4, 4, whole=True),
+    ExpertTiling(64, 64, 128, 4, 3, swapped=True, whole=True),
+    ExpertTiling(16, 64, 128, 4, 3, swapped=True),
+    ExpertTiling(16, 128, 64, 4, 3, swapped=True),
+    ExpertTiling(32, 64, 128, 4, 4),
+    ExpertTiling(64, 128, 64, 4, 4),
+    ExpertTiling(128, 128, 64, 8, 4),
+    ExpertTiling(128, 256, 64, 8, 3),
 )
-"""Those of grouped products. The first of each number of rows serves where nothing was measured."""
-INVARIANT = Tiling(64, 128, 64, 4, 4)
+"""Tilings of grouped products. The first of each number of rows serves where nothing was measured."""
+INVARIANT = ExpertTiling(64, 128, 64, 4, 4)
 """What serves any number of tokens where a token's bits must not depend on it."""

@@ -17,7 +17,7 @@ Product = Callable[[Tensor, Linear], Tensor]
 
 
 class PlainExperts:
-    """The experts of one layer, each a pair of products over the tokens that chose it.
+    """The experts of one layer, each a pair of products over the tokens that chose this expert.
 
     The host reads how many tokens each expert has, which on a CPU costs nothing; on a GPU no graph could be captured.
     """

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.backends.triton.launch import FixedLauncher
+from headway.backends.triton.layer import INTERPRETED
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.route_kernels import order_pairs, route_rows, route_tiles
 from headway.models.experts.routing import ExpertOrder
 from headway.models.experts.weights import ExpertWeights
-from headway.models.fused.launch import INTERPRETED, Launcher
 from headway.models.operations import Norm
 
 DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -56,7 +57,7 @@ class Router:
     def __init__(self, config: ExpertsConfig, device: torch.device, batch_invariant: bool = False) -> None:
         """batch_invariant: one size of tile for any number of tokens."""
         self._config, self._device, self._one_size = config, device, batch_invariant
-        self._launchers: dict[Hashable, Launcher] = {}
+        self._launchers: dict[Hashable, FixedLauncher] = {}
         self._arrivals = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
     def rows(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
@@ -67,7 +68,7 @@ class Router:
         if key not in self._launchers:
             block_k = triton.next_power_of_2(x.shape[1])
             sizes = {"BLOCK_K": min(block_k, 2048), "BLOCK_L": _ROW_LOGITS}
-            self._launchers[key] = Launcher(route_rows, 4, self._device, **sizes, **self._constants(weights))
+            self._launchers[key] = FixedLauncher(route_rows, 4, self._device, **sizes, **self._constants(weights))
         self._launchers[key]((triton.cdiv(num_logits, _ROW_LOGITS), len(x), 1), *tensors, norm.eps)
         return routed
 
@@ -87,7 +88,7 @@ class Router:
             sizes |= {"BLOCK_H": block_h, "BLOCK_R": rows}
             how = {"STAGES": 4, "DOT": dot_type(x.dtype)}
             warps = 8 if block_t == 64 else 4
-            self._launchers[key] = Launcher(route_tiles, warps, self._device, **sizes, **how, **self._constants(weights))
+            self._launchers[key] = FixedLauncher(route_tiles, warps, self._device, **sizes, **how, **self._constants(weights))
         grid = logit_tiles + block_t // rows, triton.cdiv(num_tokens, block_t), 1
         self._launchers[key](grid, *tensors, norm.eps, num_tokens)
         return routed
@@ -102,7 +103,7 @@ class Router:
         if key not in self._launchers:
             sizes = {"NUM_ALL": config.num_all, "SLOTS": config.num_slots, "BLOCK_E": self._block_e}
             sizes |= {"BLOCK_T": routed.block_t, "BLOCK_C": 16, "COUNTED": counted}
-            self._launchers[key] = Launcher(order_pairs, 4, self._device, **sizes)
+            self._launchers[key] = FixedLauncher(order_pairs, 4, self._device, **sizes)
         grid = triton.cdiv(num_tokens, routed.block_t), 1, 1
         counts = routed.experts if routed.counts is None else routed.counts
         self._launchers[key](grid, routed.experts, counts, pairs, places, ends, num_tokens)

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.backends.triton.launch import FixedLauncher
+from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.spec import AttentionSpec
 from headway.models.config import LatentConfig
 from headway.models.fused.latent_kernels import absorb_queries, project_latents, turn_latent
-from headway.models.fused.launch import INTERPRETED, Launcher
-from headway.models.latent import PlainLatentLayer
-from headway.models.operations import Norm, Rope
+from headway.models.operations import Norm, PlainLatentLayer, Rope
 
 MAX_ROWS = 256
 """Rows up to which our kernels absorb and project; from there on cuBLAS's batched product has enough to do."""
@@ -30,7 +30,7 @@ class LatentKernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._launchers: dict[Hashable, Launcher] = {}
+        self._launchers: dict[Hashable, FixedLauncher] = {}
 
     def turn(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
         """See Operations.rotate_latent; in place."""
@@ -92,11 +92,11 @@ class LatentKernels:
             "DOT": tl.float32 if INTERPRETED else _TYPES[dtype],
         }
 
-    def _launcher(self, kernel: Any, num_warps: int, sizes: dict[str, Any]) -> Launcher:
+    def _launcher(self, kernel: Any, num_warps: int, sizes: dict[str, Any]) -> FixedLauncher:
         key = kernel.__name__, *sizes.values()
         known = self._launchers.get(key)
         if known is None:
-            known = self._launchers[key] = Launcher(kernel, num_warps, self._device, **sizes)
+            known = self._launchers[key] = FixedLauncher(kernel, num_warps, self._device, **sizes)
         return known
 
 

@@ -8,16 +8,16 @@ import torch
 import triton
 from torch import Tensor
 
+from headway.backends.triton.launch import FixedLauncher
 from headway.core.contract.spec import AttentionSpec
 from headway.models.config import Activation, LatentConfig
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.fused import FusedExperts, FusedLayer
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.latent import FusedLatentLayer, LatentKernels
-from headway.models.fused.launch import Launcher
 from headway.models.fused.products import FewRows
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, norm_and_rotate, norm_rows
-from headway.models.fused.tiles import Tiles
+from headway.models.fused.tiles import TiledProducts
 from headway.models.linear import Linear
 from headway.models.operations import ACTIVATE, Embedding, Heads, Norm, Rope, softcap
 
@@ -33,12 +33,12 @@ class Fused:
         """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
         self._inv_freq, self._factors = inv_freq, factors
         self._device = inv_freq.device
-        self._launchers: dict[Hashable, Launcher] = {}
-        self._few_rows, self._tiles = FewRows(self._device), Tiles(self._device)
+        self._launchers: dict[Hashable, FixedLauncher] = {}
+        self._few_rows, self._tiles = FewRows(self._device), TiledProducts(self._device)
         self._latent = LatentKernels(self._device)
         self._experts: dict[tuple[ExpertsConfig, int], FusedExperts] = {}
 
-    def _launcher(self, key: Hashable, make: Callable[[], Launcher]) -> Launcher:
+    def _launcher(self, key: Hashable, make: Callable[[], FixedLauncher]) -> FixedLauncher:
         launcher = self._launchers.get(key)
         if launcher is None:
             launcher = self._launchers[key] = make()
@@ -63,10 +63,10 @@ class Fused:
         cos, sin = torch.empty(2, ropes, num_tokens, half, device=self._device).unbind()
         if num_tokens:
 
-            def make() -> Launcher:
+            def make() -> FixedLauncher:
                 block, block_half = triton.next_power_of_2(hidden), triton.next_power_of_2(max(ropes * half, 1))
                 sizes = {"HIDDEN": hidden, "BLOCK": block, "ROPES": ropes, "HALF": half, "BLOCK_HALF": block_half}
-                return Launcher(embed_tokens, 4, self._device, PLACES=places is not None, **sizes)
+                return FixedLauncher(embed_tokens, 4, self._device, PLACES=places is not None, **sizes)
 
             launch = self._launcher(("embed", hidden, places is None), make)
             read = table, table if places is None else places, self._inv_freq, self._factors, embed.scale
@@ -88,9 +88,9 @@ class Fused:
         if rows:
             kind = {"LAYER": norm.bias is not None, "ADD": residual is not None}
 
-            def make() -> Launcher:
+            def make() -> FixedLauncher:
                 block = triton.next_power_of_2(size)
-                return Launcher(norm_rows, 4 if block <= 2048 else 8, self._device, SIZE=size, BLOCK=block, **kind)
+                return FixedLauncher(norm_rows, 4 if block <= 2048 else 8, self._device, SIZE=size, BLOCK=block, **kind)
 
             launch = self._launcher(("norm", size, *kind.values()), make)
             launch((rows, 1, 1), x, norm.weight, norm.weight if norm.bias is None else norm.bias, y, y, norm.eps)
@@ -150,9 +150,11 @@ class Fused:
             x, eps = (qkv, 0.0) if scaled_by is None else scaled_by
             size = 0 if scaled_by is None else x.shape[1]
 
-            def make() -> Launcher:
+            def make() -> FixedLauncher:
                 sizes = {"HEADS": num_heads, "KV_HEADS": heads.num_kv_heads, "HEAD_DIM": dim, **_row_sizes(size)}
-                return Launcher(norm_and_rotate, 2, self._device, **sizes, BLOCK_HALF=block_half, BLOCK_H=block_h, NORM=normed)
+                return FixedLauncher(
+                    norm_and_rotate, 2, self._device, **sizes, BLOCK_HALF=block_half, BLOCK_H=block_h, NORM=normed
+                )
 
             launch = self._launcher(("rotate", num_heads, heads.num_kv_heads, dim, normed, size), make)
             q_norm, k_norm = heads.q_norm, heads.k_norm
@@ -184,16 +186,16 @@ class Fused:
         if rows:
             scaled_by, row_size, eps = (x, x.shape[1], norm.eps) if norm is not None and absorbed else (both, 0, 0.0)
 
-            def make() -> Launcher:
+            def make() -> FixedLauncher:
                 sizes = {"SIZE": size, "BLOCK": _GATED, **_row_sizes(row_size)}
-                return Launcher(activate_and_mul, 4, self._device, ACTIVATION=activation, **sizes)
+                return FixedLauncher(activate_and_mul, 4, self._device, ACTIVATION=activation, **sizes)
 
             launch = self._launcher(("gated", activation, size, row_size), make)
             launch((rows, triton.cdiv(size, _GATED), 1), both, y, scaled_by, eps)
         return y
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-        """In place, the sum part of the product."""
+        """Add the product to the residual in place; the addition is a part of the product."""
         if self._few_rows.takes(x, linear):
             return self._few_rows(x, linear, add_to=residual)
         if self._tiles.takes(x, linear):

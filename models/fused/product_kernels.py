@@ -118,6 +118,8 @@ def one_row(
                          HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
 
 
+# Repeats steps of `one_row` and stays apart: each is compiled alone, tiles here have one more axis and go to the matrix units,
+# and loads and waits stand where the hardware is to be asked.
 @triton.jit(do_not_specialize=["rows"])
 def few_rows(
     x_ptr,  # [rows, K]
@@ -258,7 +260,7 @@ def _head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constex
 def _turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, eps, rows, N: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                      HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
-    """Norm and rotate this program's head of q or k in all rows of y, if it was the last to store a part of it."""
+    """Norm and rotate this program's head of q or k in all rows of y, if the program was the last to store a part of the head."""
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.program_id(0) * BLOCK_N // HEAD_DIM
     if head < HEADS + KV_HEADS:

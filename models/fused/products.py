@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.backends.triton.launch import FixedLauncher, shared_memory
+from headway.backends.triton.layer import INTERPRETED
 from headway.models.config import Activation
-from headway.models.fused.launch import INTERPRETED, Launcher, shared_memory
 from headway.models.fused.product_kernels import few_rows, one_row
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Rope
@@ -52,7 +53,7 @@ class FewRows:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._launchers: dict[_Variant, tuple[Launcher, int]] = {}
+        self._launchers: dict[_Variant, tuple[FixedLauncher, int]] = {}
         self._arrivals: dict[int, Tensor] = {}
         """Counters by their number, zero between launches; never freed, since captured graphs keep their addresses."""
 
@@ -114,7 +115,7 @@ def _shape(heads: Heads) -> tuple[int, int, int, bool]:
     return heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.q_norm is not None and heads.k_norm is not None
 
 
-def _launcher(variant: _Variant, device: torch.device) -> tuple[Launcher, int]:
+def _launcher(variant: _Variant, device: torch.device) -> tuple[FixedLauncher, int]:
     """The kernel for a variant, and its programs."""
     block_k = min(max(triton.next_power_of_2(variant.in_features), 128), _BLOCK_K)
     chunks = triton.cdiv(variant.in_features, block_k)
@@ -136,7 +137,7 @@ def _launcher(variant: _Variant, device: torch.device) -> tuple[Launcher, int]:
     }
     if variant.block_m == 1:
         block_n = 4
-        launcher = Launcher(one_row, 4, device, BLOCK_N=block_n, DEPTH=min(4, chunks), **constants)
+        launcher = FixedLauncher(one_row, 4, device, BLOCK_N=block_n, DEPTH=min(4, chunks), **constants)
     else:
         # Every program reads all of x: where one chunk holds it there is room for larger programs, if they still fill the GPU.
         block_n = 32 if chunks == 1 and not variant.gated and variant.out_features >= 4096 else 16
@@ -147,5 +148,5 @@ def _launcher(variant: _Variant, device: torch.device) -> tuple[Launcher, int]:
         shape = {"BLOCK_N": block_n, "BLOCK_M": variant.block_m, "SLICES": 4, "DEPTH": depth}
         dot = tl.float32 if INTERPRETED else _TYPES[variant.dtype]
         early = variant.block_m == 8  # measured: of 1, 8 and 16 rows, whole steps with attention are faster so at 8 alone
-        launcher = Launcher(few_rows, 4, device, DOT=dot, EARLY=early, **shape, **constants)
+        launcher = FixedLauncher(few_rows, 4, device, DOT=dot, EARLY=early, **shape, **constants)
     return launcher, triton.cdiv(variant.out_features, block_n)

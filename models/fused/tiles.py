@@ -8,8 +8,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from headway.backends.triton.launch import FixedLauncher
+from headway.backends.triton.layer import INTERPRETED
 from headway.models.config import Activation
-from headway.models.fused.launch import INTERPRETED, Launcher
 from headway.models.fused.tile_kernels import tiled_product
 from headway.models.linear import Linear
 
@@ -25,7 +26,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class ProductTiling:
     """How one product is cut."""
 
     block_n: int
@@ -35,7 +36,7 @@ class Tiling:
     stages: int
 
 
-def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> Tiling | None:
+def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
     """The cut of a product [rows, in_features] x [in_features, out_features]; None where the kernel does not serve it."""
     tiles_m = -(-rows // _BLOCK_M)
     wanted = BUSY * multiprocessors
@@ -44,10 +45,10 @@ def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int)
         return None
     programs = out_features // block_n * tiles_m
     if programs >= wanted:
-        return Tiling(block_n, 1, 128, 5 if tiles_m == 1 else 3) if in_features % 128 == 0 else None
+        return ProductTiling(block_n, 1, 128, 5 if tiles_m == 1 else 3) if in_features % 128 == 0 else None
     cuts = [splits for splits in (2, 3, 4) if in_features % (splits * 64) == 0]
     enough = [splits for splits in cuts if programs * splits >= wanted] or cuts[-1:]
-    return Tiling(block_n, enough[0], 64, 5) if enough else None
+    return ProductTiling(block_n, enough[0], 64, 5) if enough else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class _Variant:
     bias: bool
 
 
-class Tiles:
+class TiledProducts:
     """Products of up to MAX_ROWS rows in half precision, with what comes after them, a launch each.
 
     The cut follows from the shape and from whether there are more than 64 rows, and a row's result does not depend on the others.
@@ -74,7 +75,7 @@ class Tiles:
         self._device = device
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
-        self._launchers: dict[_Variant, tuple[Launcher, tuple[int, int, int]]] = {}
+        self._launchers: dict[_Variant, tuple[FixedLauncher, tuple[int, int, int]]] = {}
         self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
         """Sums and counters (zero between launches) by size; never freed, since captured graphs keep their addresses."""
 
@@ -125,11 +126,11 @@ class Tiles:
             known = self._workspaces[count] = sums, torch.zeros(count, dtype=torch.int32, device=self._device)
         return known
 
-    def _launcher(self, variant: _Variant) -> tuple[Launcher, tuple[int, int, int]]:
+    def _launcher(self, variant: _Variant) -> tuple[FixedLauncher, tuple[int, int, int]]:
         """The kernel for a variant, and its grid."""
         cut = tiling(variant.tiles_m * _BLOCK_M, variant.out_features, variant.in_features, self._multiprocessors)
         assert cut is not None
-        launcher = Launcher(
+        launcher = FixedLauncher(
             tiled_product,
             _WARPS,
             self._device,

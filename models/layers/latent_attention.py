@@ -1,4 +1,4 @@
-"""Latent attention (MLA, DeepSeek-V2) with what stands around it in a layer: norms, projections, RoPE, residual."""
+"""Latent attention (MLA, DeepSeek-V2) with its surroundings in a layer: norms, projections, RoPE, residual."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
-from headway.core.contract.latent import LatentLayer
-from headway.core.contract.model import Attention
+from headway.core.contract.model import Attention, LatentLayer
 from headway.core.contract.spec import AttentionSpec
 from headway.models.config import DecoderConfig, LatentConfig
 from headway.models.layers.tensors import LayerTensors
@@ -16,7 +15,7 @@ from headway.models.linear import Linear
 from headway.models.operations import Norm, Operations, Rope
 
 _EPS = 1e-6
-"""Of the norms of latents, whatever the model's other norms have: DeepSeek's code and transformers' leave it at this."""
+"""Epsilon of the norms of latents, whatever the model's other norms have: DeepSeek's code and transformers' leave it at this."""
 
 
 class LatentAttention:
@@ -54,7 +53,7 @@ class LatentAttention:
 
     @property
     def linears(self) -> list[Linear]:
-        """Its products."""
+        """Products of the layer."""
         return [self.first_proj, *([] if self.q_proj is None else [self.q_proj]), self.o_proj]
 
     def absorb_norms(self, ops: Operations) -> None:
@@ -76,7 +75,7 @@ class LatentAttention:
 
 
 def _specs(config: DecoderConfig, latent: LatentConfig, tensors: LayerTensors) -> tuple[AttentionSpec, AttentionSpec]:
-    """Of the cache, and expanded."""
+    """Return the layer's spec over the cache, and its expanded spec."""
     absorbed = AttentionSpec(
         num_heads=config.num_heads,
         num_kv_heads=1,

@@ -1,4 +1,4 @@
-"""Attention over heads of keys and values, with what stands around it in a layer: norms, projections, RoPE, residual."""
+"""Attention over heads of keys and values, with its surroundings in a layer: norms, projections, RoPE, residual."""
 
 from __future__ import annotations
 
@@ -45,16 +45,12 @@ class SelfAttention:
         )
 
     @property
-    def layer(self) -> None:
-        """It is no latent attention."""
-
-    @property
     def linears(self) -> list[Linear]:
-        """Its products."""
+        """Products of the layer."""
         return [self.qkv_proj, self.o_proj]
 
     def absorb_norms(self, ops: Operations) -> None:
-        """Let what computes the layer prepare its norm and the product after it."""
+        """Let the operations prepare the layer's norm and the product after the norm."""
         if self.norm is not None and self._can_absorb:
             self.norm, self.qkv_proj = ops.absorb(self.norm, self.qkv_proj)
 
@@ -81,7 +77,7 @@ def _rows(config: DecoderConfig, order: list[int] | None) -> list[int] | None:
 
 
 def _head_norms(config: DecoderConfig, tensors: LayerTensors) -> tuple[Norm | None, Norm | None]:
-    """Those of q and of k."""
+    """Return the norms of q and of k."""
     if config.qk_norm is None:
         return None, None
     counts = (1, 1) if config.qk_norm == "head" else (config.num_heads, config.num_kv_heads)

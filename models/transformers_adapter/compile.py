@@ -13,14 +13,14 @@ from torch import Tensor
 
 from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.errors import ModelError
-from headway.core.contract.folders import cache_folder, kernel_folders, obstacle
+from headway.core.system.folders import cache_folder, kernel_folders, obstacle
 from headway.models.transformers_adapter.model import TransformersModel
 
 log = logging.getLogger("headway")
 
 
 _NUM_TOKENS = 61
-"""Of the trial: a prime, which is no other size of a model. torch.compile takes equal sizes for one and the same."""
+"""Tokens of the trial: a prime, which is no other size of a model. torch.compile takes equal sizes for one and the same."""
 _RECOMPILE_LIMIT = 64
 """Kinds of layers, twice each; and transformers runs the layers of all models of a process through one function."""
 
@@ -46,7 +46,7 @@ def _keep_compilations() -> None:
 
 
 def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> None:
-    """Compile each layer's `forward` for any number of tokens, and show on a few that it works.
+    """Compile each layer's `forward` for any number of tokens, and show on a few tokens that the result works.
 
     Layers of one kind share what is compiled: attention is an op whose layer is a tensor (`interface.AttentionSite.place`), and
     nothing else tells them apart. No part may fall back to Python, so the pieces of a graph are the same as without.

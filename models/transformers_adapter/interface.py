@@ -72,7 +72,7 @@ class AttentionSite:
     """One attention module of a model."""
 
     name: str
-    """Its path in the model."""
+    """Path of the module in the model."""
     layer: int
     """The number by which the engine knows it: attentions are counted in the order in which the model calls them."""
     passed: Passed

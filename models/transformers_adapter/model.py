@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from headway.core.contract.spec import AttentionSpec
 from headway.models.transformers_adapter import interface, probe
 from headway.models.transformers_adapter.interface import SITE, AttentionSite, Current
 from headway.models.transformers_adapter.probe import Call
-from headway.models.transformers_adapter.rope import fixed_rope_length
 
 
 class TransformersModel:
@@ -111,7 +111,7 @@ class TransformersModel:
 
 
 class _Given(nn.Module):
-    """In place of a decoder: returns the hidden states that it is given as embeddings."""
+    """Stands for a decoder: returns as hidden states the embeddings that the caller gives."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Hidden:
         """inputs_embeds: [1, rows, hidden_size]."""
@@ -188,3 +188,31 @@ def _positions(config: Any) -> int:
     if not isinstance(found, int) or found < 1:
         raise ModelError(f"max_position_embeddings: needs a whole number of at least 1, got {found!r}")
     return found
+
+
+log = logging.getLogger("headway")
+
+
+def fixed_rope_length(model: Any, max_positions: int) -> int:
+    """Fix such frequencies, and return the positions for which that is what transformers computes.
+
+    Of the types that transformers has, `dynamic` and `longrope` change when a sequence of the batch grows past the length of the
+    original training. A cache holds keys of the old frequencies, and one sequence would change the others, so they stay as they
+    are up to that length, and no sequence may grow past it.
+    """
+    longest = max_positions
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        by_layer = kind if isinstance(kind, dict) else {None: kind}
+        for layer_type, each in by_layer.items():
+            if not isinstance(each, str) or ("dynamic" not in each and each != "longrope"):
+                continue
+            parameters = module.config.rope_parameters
+            parameters = parameters if layer_type is None else parameters[layer_type]
+            # `dynamic` takes max_position_embeddings for the original length; `longrope` names it.
+            original = parameters.get("original_max_position_embeddings") if each == "longrope" else None
+            longest = min(longest, original or max_positions)
+            log.info("model: RoPE of type %s is held at the frequencies of up to %d positions", each, original or max_positions)
+            by_layer[layer_type] = "fixed"
+            module.rope_type = kind if isinstance(kind, dict) else "fixed"
+    return longest

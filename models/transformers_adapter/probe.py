@@ -23,7 +23,7 @@ NAME = "headway_probe"
 """The attention implementation during the probe."""
 NUM_TOKENS = 6
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Of a row's norm: products may round otherwise in another order of rows."""
+"""Largest error relative to a row's norm: products may round otherwise in another order of rows."""
 
 _UNDERSTOOD = {
     *("scaling", "sliding_window", "softcap", "s_aux"),
@@ -109,7 +109,7 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
 
 
 class _Mask(Tensor):
-    """A mask that remembers the rule it was made by."""
+    """A mask that remembers the rule by which the mask was made."""
 
     rule: Callable[..., Tensor]
 

@@ -20,7 +20,7 @@ class PlainPlan:
     metadata: AttentionMetadata
 
 
-class Plain(AttentionBackend):
+class PlainBackend(AttentionBackend):
     """One sequence at a time, in float32."""
 
     name = "plain"

@@ -8,18 +8,16 @@ import torch
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cells import Cell
-from headway.testing.findings import Finding
-from headway.testing.lengths import Lens, first_step, padding_rows, second_step
+from headway.testing.cells import CheckCell, Finding
 from headway.testing.oracle import attend, distance
 from headway.testing.stage import Stage, close_all, open_all, sequences, without_stray_reads
-from headway.testing.steps import Before
+from headway.testing.steps import Before, Lens, first_step, padding_rows, second_step
 
 _DATA = {torch.float32: 64.0, torch.bfloat16: 12.0, torch.float16: 12.0}
 """How many times the error that plain arithmetic of a dtype reaches a declared tolerance may be."""
 
 
-def answer(stage: Stage, cell: Cell) -> str:
+def answer(stage: Stage, cell: CheckCell) -> str:
     """Two steps of one phase."""
 
     def run(poison: float) -> None:
@@ -35,13 +33,13 @@ def answer(stage: Stage, cell: Cell) -> str:
     return ""
 
 
-def bounds(stage: Stage, cell: Cell) -> str:
+def bounds(stage: Stage, cell: CheckCell) -> str:
     """Decode where the host knows upper bounds of the lengths alone."""
     without_stray_reads(lambda poison: _bounds(stage, cell, poison), stage.poison)
     return ""
 
 
-def _bounds(stage: Stage, cell: Cell, poison: float) -> None:
+def _bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
     lens: Lens = [(1, length, 0) for length in (3, 17, cell.block_size, 2 * cell.block_size + 1, 40, 1)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=len(lens) * (cell.block_size + 8))
     work = open_all(session, lens)
@@ -61,7 +59,7 @@ def _bounds(stage: Stage, cell: Cell, poison: float) -> None:
     session.finish(step, work, before)
 
 
-def tolerance(stage: Stage, cell: Cell) -> str:
+def tolerance(stage: Stage, cell: CheckCell) -> str:
     """The declared tolerance, against what plain arithmetic of the dtype reaches."""
     spec = stage.claimed.spec(cell)
     declared = float(stage.subject.backend.tolerance[spec.dtype])
@@ -92,7 +90,7 @@ def _plain_error(spec: AttentionSpec) -> float:
     return distance(out, right)
 
 
-def lse(stage: Stage, cell: Cell) -> str:
+def lse(stage: Stage, cell: CheckCell) -> str:
     """The log-sum-exp of every query, where a backend declares it."""
     lens = first_step(cell.phase, cell.block_size)
     session = stage.session(cell, [lens])

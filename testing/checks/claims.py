@@ -8,8 +8,7 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import Support
-from headway.testing.cells import PHASES, Cell
-from headway.testing.findings import Finding, Skipped
+from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
 from headway.testing.stage import Stage
 
 NO_OPTION = "headway_check_asks_for_nothing"
@@ -17,7 +16,7 @@ NO_VALUE = "\x00headway check"
 """A value no option can take."""
 
 
-def claims(stage: Stage, cell: Cell) -> str:
+def claims(stage: Stage, cell: CheckCell) -> str:
     """The class keeps to the contract as far as that can be seen without running it."""
     backend, said = stage.subject.backend, stage.subject.claims
     methods = {Phase.PREFILL: "prefill", Phase.EXTEND: "prefill", Phase.DECODE: "decode"}
@@ -48,7 +47,7 @@ def claims(stage: Stage, cell: Cell) -> str:
     return ""
 
 
-def _unclaimed(stage: Stage, plain: Cell) -> None:
+def _unclaimed(stage: Stage, plain: CheckCell) -> None:
     """supports() must agree with capabilities on features: what the class does not claim is never accepted."""
     from dataclasses import replace
 
@@ -63,7 +62,7 @@ def _unclaimed(stage: Stage, plain: Cell) -> None:
                 )
 
 
-def refuse(stage: Stage, cell: Cell) -> str:
+def refuse(stage: Stage, cell: CheckCell) -> str:
     """A value that is not claimed is refused, with reasons that say what was needed and what was got."""
     support = Support()
     for phase in PHASES[cell.phase]:
@@ -78,7 +77,7 @@ def refuse(stage: Stage, cell: Cell) -> str:
     return str(support).removeprefix("no: ")
 
 
-def options(stage: Stage, cell: Cell) -> str:
+def options(stage: Stage, cell: CheckCell) -> str:
     """Declared options are read, and unknown ones refused."""
     backend, spec = stage.subject.backend, stage.claimed.spec(cell)
     layout = stage.subject.layouts[cell.layout]

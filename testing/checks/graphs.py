@@ -15,12 +15,10 @@ from torch import Tensor
 from headway.core.contract.backend import Plan
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cells import Cell
-from headway.testing.findings import Finding, Skipped
-from headway.testing.lengths import Lens
+from headway.testing.cells import CheckCell, Finding, Skipped
 from headway.testing.session import Session
 from headway.testing.stage import Stage, close_all, open_all, without_stray_reads
-from headway.testing.steps import GUARD, Before, Inputs
+from headway.testing.steps import GUARD, Before, Lens, StepInputs
 
 ROWS = 8
 LONGEST = {"cpu": 700, "cuda": 2048}
@@ -29,7 +27,7 @@ PROMPT = 136
 _ALIGN = 4
 
 
-def graph(stage: Stage, cell: Cell) -> str:
+def graph(stage: Stage, cell: CheckCell) -> str:
     """Captured at the longest, replayed at that, at ragged lengths with padding rows, at short ones and at the longest again."""
     captures = stage.subject.backend.captures(4 if cell.phase == "verify" else 1)
     if not captures:
@@ -39,7 +37,7 @@ def graph(stage: Stage, cell: Cell) -> str:
     return ""
 
 
-def prompt(stage: Stage, cell: Cell) -> str:
+def prompt(stage: Stage, cell: CheckCell) -> str:
     """One prompt captured at a length, replayed with shorter ones and padding after them: what an idle engine runs."""
     captures = stage.subject.backend.captures(PROMPT)
     if not captures:
@@ -67,7 +65,7 @@ def prompt(stage: Stage, cell: Cell) -> str:
     return ""
 
 
-def _replays(stage: Stage, cell: Cell, poison: float) -> None:
+def _replays(stage: Stage, cell: CheckCell, poison: float) -> None:
     tokens = 4 if cell.phase == "verify" else 1
     longest = LONGEST[stage.subject.device.type]
     turns = _turns(longest, cell.block_size, tokens)
@@ -111,7 +109,7 @@ class _Recorded:
     def __init__(self, session: Session, count: int) -> None:
         """count: tokens of the static tensors."""
         self._session = session
-        self._inputs: list[Inputs] = [buffers.first(count) for buffers in session.buffers]
+        self._inputs: list[StepInputs] = [buffers.first(count) for buffers in session.buffers]
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def _record(self) -> None:
@@ -198,7 +196,7 @@ class _CapturedPrompt(_Recorded):
         slots = torch.full((PROMPT,), -1, dtype=torch.int64, device=device)
         self._static = AttentionMetadata.one_prompt(PROMPT, table, slots, session.block_size, session.num_blocks)
         with torch.inference_mode():
-            session.attention.begin_prompt(self._static, session.backends[0])
+            session.attention.begin_prefill_graph(self._static, session.backends[0])
             self._record()
 
     def load(self, now: AttentionMetadata) -> None:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from headway.core.contract.layout import CacheGeometry, LayerCache
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cells import FP8_SCALES, Cell
-from headway.testing.findings import Finding, Skipped
+from headway.testing.cells import FP8_SCALES, CheckCell, Finding, Skipped
 from headway.testing.pool import bits
 from headway.testing.stage import Stage
 
@@ -18,7 +17,7 @@ BLOCKS = 40
 ODD_HEAD_DIMS = (24, 72, 77, 80, 576)
 
 
-def layout_spec(stage: Stage, cell: Cell) -> AttentionSpec:
+def layout_spec(stage: Stage, cell: CheckCell) -> AttentionSpec:
     """A layer for a layout's cell: of a layout without a value, with the value in the key; `about` is fp8 or the dtype itself."""
     latent = not stage.subject.layouts[cell.layout].has_value
     fp8 = cell.feature == "fp8"
@@ -36,7 +35,7 @@ def layout_spec(stage: Stage, cell: Cell) -> AttentionSpec:
     return replace(spec, kv_dtype=torch.float8_e4m3fn, k_scale=scales[0], v_scale=scales[1]) if fp8 else spec
 
 
-def layout(stage: Stage, cell: Cell) -> str:
+def layout(stage: Stage, cell: CheckCell) -> str:
     """The writer and `gather` agree on every slot, for one row, for many, and for rows that are skipped."""
     spec, value = layout_spec(stage, cell), stage.subject.layouts[cell.layout]
     support = value.check(spec, cell.block_size)
@@ -68,7 +67,7 @@ def _sizes(cache: LayerCache) -> None:
         raise Finding(f"bytes_per_block: a cache of {cache.geometry.num_blocks} blocks takes {whole} bytes, said are {said}")
 
 
-def _write_and_read(stage: Stage, cell: Cell, spec: AttentionSpec, cache: LayerCache, tokens: int) -> None:
+def _write_and_read(stage: Stage, cell: CheckCell, spec: AttentionSpec, cache: LayerCache, tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     device, count = spec.device, BLOCKS * cell.block_size
     slots = torch.randperm(count, generator=generator)[: tokens + 2].to(device)

@@ -9,13 +9,11 @@ import tracemalloc
 import psutil
 import torch
 
-from headway.testing.cells import Cell
-from headway.testing.findings import Finding, Skipped
-from headway.testing.lengths import Lens, first_step
+from headway.testing.cells import CheckCell, Finding, Skipped
 from headway.testing.pool import bits
 from headway.testing.session import Session
 from headway.testing.stage import Stage, close_all, open_all, synchronize, without_stray_reads
-from headway.testing.steps import Tokens, Turn
+from headway.testing.steps import Lens, Tokens, Turn, first_step
 from headway.testing.subject import BASELINE
 
 STEPS = 50
@@ -24,13 +22,13 @@ _NOISE_BYTES = 32 * 2**20
 """Growth of a process that says nothing: allocators keep what they once had."""
 
 
-def steps(stage: Stage, cell: Cell) -> str:
+def steps(stage: Stage, cell: CheckCell) -> str:
     """Fifty steps in which sequences come, grow in chunks, decode and go, and their blocks become other sequences'."""
     without_stray_reads(lambda poison: _steps(stage, cell, poison), stage.poison)
     return ""
 
 
-def _steps(stage: Stage, cell: Cell, poison: float) -> None:
+def _steps(stage: Stage, cell: CheckCell, poison: float) -> None:
     room: list[Lens] = [[(1, 400, 0)] * 4, [(40, 0, 0)] * 4]
     session = stage.session(cell, room, poison=poison, extra_tokens=6 * (cell.block_size + STEPS))
     running: list[Tokens] = []
@@ -54,13 +52,13 @@ def _steps(stage: Stage, cell: Cell, poison: float) -> None:
             session.close(Tokens([block for block in gone.blocks if block not in shared]))
 
 
-def turns(stage: Stage, cell: Cell) -> str:
+def turns(stage: Stage, cell: CheckCell) -> str:
     """The subject and the baseline serve one cache by turns, also within a step."""
     without_stray_reads(lambda poison: _turns(stage, cell, poison), stage.poison)
     return ""
 
 
-def _turns(stage: Stage, cell: Cell, poison: float) -> None:
+def _turns(stage: Stage, cell: CheckCell, poison: float) -> None:
     lens: Lens = [(9, 0, 0), (20, 2 * cell.block_size, 0), (5, cell.block_size + 3, 0), (1, 33, 0), (1, cell.block_size, 0)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=6 * len(lens) * cell.block_size)
     subject = session.prefill, session.decode
@@ -73,7 +71,7 @@ def _turns(stage: Stage, cell: Cell, poison: float) -> None:
         work = [Turn(seq, 4 if number < 2 else 1) for number, seq in enumerate(seqs)]
 
 
-def repeat(stage: Stage, cell: Cell) -> str:
+def repeat(stage: Stage, cell: CheckCell) -> str:
     """The same step again and again has the same bits."""
     lens = first_step(cell.phase, cell.block_size)
     session = stage.session(cell, [lens])
@@ -102,7 +100,7 @@ _CHANCES = 3
 """Later stretches of steps, all of which must grow before that counts as a leak."""
 
 
-def memory(stage: Stage, cell: Cell) -> str:
+def memory(stage: Stage, cell: CheckCell) -> str:
     """Memory does not grow from step to step."""
     grower = _Grower(stage, cell)
     grower.steps(10)
@@ -132,7 +130,7 @@ class _Growth:
 class _Grower:
     """Runs steps of ever new lengths that nobody keeps a word of but the backend."""
 
-    def __init__(self, stage: Stage, cell: Cell) -> None:
+    def __init__(self, stage: Stage, cell: CheckCell) -> None:
         lens: Lens = [(8, 30, 0), (12, 0, 0), (1, 40, 0), (1, 20, 0)]
         self.session: Session = stage.session(cell, [lens] * 2, extra_tokens=4 * cell.block_size)
         self.number = 0
@@ -175,7 +173,7 @@ def _tensor_bytes(device: torch.device) -> int:
     return sum(storages.values())
 
 
-def sync(stage: Stage, cell: Cell) -> str:
+def sync(stage: Stage, cell: CheckCell) -> str:
     """No call waits for the device; on a CPU there is none to wait for."""
     if stage.subject.device.type != "cuda":
         raise Skipped("a CPU has no queue to wait for")
@@ -200,7 +198,7 @@ def sync(stage: Stage, cell: Cell) -> str:
     return ""
 
 
-def cold(stage: Stage, cell: Cell) -> str:
+def cold(stage: Stage, cell: CheckCell) -> str:
     """How long the first step of a fresh process takes, compilation included, and the second."""
     lens = first_step(cell.phase, cell.block_size)
     taken = []

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from grid import LAYOUTS, SPECS, spec
+from backend_cases import LAYOUTS, SPECS, spec
 from headway.backends.sdpa import SDPA
 from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry, create_registry
-from headway.testing.invariance import dependent, invariance_case
+from headway.testing.checks.batch_invariance import dependent, invariance_case
 
 NAMES = list(create_registry(load_entry_points=False).backends)
 

@@ -8,26 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from backend_cases import CASES, SPECS, VERIFY, spec
 from fake_flash_attn_3 import ARGUMENTS, HOMES, FlashAttn3
-from grid import CASES, SPECS, VERIFY, spec
 from headway.backends.flash_attn_3 import backend as module
 from headway.backends.flash_attn_3.backend import FlashAttention3
 from headway.backends.flash_attn_3.binding import Operators
 from headway.backends.flash_attn_3.library import Library
 from headway.backends.layouts import write_rows
-from headway.core.contract.backend import BackendInfo
+from headway.core.contract.backend import BackendInfo, StepLimits, fits
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.core.contract.warmup import StepLimits, fits
 from headway.registry import create_registry, hookimpl
 from headway.testing.cases import Case, make_case, parse_case
 from headway.testing.kit import Kit
 from headway.testing.reference import reference, relative_error, run_backend
 from headway.testing.subject import load_subject
-from latent import errors_of, strided
+from latent_layers import errors_of, strided
 
 GPU = torch.device("cuda")
 CLAIMS = FlashAttention3.capabilities
@@ -347,7 +346,11 @@ def kit(fake: FlashAttn3, monkeypatch: pytest.MonkeyPatch) -> Kit:
 
 
 @pytest.mark.parametrize(
-    "check", ["claims", "refuse", "options", "tolerance", "answer", "graph", "bounds", "lse", "turns", "repeat"]
+    "check",
+    [
+        *("claims", "refuse", "tolerance", "lse", "turns"),
+        *(pytest.param(check, marks=pytest.mark.slow) for check in ("answer", "graph", "bounds", "options", "repeat")),
+    ],
 )
 def test_the_quick_cells_of_the_kit_pass(kit: Kit, check: str) -> None:
     cells = [cell for cell in kit.cells(quick=True) if cell.check == check]

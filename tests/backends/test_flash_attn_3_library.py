@@ -14,7 +14,7 @@ import torch
 from fake_flash_attn_3 import FlashAttn3
 from headway.backends.flash_attn_3 import child, library
 from headway.backends.flash_attn_3.binding import Operators, registered
-from headway.backends.flash_attn_3.homes import VARIABLE, Candidate, candidates
+from headway.backends.flash_attn_3.library import VARIABLE, LibraryCandidate, candidates
 from headway.core.contract.support import YES, Support
 from headway.registry import Registry
 
@@ -66,9 +66,13 @@ def test_homes_are_found_without_an_import_the_preferred_first(monkeypatch: pyte
         "sgl_kernel/sm90/common_ops.abi3.so",
     )
     vllm, upstream, sgl, _ = place(monkeypatch, tmp_path, *files)
-    assert list(candidates()) == [Candidate("flash-attn-3", upstream), Candidate("vllm", vllm), Candidate("sgl-kernel", sgl)]
+    assert list(candidates()) == [
+        LibraryCandidate("flash-attn-3", upstream),
+        LibraryCandidate("vllm", vllm),
+        LibraryCandidate("sgl-kernel", sgl),
+    ]
     monkeypatch.setenv(VARIABLE, "/opt/own.so")
-    assert list(candidates()) == [Candidate(VARIABLE, Path("/opt/own.so"))]
+    assert list(candidates()) == [LibraryCandidate(VARIABLE, Path("/opt/own.so"))]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

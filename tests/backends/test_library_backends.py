@@ -13,13 +13,12 @@ import pytest
 import torch
 
 import fake_libraries
+from backend_cases import CASES, SPECS, VERIFY, spec
 from fake_libraries import FlashAttn2, FlashAttn4, TorchVarlen, XFormers
-from grid import CASES, SPECS, VERIFY, spec
 from headway.backends import xformers
 from headway.backends.flash_attn import FlashAttention2
 from headway.backends.flash_attn_4 import FlashAttention4
 from headway.backends.layouts import write_rows
-from headway.backends.plugin import RANK
 from headway.backends.probe import find
 from headway.backends.torch_varlen import PARAMETERS
 from headway.backends.torch_varlen import TorchVarlen as TorchVarlenBackend
@@ -31,6 +30,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Reason, Support
 from headway.registry import Registry
+from headway.registry.builtin import RANK
 from headway.testing.cases import Case, make_case, parse_case
 from headway.testing.reference import reference, relative_error, run_backend
 

@@ -8,7 +8,7 @@ from itertools import pairwise, permutations
 import pytest
 import torch
 
-from grid import SPECS, spec
+from backend_cases import SPECS, spec
 from headway.backends.layouts import write_rows
 from headway.backends.online_softmax import merge, walk
 from headway.core.contract.layout import NHD

@@ -13,7 +13,7 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.oracle import attend as exact
 from headway.testing.reference import reference, relative_error
-from headway.tuning.work import Geometry, build_case, make_spec, make_work
+from headway.tuning.measure.workloads import Geometry, build_case, make_spec, make_work
 
 GEOMETRY = Geometry(4, 2, 32)
 CPU = torch.device("cpu")

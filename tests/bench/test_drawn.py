@@ -1,4 +1,4 @@
-"""What the pictures say: titles, axes and units, ties, and what has no number; and that diagrams are drawn from the contract."""
+"""What the pictures say: titles, axes and units, ties, and what has no number."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from headway.bench import charts, diagrams
+from headway.bench import charts
 from headway.bench.crossover import curves, plot
 from headway.bench.crossover.view import view
-from headway.bench.diff import picture
-from headway.bench.diff.report import DiffReport
+from headway.bench.diff import report
+from headway.bench.diff.results import DiffReport
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import HND, NHD, VLLM_5D
 from tables import a_cell, a_table
 
 pytest.importorskip("matplotlib", reason="the extra plot is not installed")
@@ -90,10 +89,10 @@ def test_the_map_says_what_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_a_comparison_is_drawn_with_its_tolerance_and_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture, "png", lambda figure: figure)
+    monkeypatch.setattr(report, "png", lambda figure: figure)
     found = json.loads((ROOT / "bench/results/cpu/diff-fp8.json").read_text())
     found["phases"][2]["layers"][3] |= {"relative_error": None, "heads": [None] * 9}
-    figure: Any = picture.to_png(DiffReport.model_validate(found))
+    figure: Any = report.to_png(DiffReport.model_validate(found))
     said = texts(figure)
     assert any(text.startswith("sdpa with a fp8_e4m3 cache against sdpa: beyond the declared tolerance") for text in said)
     assert sum(text == "relative error" for text in said) == 3
@@ -101,20 +100,3 @@ def test_a_comparison_is_drawn_with_its_tolerance_and_what_is_no_number(monkeypa
     whole = found["phases"][0]["layers"]
     assert ([layer["layer"] for layer in whole], [layer["relative_error"] for layer in whole]) in lines(figure.axes[0])
     assert ([0, 1], [4e-6, 4e-6]) in lines(figure.axes[0])
-
-
-def test_diagrams_show_what_the_layouts_do() -> None:
-    nhd, hnd, packed = (diagrams.memory(layout, "key") for layout in (NHD, HND, VLLM_5D))
-    assert nhd[8:10] == [(0, 1, 0), (0, 1, 1)]
-    assert hnd[8:10] == [(1, 0, 0), (1, 0, 1)]
-    assert packed[4:6] == [(1, 0, 0), (1, 0, 1)]
-    assert diagrams.memory(VLLM_5D, "value")[:5] == [(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0), (0, 0, 1)]
-    assert sorted(nhd) == sorted(packed)
-
-
-@pytest.mark.slow
-def test_diagrams_are_drawn_the_same_each_time() -> None:
-    for draw in (diagrams.layouts, diagrams.step):
-        drawn = draw()
-        assert drawn.startswith(b"<?xml")
-        assert drawn == draw()

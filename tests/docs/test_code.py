@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import typer
 
-from documented import ROOT, Block, blocks, headway_arguments, nav_pages, pages, pattern
+from documentation_blocks import ROOT, Block, blocks, headway_arguments, nav_pages, pages, pattern
 from headway.cli.app import app
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.folders import cache_folder
+from headway.core.system.folders import cache_folder
 from sandbox import install
 
 BLOCKS = [block for page in pages() for block in blocks(page)]
@@ -57,6 +57,8 @@ def test_every_command_line_is_understood(page: str) -> None:
                 assert f"\n{target[1]}:" in MAKEFILE, f"{block}: {command}"
             elif module := re.match(r"(?:\S*/)?python -m (headway[\w.]*)", command):
                 assert importlib.util.find_spec(module[1]) is not None, f"{block}: {command}"
+            elif script := re.match(r"python (docs/_tools/\w+\.py)", command):
+                assert (ROOT / script[1]).exists(), f"{block}: {command}"
 
 
 @pytest.mark.parametrize("page", PAGES)

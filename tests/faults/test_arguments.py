@@ -1,4 +1,4 @@
-"""What is handed to commands: numbers that are none, files that are none, requests for more than a machine holds."""
+"""Invalid arguments of commands: numbers and files that are none, requests for more than a machine holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from headway import __main__ as entry
 from headway.bench.crossover.plot import to_png
-from headway.bench.crossover.regret import read_report
+from headway.bench.crossover.regret import RegretReport
 from headway.bench.crossover.view import view
 from headway.bench.generate.workloads import parse_sizes
 from headway.core.contract.errors import ConfigError
@@ -21,11 +21,11 @@ from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.select.workload import Workload
 from headway.core.system import files
 from headway.core.system.files import read_text
+from headway.core.system.json_files import write_json
 from headway.testing.cases import make_case, parse_case
-from headway.testing.json_files import write_json
-from headway.testing.runner import Child, Run
-from headway.tuning.files import read_table
-from headway.tuning.work import Geometry, build_case, make_work
+from headway.testing.runner import CellProcess, CellRun
+from headway.tuning.measure.workloads import Geometry, build_case, make_work
+from headway.tuning.table.files import read_table
 from tables import a_cell, a_table
 
 HUGE = "9" * 23
@@ -67,7 +67,7 @@ def test_an_address_is_refused_before_a_servers_libraries_are_imported(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_number_or_an_address_that_cannot_be(
+def test_an_invalid_number_or_address_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command, words = REFUSED[name]
@@ -77,18 +77,18 @@ def test_a_number_or_an_address_that_cannot_be(
     assert "Traceback" not in said
 
 
-def test_more_prompts_than_anybody_sends() -> None:
+def test_a_batch_size_over_the_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match="--batch-size: needs whole numbers from 1 to 1,048,576"):
         parse_sizes("--batch-size", "1,1000000000")
 
 
 @pytest.mark.parametrize("text", ["0q1s8", "1048577q1s8", "600000q1s8_600000q1s9", "1q1s9999999999k"])
-def test_a_case_that_no_machine_holds(text: str) -> None:
+def test_a_case_larger_than_any_machine_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="case: needs"):
         parse_case(text)
 
 
-def test_a_case_beyond_the_memory_is_refused_before_it_is_made() -> None:
+def test_a_case_larger_than_free_memory_is_refused_before_it_is_allocated() -> None:
     layer = AttentionSpec(2, 1, 64, 0.125)
     with pytest.raises(MemoryError, match="GiB of memory are needed"):
         make_case([(1, 10**12)], layer, NHD, 16, lambda *_: None)
@@ -96,7 +96,7 @@ def test_a_case_beyond_the_memory_is_refused_before_it_is_made() -> None:
         build_case(make_work("decode", "1q1s99999999k", Geometry(2, 1, 64), layer), NHD, 16, seed=0)
 
 
-def test_a_table_is_not_lost_to_its_own_picture_or_to_a_grid_without_a_point(
+def test_a_table_is_not_overwritten_by_its_picture_or_an_empty_grid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.json"
@@ -116,7 +116,7 @@ def test_a_table_is_not_lost_to_its_own_picture_or_to_a_grid_without_a_point(
 
 
 @pytest.mark.parametrize("text", ["9999999999999x5+5", "1x99999999999+9", "1x1+99999999999"])
-def test_a_workload_that_nobody_serves(text: str) -> None:
+def test_an_impossible_workload_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="workload: needs"):
         Workload.parse(text)
 
@@ -129,20 +129,18 @@ def test_a_workload_that_nobody_serves(text: str) -> None:
         ({"regex": "caf\udce9"}, "regex: needs a Unicode text"),
     ],
 )
-def test_forms_that_nobody_can_read(form: dict[str, object], words: str) -> None:
+def test_invalid_structured_outputs_are_refused(form: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         StructuredOutputsParams(**form)  # type: ignore[arg-type]
 
 
-def test_what_was_found_is_cut_where_it_is_long() -> None:
+def test_a_long_value_is_cut_in_the_error() -> None:
     assert len(str(ConfigError("device", "cpu", "x" * 10**6))) < 600
 
 
 @pytest.mark.timeout(20)
-def test_a_text_is_read_from_files_and_pipes_and_from_nothing_without_an_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "_LARGEST_TEXT", 1 << 20)
+def test_text_is_read_from_files_and_pipes_and_not_from_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGEST_TEXT", 1 << 20)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert read_text(pipe) == ""  # nobody writes into it
@@ -151,7 +149,7 @@ def test_a_text_is_read_from_files_and_pipes_and_from_nothing_without_an_end(
     os.close(writing)
     assert read_text(Path(f"/dev/fd/{reading}")) == "caf\u00e9"
     os.close(reading)
-    with pytest.raises(OSError, match="It is no file"):
+    with pytest.raises(OSError, match="not a file"):
         read_text(Path("/dev/zero"))
     with pytest.raises(IsADirectoryError):
         read_text(tmp_path)
@@ -163,17 +161,17 @@ def test_a_text_is_read_from_files_and_pipes_and_from_nothing_without_an_end(
     for path in (pipe, Path("/dev/zero"), large):
         with pytest.raises(ConfigError, match="needs a file of schema"):
             read_table(path)
-        with pytest.raises(ConfigError, match="report .*: needs a file that headway table regret --output wrote"):
-            read_report(path)
+        with pytest.raises(ConfigError, match=r"result file.*: needs a file that headway table regret --output wrote"):
+            RegretReport.read(path)
 
 
-def test_a_table_without_a_point_is_not_drawn() -> None:
+def test_drawing_an_empty_table_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs a table with points"):
         to_png(view(a_table(cells=[])))
 
 
 @pytest.mark.slow
-def test_a_table_without_a_time_is_shown_and_explained(
+def test_a_table_without_times_is_shown_and_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -187,16 +185,16 @@ def test_a_table_without_a_time_is_shown_and_explained(
         assert run(f"table show {name}.json", monkeypatch, capfd)[0] == 0
 
 
-def test_a_cell_without_a_result_has_not_passed() -> None:
-    class Broken(Child):
+def test_a_fault_of_the_kit_ends_the_run() -> None:
+    class Broken(CellProcess):
         def run(self, cell: str) -> None:  # type: ignore[override]
             raise OverflowError("a fault of the kit's own")
 
     with pytest.raises(OverflowError, match="of the kit's own"):
-        Run([Broken("sdpa.math", "cpu", 1, 1.0), Broken("sdpa.math", "cpu", 1, 1.0)]).all(["a", "b", "c"])
+        CellRun([Broken("sdpa.math", "cpu", 1, 1.0), Broken("sdpa.math", "cpu", 1, 1.0)]).all(["a", "b", "c"])
 
 
-def test_a_layer_that_cannot_be_is_refused_in_a_table() -> None:
+def test_a_table_of_an_impossible_layer_is_refused() -> None:
     spec = a_table(a_cell()).spec
     for changes in ({"softcap": -5.5}, {"alibi_slopes": [1.0]}, {"sinks": [1.0]}, {"k_scale": 2.0}, {"kv_dtype": "int4"}):
         with pytest.raises(ValueError, match=r"soft-cap|slope|sink|scaled|kv_dtype"):

@@ -1,4 +1,4 @@
-"""What Headway keeps: converted models, tables and verdicts that a kill, a full disk or an interrupt cut short."""
+"""Caches: converted models, tables and verdicts whose writing was ended by a kill, a full disk or an interrupt."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from gguf import GGUFWriter
 from safetensors.torch import save_file
 
 from headway.core.contract.errors import ModelError
+from headway.core.select.backend_request import ALL_AUTO
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.system.json_files import write_json
 from headway.models import gguf
 from headway.models.weights import Weights
 from headway.registry import Registry
-from headway.testing.json_files import write_json
-from headway.tuning import autotune, store
+from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
-from headway.tuning.files import read_table
-from headway.tuning.run import CrossoverOptions
-from headway.tuning.schema import SpecRecord
-from limits import left_behind
+from headway.tuning.measure.run import CrossoverOptions
+from headway.tuning.table.files import read_table, table_path
+from headway.tuning.table.schema import SpecRecord
+from process_limits import left_behind
 from tables import POINTS, QUICK, SPEC, a_device
 
 
@@ -35,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A conversion that writes little; returns the folders that it was asked to fill."""
+    """Replace the conversion by one that writes little; returns the folders that were to be filled."""
     asked: list[Path] = []
 
     def convert(path: Path, target: Path) -> None:
@@ -43,7 +45,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         (target / "config.json").write_text('{"model_type": "llama"}')
         save_file({"weight": torch.zeros(100)}, target / "model.safetensors")
 
-    monkeypatch.setattr(gguf, "_convert", convert)
+    monkeypatch.setattr(gguf, "convert_into", convert)
     return asked
 
 
@@ -108,12 +110,14 @@ def test_another_transformers_converts_anew(
     assert len(conversions) == 2
 
 
-def test_a_conversion_that_was_killed_leaves_nothing_for_long(cache: Path, tmp_path: Path, conversions: list[Path]) -> None:
+def test_the_files_of_a_killed_conversion_are_removed_by_the_next_one(
+    cache: Path, tmp_path: Path, conversions: list[Path]
+) -> None:
     model = tmp_path / "tiny.gguf"
     model.write_bytes(b"GGUF")
     pid = os.fork()
     if pid == 0:
-        gguf._convert = lambda path, target: os.kill(os.getpid(), 9)  # type: ignore[assignment]
+        gguf.convert_into = lambda path, target: os.kill(os.getpid(), 9)  # type: ignore[assignment]
         gguf.convert(model)
     os.waitpid(pid, 0)
     assert len(left_behind(cache)) == 1
@@ -127,7 +131,7 @@ def test_a_conversion_that_fails_leaves_nothing(cache: Path, tmp_path: Path, mon
         (target / "half").write_bytes(b"half")
         raise ModelError("no room")
 
-    monkeypatch.setattr(gguf, "_convert", fail)
+    monkeypatch.setattr(gguf, "convert_into", fail)
     model = tmp_path / "tiny.gguf"
     model.write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="no room"):
@@ -149,7 +153,7 @@ def test_a_shard_index_stays_in_its_folder(tmp_path: Path, name: object) -> None
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["part.safetensors", "model.safetensors", "model.safetensors.index.json"])
-def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_weights_is_refused_without_waiting(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     if name == "part.safetensors":
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
@@ -158,7 +162,7 @@ def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str)
 
 
 def test_a_link_to_weights_elsewhere_is_followed(tmp_path: Path) -> None:
-    """As in the folders that the Hugging Face hub's library makes."""
+    """Links lead to weights in the folders that the Hugging Face hub's library makes."""
     save_file({"weight": torch.ones(4)}, tmp_path / "blob")
     folder = tmp_path / "model"
     folder.mkdir()
@@ -176,22 +180,22 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_a_table_that_was_cut_short_is_gone_on_with_or_named_each_time(
+def test_an_incomplete_table_is_resumed_or_named_at_each_start(
     cache: Path, registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = store.table_path(a_device(), SpecRecord.of(SPEC))
-    costs_for([SPEC], registry, "auto", TableRequest(budget=60))
+    path = table_path(a_device(), SpecRecord.of(SPEC))
+    costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     whole = read_table(path)
     assert not whole.cut_short
     assert whole.complete
     write_json(whole.model_copy(update={"cut_short": True, "complete": False}), path)
     for _ in range(2):
         caplog.clear()
-        costs_for([SPEC], registry, "auto", TableRequest(budget=0))
+        costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=0))
         assert "was cut short, and is used as it is" in caplog.text
     caplog.clear()
     (path.parent / ".table.json.0a.headway-part").write_text("half")
-    costs_for([SPEC], registry, "auto", TableRequest(budget=60))
+    costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     assert "points and was cut short: measuring" in caplog.text
     again = read_table(path)
     assert (again.complete, again.cut_short, len(again.cells)) == (True, False, len(whole.cells))
@@ -204,6 +208,6 @@ def test_ctrl_c_while_auto_measures_ends_the_program(cache: Path, registry: Regi
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headway.tuning.run.measure_point", interrupt)
+    monkeypatch.setattr("headway.tuning.measure.run.measure_point", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        costs_for([SPEC], registry, "auto", TableRequest(budget=60))
+        costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))

@@ -1,4 +1,4 @@
-"""Broken files: whatever lies in them, the answer is a right one or an error in one line, and soon."""
+"""Damaged files: they are read, or refused by an error in one line, in either case soon."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from headway.core.contract.errors import HeadwayError, ModelError
+from headway.core.system.json_files import write_json
 from headway.models import gguf
 from headway.models.checkpoint import check_folder
 from headway.models.weights import Weights, check_files
-from headway.registry.guests import Verdict
-from headway.testing.json_files import write_json
-from headway.tuning.files import read_table
+from headway.registry.isolation import Verdict
+from headway.tuning.table.files import read_table
 from tables import a_table
 
 FEW, MANY = 25, 400
@@ -32,7 +32,7 @@ JSON = st.recursive(SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dicti
 
 @st.composite
 def damaged(draw: Callable[..., Any], content: bytes) -> bytes:
-    """A file that was cut short, or in which a few bytes were changed, taken out or put in."""
+    """Draw versions of a file that are cut short, or with a few bytes changed, removed or inserted."""
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, max(len(content) - 1, 0)))
         kind = draw(st.sampled_from(("cut", "change", "remove", "insert")))
@@ -67,7 +67,7 @@ def refused_in_one_line(act: Callable[[], object], kind: type[HeadwayError] = He
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_tables(tmp_path: Path, examples: int) -> None:
+def test_mutated_tables_are_refused_or_read(tmp_path: Path, examples: int) -> None:
     path = tmp_path / "table.json"
     write_json(a_table(), path)
     whole = path.read_bytes()
@@ -101,7 +101,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_config_json(tmp_path: Path, examples: int) -> None:
+def test_mutated_config_json_is_refused_or_read(tmp_path: Path, examples: int) -> None:
     def check(content: bytes) -> None:
         (tmp_path / "config.json").write_bytes(content)
         refused_in_one_line(partial(check_folder, tmp_path), ModelError)
@@ -115,7 +115,7 @@ def test_config_json(tmp_path: Path, examples: int) -> None:
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_safetensors(tmp_path: Path, examples: int) -> None:
+def test_mutated_safetensors_are_refused_or_read(tmp_path: Path, examples: int) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(8), "b": torch.ones(2, 3, dtype=torch.bfloat16)}, path)
     whole = path.read_bytes()
@@ -133,7 +133,7 @@ def test_safetensors(tmp_path: Path, examples: int) -> None:
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_a_shard_index(tmp_path: Path, examples: int) -> None:
+def test_a_mutated_shard_index_is_refused_or_read(tmp_path: Path, examples: int) -> None:
     save_file({"a": torch.zeros(8)}, tmp_path / "one.safetensors")
 
     def check(found: Any) -> None:
@@ -146,8 +146,8 @@ def test_a_shard_index(tmp_path: Path, examples: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header that promises anything at all."""
+def test_mutated_gguf_is_refused_or_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw headers with any contents."""
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
@@ -163,7 +163,7 @@ def test_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_what_is_remembered_of_a_plugin(tmp_path: Path, examples: int) -> None:
+def test_a_mutated_plugin_verdict_is_ignored_or_read(tmp_path: Path, examples: int) -> None:
     path = tmp_path / "verdict.json"
     path.write_text(json.dumps({"fault": "", "remarks": ["a"], "details": "", "seconds": 1.0, "date": ""}))
     assert Verdict.read(path) == Verdict(remarks=["a"], seconds=1.0)

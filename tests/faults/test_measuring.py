@@ -1,4 +1,4 @@
-"""Backends of plugins that crash, hang or exit at some shape: measuring goes on without them, and the default start with it."""
+"""Backends of plugins that crash, hang or exit at some shape: measuring and the default start go on without them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from headway.registry import create_registry
-from headway.tuning import apart
-from headway.tuning.apart import guests, measure_apart
-from headway.tuning.files import read_table
-from headway.tuning.points import Point
-from headway.tuning.run import CrossoverOptions
+from headway.tuning.isolated import measure_in_child as apart
+from headway.tuning.isolated.measure_in_child import measure_in_child, third_party_files
+from headway.tuning.measure.points import Point
+from headway.tuning.measure.run import CrossoverOptions
+from headway.tuning.table.files import read_table
 from hostile_plugins import LATE, install_hostile
 from sandbox import run_headway, save_tiny_model
 from tables import QUICK, SPEC
@@ -35,19 +35,19 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", LATE)
-def test_a_shape_that_ends_the_process_costs_the_backend_alone(
+def test_a_shape_that_crashes_the_process_excludes_that_backend_alone(
     plugins: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apart, "_SILENCE", {"cpu": 5.0})
+    monkeypatch.setattr(apart, "ANSWER_SECONDS", {"cpu": 5.0})
     install_hostile(plugins, name)
     registry = create_registry()
     names = ["sdpa", "sdpa.math", name]
-    assert guests(registry, names) == {name: str(plugins / f"{name.replace('-', '_')}.py")}
+    assert third_party_files(registry, names) == {name: str(plugins / f"{name.replace('-', '_')}.py")}
     table = tmp_path / "table.json"
     options = CrossoverOptions(
         SPEC, names, ["nhd"], block_sizes=(16,), grid=GRID, refine=0, turns=QUICK, budget=60, output=table, interruptible=False
     )
-    found = measure_apart(options, registry)
+    found = measure_in_child(options, registry)
     assert found == read_table(table)
     assert found.complete
     assert not found.cut_short
@@ -59,13 +59,13 @@ def test_a_shape_that_ends_the_process_costs_the_backend_alone(
     if name != "exits-at-a-shape":  # which is an exception like another
         assert not records[name].usable
         assert not any(cell.backend == name for cell in found.cells)
-    again = measure_apart(replace(options, excluded={name: records[name].reason} if records[name].reason else {}), registry)
+    again = measure_in_child(replace(options, excluded={name: records[name].reason} if records[name].reason else {}), registry)
     assert again.complete
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_default_start_measures_and_goes_on(plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_start_survives_a_crash_while_measuring(plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
     monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET")
     install_hostile(plugins, "segfaults-at-a-shape")
@@ -73,10 +73,8 @@ def test_the_default_start_measures_and_goes_on(plugins: Path, tmp_path: Path, m
     arguments = ("generate", "--model", model, "--autotune-budget", "3", "--max-tokens", "8", "--ignore-eos", "the quick fox")
     first, second = (run_headway(*arguments, plugins=plugins, cwd=tmp_path) for _ in range(2))
     assert first.code == second.code == 0, first
-    assert "auto leaves out segfaults-at-a-shape: it takes the process that measures it with it" in first.err
-    assert "auto leaves out segfaults-at-a-shape: takes the process that measures it with it" in second.err, (
-        "it is not tried again"
-    )
+    assert "auto leaves out segfaults-at-a-shape: it crashed the measuring process" in first.err
+    assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in second.err, "it is not tried again"
     assert "measuring" not in second.err or "lacks others" in second.err, (
         "a table is gone on with, where the time did not suffice"
     )

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
-from headway.core.engine.config import check_block_size
+from headway.core.engine.state.config import check_block_size
 from headway.models.checkpoint import check_sizes
 from headway.models.loader import load_model
 from sandbox import save_tiny_model
@@ -70,13 +70,13 @@ def load(folder: Path, **changes: Any) -> Any:
     return load_model(str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True)
 
 
-def test_the_plain_one_loads(tmp_path: Path) -> None:
+def test_the_unchanged_model_loads(tmp_path: Path) -> None:
     assert load(tmp_path).eos_token_ids == {2}
     assert load(tmp_path, sliding_window=8).decoder.attention_specs[0].sliding_window == 8
 
 
 @pytest.mark.parametrize("field", ABSURD)
-def test_absurd_configurations(field: str, tmp_path: Path) -> None:
+def test_absurd_configurations_are_refused(field: str, tmp_path: Path) -> None:
     for value in ABSURD[field]:
         with pytest.raises(HeadwayError) as refused:
             load(tmp_path, **{field: value})
@@ -85,7 +85,7 @@ def test_absurd_configurations(field: str, tmp_path: Path) -> None:
         assert len(said) < 600, value
 
 
-def test_an_end_of_text_beyond_the_vocabulary_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_eos_token_beyond_the_vocabulary_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load(tmp_path, eos_token_id=[2, 10**30]).eos_token_ids == {2}
     assert "outside the vocabulary" in caplog.text
 
@@ -96,7 +96,7 @@ def test_a_gguf_header_with_impossible_sizes_is_refused_before_memory_is_taken()
 
 
 @pytest.mark.slow
-def test_what_a_library_in_rust_gives_up_over_is_the_file_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rust_panic_is_reported_as_a_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
         pass
 
@@ -110,13 +110,13 @@ def test_what_a_library_in_rust_gives_up_over_is_the_file_s_fault(tmp_path: Path
 
 
 @pytest.mark.parametrize("size", [12, 0, -16, 1])
-def test_block_sizes(size: int) -> None:
+def test_impossible_block_sizes_are_refused(size: int) -> None:
     with pytest.raises(ConfigError, match="multiple of 8"):
         check_block_size(size)
 
 
 @pytest.mark.parametrize("changes", [{"type": "cuda"}, {"type": "banana"}, {"compute_capability": "9.0"}])
-def test_an_edited_device(changes: dict[str, str]) -> None:
+def test_a_device_edited_into_nonsense_is_refused(changes: dict[str, str]) -> None:
     device = a_device()
     with pytest.raises(ValidationError, match="type: needs"):
         type(device).model_validate(device.model_dump() | changes)

@@ -1,4 +1,4 @@
-"""Files that commands write: never in place of what is no file, never half of one, nothing left of a killed writer."""
+"""Files that commands write: whole or not at all, never in place of a device or a folder, without remains of a killed writer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import clean, clean_once, new_folder, write_whole
-from headway.testing.json_files import write_bytes
-from limits import NOBODY, apart, killed_after, left_behind
+from headway.core.system.json_files import write_bytes
+from process_limits import NOBODY, apart, killed_after, left_behind
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 OLD, NEW = b"old", b"new" * 1000
@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_device_stays_a_device(tmp_path: Path) -> None:
+def test_writing_to_a_device_does_not_replace_it(tmp_path: Path) -> None:
     write_whole(Path(os.devnull), NEW)
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
     link = tmp_path / "link"
@@ -79,7 +79,7 @@ def test_folders_and_sockets_are_refused(tmp_path: Path) -> None:
             write_bytes(NEW, tmp_path / "socket")
 
 
-def test_a_link_is_written_through(file: Path, tmp_path: Path) -> None:
+def test_a_symbolic_link_stays_and_its_target_is_written(file: Path, tmp_path: Path) -> None:
     link, dangling = tmp_path / "link", tmp_path / "dangling"
     link.symlink_to(file)
     dangling.symlink_to(tmp_path / "elsewhere" / "new.json")
@@ -125,21 +125,21 @@ def test_an_owner_is_kept_by_root_and_another_owner_s_file_is_refused_to_others(
 def test_a_full_disk_leaves_the_old_file_and_says_so(file: Path, tmp_path: Path) -> None:
     said = apart(lambda: write_bytes(NEW, file, "--json"), file_size=100)
     assert said.startswith(f"ConfigError: --json: needs a file in a folder that can be written to, got {file}, which cannot be")
-    assert said.endswith("the file that is there is as it was")
+    assert said.endswith("the old file is unchanged")
     assert file.read_bytes() == OLD
     assert "cannot be written" in apart(lambda: write_bytes(NEW, tmp_path / "new"), file_size=100)
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
 @ROOT
-def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
+def test_a_really_full_file_system_is_an_error_in_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "small"
     folder.mkdir()
     if os.system(f"mount -t tmpfs -o size=64k tmpfs {folder} 2>/dev/null"):
         pytest.skip("no file system may be mounted here")
     try:
         (folder / "table.json").write_bytes(OLD)
-        with pytest.raises(ConfigError, match=r"No space left on device.*is as it was"):
+        with pytest.raises(ConfigError, match=r"No space left on device.*is unchanged"):
             write_bytes(bytes(1 << 20), folder / "table.json")
         assert [path.name for path in folder.iterdir()] == ["table.json"]
         assert (folder / "table.json").read_bytes() == OLD
@@ -147,7 +147,7 @@ def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
         os.system(f"umount {folder}")
 
 
-def test_what_a_killed_writer_left_is_removed_and_a_living_one_s_is_not(tmp_path: Path) -> None:
+def test_part_files_of_killed_writers_are_removed_and_of_living_ones_stay(tmp_path: Path) -> None:
     dead = tmp_path / ".table.json.0a1b2c.headway-part"
     dead.write_bytes(b"half")
     (tmp_path / ".folder.0a1b2c.headway-part" / "below").mkdir(parents=True)
@@ -162,7 +162,7 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_one_s_is_not(tmp_path
     assert left_behind(tmp_path) == []
 
 
-def test_a_folder_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_new_folder_leaves_nothing(tmp_path: Path) -> None:
     def fail() -> None:
         with new_folder(tmp_path / "model") as part:
             (part / "weights").write_bytes(OLD)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from headway.core.contract.errors import PluginError
 from headway.registry import create_registry
-from headway.registry.discovery import FoundPlugin
-from headway.registry.given import GivenFile
-from headway.registry.guests import Verdict
-from headway.tuning.apart import all_found_apart, guests
-from headway.tuning.trial import try_all
+from headway.registry.isolation import Verdict
+from headway.registry.plugin_sources import PluginFile, PluginSource
+from headway.tuning.isolated.child import judge
+from headway.tuning.isolated.measure_in_child import can_measure_in_child, third_party_files
 from hostile_plugins import HOSTILE, source
 from sandbox import TOY, run_headway, save_tiny_model
 
@@ -42,37 +41,37 @@ def hostile(folder: Path, name: str) -> str:
 
 def test_files_and_classes_of_files_are_tried(folder: Path) -> None:
     targets = [hostile(folder, "segfaults-on-import"), "tried_toy.py", "tried_toy.py:ToyDecode"]
-    files = [GivenFile.of(target) for target in targets]
-    with open(os.devnull, "w") as told:
-        plugins = [FoundPlugin(target, file.owner, file) for target, file in zip(targets, files, strict=True)]
-        found = dict(try_all(plugins, {"seconds": 20.0, "device": "cpu", "side_by_side": 8}, told.fileno()))
+    found = [judge(PluginFile.of(target), "cpu", 20.0) for target in targets]
     assert [found[number].fault for number in (1, 2)] == ["", ""]
     assert found[0].fault == "ends the process in its import: it was killed by SIGSEGV"
 
 
-def test_a_fault_is_an_error_in_one_line_and_is_not_remembered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_an_error_in_one_line_and_is_not_remembered(folder: Path) -> None:
     answers = [Verdict("hangs in its import: told"), Verdict("exits: told"), Verdict(date="today")]
-    monkeypatch.setattr("headway.registry.guests._ask", lambda listed, device, blame=False: {0: answers.pop(0)})
+
+    def trial(listed: Sequence[PluginSource]) -> list[Verdict]:
+        return [answers.pop(0) for _ in listed]
+
     for words in ("plugin tried_toy.py: hangs in its import: told (tried", "plugin tried_toy.py: exits: told (tried"):
         with pytest.raises(PluginError) as refused:
-            create_registry(["tried_toy.py"], load_entry_points=False)
+            create_registry(["tried_toy.py"], trial=trial, load_entry_points=False)
         assert str(refused.value).startswith(words)
         assert ("HEADWAY_PLUGIN_TIMEOUT" in str(refused.value)) == ("hangs" in words)
         assert "\n" not in str(refused.value)
     for _ in range(2):  # the second finds what is remembered
-        (record,) = create_registry(["tried_toy.py"], load_entry_points=False).plugins
+        (record,) = create_registry(["tried_toy.py"], trial=trial, load_entry_points=False).plugins
         assert (record.state, record.tried, record.target) == ("loaded", "today", str(folder / "tried_toy.py"))
     assert answers == []
 
 
-def test_a_files_backends_are_guests_and_an_objects_are_not_measured_apart(folder: Path) -> None:
-    registry = create_registry(["tried_toy.py"], load_entry_points=False, try_files=False)
+def test_a_files_backends_are_measured_in_a_child_and_an_objects_are_not(folder: Path) -> None:
+    registry = create_registry(["tried_toy.py"], load_entry_points=False)
     names = ["sdpa", "toy", "toy.decode"]
-    assert guests(registry, names) == dict.fromkeys(("toy", "toy.decode"), str(folder / "tried_toy.py"))
-    assert all_found_apart(registry, names)
-    handed = create_registry([GivenFile.of("tried_toy.py").load()], load_entry_points=False)
-    assert not guests(handed, names)
-    assert not all_found_apart(handed, names)
+    assert third_party_files(registry, names) == dict.fromkeys(("toy", "toy.decode"), str(folder / "tried_toy.py"))
+    assert can_measure_in_child(registry, names)
+    handed = create_registry([PluginFile.of("tried_toy.py").load()], load_entry_points=False)
+    assert not third_party_files(handed, names)
+    assert not can_measure_in_child(handed, names)
 
 
 @pytest.mark.slow
@@ -96,5 +95,5 @@ def test_a_shape_that_ends_the_process_costs_the_files_backend_alone(folder: Pat
     options = ("--plugin", hostile(folder, "segfaults-at-a-shape"), "--autotune-budget", "3", "--max-tokens", "8", "--ignore-eos")
     done = run_headway("generate", "--model", model, *options, "the quick fox", cwd=folder)
     assert done.code == 0, done
-    assert "auto leaves out segfaults-at-a-shape: it takes the process that measures it with it" in done.err
+    assert "auto leaves out segfaults-at-a-shape: it crashed the measuring process" in done.err
     assert "attention: prefill=sdpa" in done.err

@@ -1,25 +1,28 @@
-"""Plugins that misbehave wherever they are asked: each is named, left out and remembered, and everything else goes on."""
+"""Plugins that misbehave at any hook: each is named, left out and remembered, and everything else goes on."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from headway import create_registry
 from headway.core.contract.errors import ConfigError
-from headway.registry import Registry, create_registry
-from headway.registry.discovery import FoundPlugin, entry_points
-from headway.registry.guests import Verdict, verdicts
-from headway.registry.policy import PluginPolicy
-from headway.tuning.trial import try_all
+from headway.registry import Registry
+from headway.registry import create_registry as untried_registry
+from headway.registry.isolation import Verdict, verdicts
+from headway.registry.plugin_sources import PluginSource, installed_plugins
+from headway.registry.records import PluginPolicy
+from headway.tuning.isolated.child import judge
+from headway.tuning.isolated.trial import try_plugins
 from hostile_plugins import HARMLESS, HOSTILE, install_hostile
 from sandbox import run_headway, save_tiny_model
 
-QUICK = [name for name in HOSTILE if not any(word in name for word in ("hangs", "spins", "sleeps"))]
+QUICK = [name for name in HOSTILE if not any(word in name for word in ("hangs", "spins", "sleeps", "its-parent"))]
 
 
 @pytest.fixture
@@ -33,23 +36,19 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def found(plugins: Path) -> dict[str, FoundPlugin]:
+def found(plugins: Path) -> dict[str, PluginSource]:
     return {
         plugin.name.replace("_", "-"): plugin
-        for plugin in entry_points("headway")
+        for plugin in installed_plugins("headway")
         if plugin.file and plugins in plugin.file.parents
     }
 
 
 def tried(plugins: Path, *names: str, seconds: float = 20.0) -> dict[str, Verdict]:
-    """The verdicts of the process that tries plugins, run here: it forks one for each."""
+    """The verdicts of the process that tries a plugin, run here: it forks itself."""
     for name in names:
         install_hostile(plugins, name)
-    listed = list(found(plugins).items())
-    request = {"seconds": seconds, "device": "cpu", "side_by_side": 8}
-    with open(os.devnull, "w") as told:
-        answers = try_all([plugin for _, plugin in listed], request, told.fileno())
-        return {listed[number][0]: verdict for number, verdict in answers}
+    return {name: judge(plugin, "cpu", seconds) for name, plugin in found(plugins).items()}
 
 
 def test_a_plugin_that_ends_or_misleads_the_process_is_at_fault(plugins: Path) -> None:
@@ -86,28 +85,46 @@ def test_a_plugin_that_hangs_says_where(plugins: Path) -> None:
     assert "in available" in verdict.details
 
 
+def test_a_plugin_that_kills_the_process_that_tries_it_is_at_fault(plugins: Path) -> None:
+    for name in ("kills-its-parent", "well-behaved"):
+        install_hostile(plugins, name)
+    listed = found(plugins)
+    verdicts_of = dict(zip(listed, try_plugins(list(listed.values())), strict=True))
+    assert verdicts_of["kills-its-parent"].fault.startswith("crashed during its trial: the process was killed by SIGKILL")
+    assert verdicts_of["well-behaved"].fault == ""
+
+
+def test_without_a_trial_what_was_never_tried_is_let_in_and_what_was_at_fault_is_not(
+    plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADWAY_TRUST_PLUGINS")
+    install_hostile(plugins, "well-behaved")
+    assert "well-behaved" in untried_registry().backends
+    verdicts(list(found(plugins).values()), lambda listed: [Verdict("crashes: told") for _ in listed])
+    assert "well-behaved" not in untried_registry().backends
+
+
 def test_a_verdict_is_remembered_until_a_file_changes(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADWAY_TRUST_PLUGINS")
     asked: list[str] = []
 
-    def ask(listed: list[FoundPlugin], device: str, blame: bool = False) -> dict[int, Verdict]:
+    def ask(listed: Sequence[PluginSource]) -> list[Verdict]:
         asked.extend(plugin.name for plugin in listed)
-        return {number: Verdict("hangs in its import: as it is told here", date="today") for number in range(len(listed))}
+        return [Verdict("hangs in its import: as it is told here", date="today") for _ in listed]
 
-    monkeypatch.setattr("headway.registry.guests._ask", ask)
     install_hostile(plugins, "well-behaved")
     (plugin,) = found(plugins).values()
-    first = verdicts([plugin])
-    assert verdicts([plugin]) == first
+    first = verdicts([plugin], ask)
+    assert verdicts([plugin], ask) == verdicts([plugin], trial=None) == first
     assert asked == ["well_behaved"]
-    verdicts([plugin], retry=True)
+    verdicts([plugin], ask, retry=True)
     assert len(asked) == 2
     (plugins / "well_behaved.py").write_text("pass")
-    verdicts([plugin])
+    verdicts([plugin], ask)
     assert len(asked) == 3
     for kept in (plugins.parent / "cache" / "plugins").iterdir():
         kept.write_text('{"fault": 3}')
-    verdicts([plugin])
+    verdicts([plugin], ask)
     assert len(asked) == 4
     registry = create_registry()
     (failure,) = [each for each in registry.failures if each.name == "well_behaved"]
@@ -120,8 +137,7 @@ def test_a_verdict_is_remembered_until_a_file_changes(plugins: Path, monkeypatch
 
 def test_without_plugins_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADWAY_TRUST_PLUGINS")
-    monkeypatch.setattr("headway.registry.guests._ask", None)
-    assert verdicts([]) == []
+    assert verdicts([], trial=pytest.fail) == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One request fails alone: all of a call is checked before any of it is queued, and a step fails for nobody else."""
+"""A request fails alone: a call is checked before any of its requests is queued, and a fault in a step ends no other request."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from headway import LLM, AsyncLLM, SamplingParams
-from headway.asked import default_params
 from headway.core.contract.errors import ConfigError, HeadwayError, PromptError
-from headway.core.sampling.shaper import LogitsShaper
+from headway.core.sampling.logits_shaper import LogitsShaper
+from headway.requests.sampling_defaults import default_params
 from sandbox import save_tiny_model
 
 GOOD = SamplingParams(max_tokens=3, temperature=0)
@@ -59,7 +59,7 @@ def expected(llm: LLM) -> list[int]:
 
 
 def beside_a_good_one(llm: LLM, params: SamplingParams, expected: list[int]) -> str | None:
-    """Run a request beside a good one, which must not notice. Returns why it ended with an error, if it did."""
+    """Run a request beside a good one, whose tokens must not change. Returns the error that ended the request, if any."""
     good, other = llm.generate(["the quick", "a dog"], [GOOD, params], use_tqdm=False)
     assert good.outputs[0].error is None, f"the good one ended with: {good.outputs[0].error}"
     assert list(good.outputs[0].token_ids) == expected
@@ -69,7 +69,7 @@ def beside_a_good_one(llm: LLM, params: SamplingParams, expected: list[int]) -> 
 @pytest.mark.parametrize(
     "field", [pytest.param(name, marks=() if name in ("top_k", "min_tokens") else pytest.mark.slow) for name in FIELDS]
 )
-def test_absurd_parameters_are_refused_by_name_or_harm_nobody(llm: LLM, expected: list[int], field: str) -> None:
+def test_absurd_parameters_are_refused_by_name_or_are_harmless(llm: LLM, expected: list[int], field: str) -> None:
     for value in VALUES:
         given = {"max_tokens": 2, field: value}
         if field == "max_tokens" and (value is None or (type(value) is int and value > 2)):
@@ -103,29 +103,29 @@ def test_a_bad_second_prompt_leaves_the_first_unqueued(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("prompt", [b"ab", [b"ab"], bytearray(b"ab"), memoryview(b"ab"), {"prompt_token_ids": memoryview(b"ab")}])
-def test_bytes_are_no_token_ids(llm: LLM, prompt: Any) -> None:
+def test_bytes_are_refused_as_token_ids(llm: LLM, prompt: Any) -> None:
     with pytest.raises(PromptError, match="token ids"):
         llm.generate(prompt, GOOD, use_tqdm=False)
 
 
-def test_a_number_is_no_prompt() -> None:
+def test_a_number_is_refused_as_a_prompt() -> None:
     with pytest.raises(PromptError, match="got a int"):
         asyncio.run(anext(AsyncLLM.__new__(AsyncLLM).generate(5)))  # type: ignore[arg-type]
 
 
-def test_what_a_model_recommends_and_cannot_be_is_refused_with_its_file_s_name(tmp_path: Path) -> None:
+def test_invalid_sampling_defaults_of_a_model_are_refused_with_the_file_name(tmp_path: Path) -> None:
     for value in (float("nan"), -1, "hot", True):
         (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value}))
         with pytest.raises(ConfigError, match=r"generation_config\.json: temperature: needs a number"):
             default_params(tmp_path)
 
 
-def test_halves_of_characters_are_refused(llm: LLM) -> None:
+def test_lone_surrogates_are_refused(llm: LLM) -> None:
     with pytest.raises(PromptError, match="Unicode"):
         llm.generate("caf\udce9", GOOD, use_tqdm=False)
 
 
-def test_what_goes_wrong_with_one_row_ends_it_alone(tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_one_row_ends_that_request_alone(tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = new_llm(tmp_path)  # which has never begun a row that changes logits
     start = LogitsShaper.start
 

@@ -1,4 +1,4 @@
-"""Long life: an engine that does everything at once for a while, and is loaded anew now and then, keeps its memory."""
+"""Long runs: the memory of an engine under mixed work, which is loaded anew now and then, stays as it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import soak
 from sandbox import save_tiny_model
 
 SETTLED = 300
-"""Seconds after which memory is to stay as it is, in the long form."""
+"""Seconds after which memory may not grow, in the long form."""
 
 GROWTH = 600
 """MiB above what Python and its libraries hold, in the short form. The long form stays 430 above them, and up to 550 for a moment
@@ -24,7 +24,7 @@ libraries 230 to 400 MiB are mapped, as the system likes."""
 
 
 def levels(samples: list[dict[str, float]], width: float) -> list[tuple[float, float, float, float]]:
-    """Of each `width` seconds: when they begin, and the median of the resident, proportional and anonymous memory, in MiB."""
+    """For each `width` seconds: when they begin, and the median of the resident, proportional and anonymous memory, in MiB."""
     slots: dict[int, list[dict[str, float]]] = {}
     for sample in samples:
         slots.setdefault(int(sample["seconds"] // width), []).append(sample)

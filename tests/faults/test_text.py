@@ -1,4 +1,4 @@
-"""Names that somebody else wrote, in a terminal, a log, Markdown, CSV, a page and a picture."""
+"""Hostile names in a terminal, a log, Markdown, CSV, a page and a picture."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from headway.bench.crossover.html import to_html
+from headway.bench.crossover.export import to_html
 from headway.bench.crossover.report import notes, print_view, to_csv, to_markdown
 from headway.bench.crossover.view import view
-from headway.core.engine.blocks import BlockManager
-from headway.core.engine.sequence import Sequence
+from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.state.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.logs import _Harmless
 from headway.core.system.terminal import Terminal, for_standard_output
 from headway.core.system.text import csv_cell, harmless, markdown, page, picture
-from headway.logs import _Harmless
 from tables import a_cell, a_table
 
 EVIL = [
@@ -45,7 +45,7 @@ EVIL = [
 
 
 @pytest.mark.parametrize("text", EVIL, ids=ascii)
-def test_a_terminal_shows_and_does_not_obey(text: str) -> None:
+def test_a_terminal_shows_control_characters_as_escapes(text: str) -> None:
     out = Terminal(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
     table = Table(title=text)
     table.add_column(text)
@@ -59,12 +59,12 @@ def test_a_terminal_shows_and_does_not_obey(text: str) -> None:
     assert kept in written.replace("\n", "") or len(kept) > 40
 
 
-def test_a_spinner_s_text_is_no_markup() -> None:
+def test_the_text_of_a_spinner_is_not_markup() -> None:
     with Terminal(file=io.StringIO(), force_terminal=True).status("loading [/red] \x1b[2J"):
         pass
 
 
-def test_a_log_does_not_obey_either() -> None:
+def test_a_log_shows_control_characters_as_escapes() -> None:
     record = logging.LogRecord("headway", logging.WARNING, "", 0, "plugin %s", ("\x1b[2J",), None)
     assert _Harmless("headway: %(message)s").format(record) == "headway: plugin \\x1b[2J"
 
@@ -72,7 +72,7 @@ def test_a_log_does_not_obey_either() -> None:
 @seed(19)
 @settings(max_examples=40, deadline=None)
 @given(st.text(max_size=30))
-def test_every_text_is_harmless_in_every_medium(text: str) -> None:
+def test_hostile_text_is_escaped_in_every_medium(text: str) -> None:
     assert all(sign.isprintable() or unicodedata.category(sign) == "Zs" for sign in harmless(text))
     assert harmless(harmless(text)) == harmless(text)
     assert not re.search(r"(?<!\\)[`*\[\]|$~<>]", markdown(text))
@@ -85,14 +85,14 @@ def test_every_text_is_harmless_in_every_medium(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "same"), [("-1.5e3", True), ("+4", True), ("-x", False), ("vllm_paged", True), ("sdpa.math", True)]
 )
-def test_what_is_harmless_stays_as_it_is(text: str, same: bool) -> None:
+def test_harmless_text_is_unchanged(text: str, same: bool) -> None:
     assert (csv_cell(text) == text) is same
     assert harmless(text) == text
     assert markdown("vllm_paged sdpa.math 1.23x") == "vllm_paged sdpa.math 1.23x"
 
 
 @pytest.mark.parametrize("name", EVIL[:-1], ids=ascii)
-def test_a_shared_table_s_names_are_harmless_wherever_it_is_shown(name: str) -> None:
+def test_hostile_names_of_a_shared_table_are_escaped_wherever_it_is_shown(name: str) -> None:
     cells = [a_cell(10.0, backend=name, kernel=name), a_cell(30.0, backend="b", kernel=name)]
     cells += [a_cell(None, backend=name, case="1q1s128", kv_len=128, reason=name)]
     table = a_table(*cells, command=name, model=name, busy=name)
@@ -109,7 +109,7 @@ def test_a_shared_table_s_names_are_harmless_wherever_it_is_shown(name: str) -> 
     assert len(notes(shown)) >= 2
 
 
-def test_a_picture_is_drawn_with_any_name(tmp_path: Path) -> None:
+def test_a_picture_with_hostile_names_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from headway.bench.crossover.plot import to_png
 
@@ -117,7 +117,7 @@ def test_a_picture_is_drawn_with_any_name(tmp_path: Path) -> None:
     assert to_png(view(table, None, None)).startswith(b"\x89PNG")
 
 
-def test_two_contents_of_one_hash_are_not_taken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_whose_hashes_collide_share_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block has the same hash here: a cache that trusted it would answer one prompt with another's keys."""
 
     class Same:
@@ -127,7 +127,7 @@ def test_two_contents_of_one_hash_are_not_taken_for_each_other(monkeypatch: pyte
         def digest(self) -> bytes:
             return b"same"
 
-    monkeypatch.setattr("headway.core.engine.hits.hashlib.blake2b", Same)
+    monkeypatch.setattr("headway.core.engine.cache.prefix_lookup.hashlib.blake2b", Same)
     blocks = BlockManager(64, 4)
 
     def sequence(tokens: list[int]) -> Sequence:
@@ -147,7 +147,7 @@ def test_two_contents_of_one_hash_are_not_taken_for_each_other(monkeypatch: pyte
     blocks.check_integrity([])
 
 
-def test_what_a_model_writes_is_shown_to_a_terminal_and_left_as_it_is_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_model_is_escaped_for_a_terminal_and_unchanged_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     written = "a\tb\n\x1b]0;title\x07\u202e"
     for watched, shown in ((True, "a\tb\n\\x1b]0;title\\x07\\u202e"), (False, written)):
         monkeypatch.setattr("sys.stdout.isatty", lambda watched=watched: watched)

@@ -1,4 +1,4 @@
-"""Errors of the world: one line that says on what, what happened and what to do; Headway's own faults keep their traceback."""
+"""System errors: one line that tells where, what and what to do; faults of Headway keep their traceback."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import io
 import os
 import subprocess
 import sys
-import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 
 from headway import __main__ as entry
 from headway.core.contract.errors import ConfigError
-from headway.core.system.faults import in_words, never_refuse_a_character, open_what_is_closed
+from headway.core.system.system_errors import escape_unencodable, open_closed_streams, system_error_text
 from headway.core.system.text import shown
 from headway.engine_args import EngineArgs
 
@@ -38,7 +36,7 @@ WORLD = {
         UnicodeEncodeError("ascii", "a\u00e9b", 1, 2, "ordinal not in range"),
         "cannot be written as ascii (set PYTHONUTF8=1)",
     ),
-    "not utf-8": (UnicodeDecodeError("utf-8", b"ab\xff\xfe", 2, 3, "invalid start byte"), "it is no utf-8: 0xff 0xfe at byte 2"),
+    "not utf-8": (UnicodeDecodeError("utf-8", b"ab\xff\xfe", 2, 3, "invalid start byte"), "not utf-8: 0xff 0xfe at byte 2"),
 }
 
 
@@ -46,14 +44,14 @@ def run(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(entry, "_run", fail)
+    monkeypatch.setattr(entry, "run_command_line", fail)
     with pytest.raises(SystemExit) as ended:
         entry.main()
     return int(ended.value.code or 0)
 
 
 @pytest.mark.parametrize("name", WORLD)
-def test_an_error_of_the_world_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_system_error_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     error, words = WORLD[name]
     assert run(monkeypatch, error) == 2
     said = capfd.readouterr().err
@@ -62,37 +60,37 @@ def test_an_error_of_the_world_is_one_line(name: str, monkeypatch: pytest.Monkey
     assert words in said
 
 
-def test_our_own_fault_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_of_headway_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     for error in (KeyError("oops"), RuntimeError("shapes differ"), ZeroDivisionError()):
-        assert in_words(error) is None
+        assert system_error_text(error) is None
         assert run(monkeypatch, error) == 1
         said = capfd.readouterr().err
         assert "Traceback" in said
         assert "please report it" in said.splitlines()[-1]
 
 
-def test_a_reader_that_left_is_no_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_pipe_exits_141(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, BrokenPipeError(errno.EPIPE, "Broken pipe")) == 141
     assert capfd.readouterr().err == ""
 
 
-def test_a_reader_that_left_a_command_of_typer_s_is_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_pipe_under_typer_exits_141(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave() -> None:
         try:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
         except BrokenPipeError:
             sys.exit(1)  # as typer does
 
-    monkeypatch.setattr(entry, "_run", leave)
+    monkeypatch.setattr(entry, "run_command_line", leave)
     with pytest.raises(SystemExit) as ended:
         entry.main()
     assert ended.value.code == 141
 
 
-def test_streams_that_were_closed_are_null_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_standard_streams_become_null_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
-    open_what_is_closed()
+    open_closed_streams()
     with sys.stdin, sys.stdout, sys.stderr:
         assert sys.stdin.read() == ""
         assert not sys.stdout.isatty()
@@ -100,7 +98,7 @@ def test_streams_that_were_closed_are_null_devices(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "2", "3"])
-def test_no_columns(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_narrower_than_20_columns_counts_as_20(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     run(monkeypatch, SystemExit(0))
     assert os.environ["COLUMNS"] == "20"
@@ -109,7 +107,7 @@ def test_no_columns(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_ascii_terminal_shows_escapes() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    never_refuse_a_character(stream, None)
+    escape_unencodable(stream, None)
     stream.write("caf\u00e9 \udcff")
     stream.flush()
     assert raw.getvalue() == rb"caf\xe9 \udcff"
@@ -174,7 +172,7 @@ def test_an_option_of_another_kind_is_refused_by_name(option: str) -> None:
         ("{headway} bench kernel --backends sdpa --cases 1q1s8 --block-sizes 12", 2, "multiple of 8"),
     ],
 )
-def test_the_command_line(command: str, code: int | None, words: str, tmp_path: Path) -> None:
+def test_commands_end_with_the_right_exit_code_and_words(command: str, code: int | None, words: str, tmp_path: Path) -> None:
     line = command.format(headway=f"{sys.executable} -m headway")
     done = subprocess.run(
         ["bash", "-c", line], cwd=tmp_path, capture_output=True, timeout=120, env={**os.environ, "HEADWAY_PLUGINS": "none"}
@@ -186,7 +184,7 @@ def test_the_command_line(command: str, code: int | None, words: str, tmp_path: 
     assert code is None or done.returncode == code, said
 
 
-def test_a_working_folder_that_was_removed_is_one_line(
+def test_a_removed_working_folder_is_an_error_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     gone = tmp_path / "gone"
@@ -198,25 +196,3 @@ def test_a_working_folder_that_was_removed_is_one_line(
         entry.main()
     assert ended.value.code == 2
     assert capfd.readouterr().err.startswith("headway: error: the working folder: needs one that exists")
-
-
-def test_an_interrupt_that_hits_a_callback_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Watched:
-        pass
-
-    def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
-
-    def fail() -> None:
-        watched = Watched()
-        reference = weakref.ref(watched, interrupted)
-        del watched
-        time.sleep(5)
-        raise AssertionError(reference)
-
-    monkeypatch.setattr(entry, "_run", fail)
-    before = sys.unraisablehook
-    with pytest.raises(SystemExit) as ended:
-        entry.main()
-    assert ended.value.code == 130
-    assert sys.unraisablehook is before

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from grid import spec
+from backend_cases import spec
 from headway.backends import layouts
 from headway.backends.nvrtc.arguments import Arguments
+from headway.backends.nvrtc.compiler import Variant
 from headway.backends.nvrtc.launch import Launch
 from headway.backends.nvrtc.store import load
-from headway.backends.nvrtc.variant import Variant
 from headway.backends.vllm_paged import writer
-from headway.backends.vllm_paged.arguments import CSRC
 from headway.backends.vllm_paged.backend import VllmPagedAttention
+from headway.backends.vllm_paged.decode import CSRC
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.spec import AttentionSpec

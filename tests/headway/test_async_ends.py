@@ -1,4 +1,4 @@
-"""What ends an AsyncLLM, its streams and its thread, and what is left behind."""
+"""Ends of an AsyncLLM, its streams and its thread, of which nothing is left behind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from weakref import ref
 
 import pytest
 
+from async_reading import read
 from headway import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
-from headway.engine_thread import EngineThread
-from streaming import read
+from headway.hosting.thread_host import EngineThread
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
-def test_a_fault_in_the_engine_reaches_everybody_who_waits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_engine_ends_every_stream_with_the_cause(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     served = AsyncLLM.from_llm(llm)
 
     async def run() -> None:
@@ -66,7 +66,7 @@ def test_draining_lets_requests_end_and_a_shutdown_ends_them(llm: LLM) -> None:
     asyncio.run(run())
 
 
-def test_requests_of_a_loop_that_was_closed_end(llm: LLM, served: AsyncLLM) -> None:
+def test_requests_of_a_closed_event_loop_are_aborted(llm: LLM, served: AsyncLLM) -> None:
     loop = asyncio.new_event_loop()
     (request,) = loop.run_until_complete(served.check([[1, 2, 3]], LONG))
 
@@ -83,8 +83,8 @@ def test_requests_of_a_loop_that_was_closed_end(llm: LLM, served: AsyncLLM) -> N
     asyncio.run(asyncio.wait_for(wait(), 10))
 
 
-def test_an_id_that_is_taken_again_brings_no_token_of_the_request_before(llm: LLM, served: AsyncLLM) -> None:
-    """A step may be running when a request ends by a stop text or is given up, and bring it another token."""
+def test_a_reused_request_id_gets_no_token_of_the_earlier_request(llm: LLM, served: AsyncLLM) -> None:
+    """A request may end, by a stop text or because it was closed, during a step that brings another token."""
     prompts = [[number, 9, 2] for number in range(1, 21)]
     alone = [output.outputs[0] for output in llm.generate(prompts, LONG, use_tqdm=False)]
 
@@ -109,10 +109,10 @@ def test_an_id_that_is_taken_again_brings_no_token_of_the_request_before(llm: LL
     asyncio.run(one_after_the_other())
 
 
-def test_what_is_dropped_without_a_shutdown_ends_its_thread(llm: LLM) -> None:
+def test_an_async_llm_that_is_dropped_ends_its_thread(llm: LLM) -> None:
     served = AsyncLLM.from_llm(llm)
     asyncio.run(read(served.generate([1, 2, 3], GREEDY)))
-    left, thread = ref(served), cast(EngineThread, served._host)._thread
+    left, thread = ref(served), cast(EngineThread, served.host).thread
     del served
     gc.collect()
     thread.join(10)
@@ -143,8 +143,8 @@ def test_resetting_the_prefix_cache_forgets_what_is_on_disk(served: AsyncLLM, mo
 
 def test_freed_memory_is_given_back_once_when_there_is_no_work(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
-    monkeypatch.setattr("headway.engine_thread.give_back", lambda: given.append(time.monotonic()))
-    monkeypatch.setattr("headway.engine_thread._IDLE", 0.01)
+    monkeypatch.setattr("headway.hosting.thread_host.give_back", lambda: given.append(time.monotonic()))
+    monkeypatch.setattr("headway.hosting.thread_host._IDLE", 0.01)
 
     async def run() -> None:
         async with AsyncLLM.from_llm(llm) as served:

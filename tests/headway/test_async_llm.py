@@ -9,9 +9,9 @@ from itertools import chain, pairwise
 
 import pytest
 
+from async_reading import plain, read
 from headway import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, PromptError
-from streaming import plain, read
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -24,7 +24,7 @@ def _raising(token_ids: list[int], logits: object) -> object:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_requests_with_random_cancels_are_neither_lost_nor_doubled_nor_mixed_up(llm: LLM, served: AsyncLLM, count: int) -> None:
+def test_random_cancellations_lose_duplicate_or_mix_no_tokens(llm: LLM, served: AsyncLLM, count: int) -> None:
     draw = random.Random(0)
     prompts = [[draw.randrange(1, 300) for _ in range(draw.randint(1, 24))] for _ in range(count)]
     wishes = [SamplingParams(temperature=0, max_tokens=draw.randint(1, 16), ignore_eos=True) for _ in prompts]
@@ -80,7 +80,7 @@ def test_requests_with_random_cancels_are_neither_lost_nor_doubled_nor_mixed_up(
     assert min(ended.values()) >= count // 40, ended
 
 
-def test_outputs_are_all_so_far_or_what_is_new_or_the_last(llm: LLM, served: AsyncLLM) -> None:
+def test_output_kind_selects_cumulative_delta_or_final(llm: LLM, served: AsyncLLM) -> None:
     prompt = [1, 2, 3]
     params = {
         kind: SamplingParams(n=2, temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, output_kind=kind)
@@ -116,14 +116,14 @@ def test_a_stop_text_ends_a_stream_before_it_and_no_part_of_it_was_shown(llm: LL
     assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("stop", stop)
 
 
-def test_a_bad_request_ends_alone_before_anything_is_queued(llm: LLM, served: AsyncLLM) -> None:
+def test_bad_request_is_refused_before_anything_is_queued(llm: LLM, served: AsyncLLM) -> None:
     bad = {
         "prompt 0: needs at most 255 tokens": ([1] * 300, GREEDY, None, 0),
         "at least one token": ([], GREEDY, None, 0),
         "prompt 0: needs token ids from 0 to 299": ([300], GREEDY, None, 0),
         "max_logprobs=20": ([1], SamplingParams(logprobs=21), None, 0),
         "best_of": ([1], SamplingParams(best_of=2), None, 0),
-        "request_id: needs an id that no unfinished request has": ([1], GREEDY, "taken", 0),
+        "request_id: needs an id not in use": ([1], GREEDY, "taken", 0),
         "priority: needs a whole number": ([1], GREEDY, None, 0.5),
         "logits_processors: needs a function, or a name": ([1], SamplingParams(logits_processors=["nobody's"]), None, 0),
     }
@@ -177,7 +177,7 @@ def test_chat_renders_the_template_off_the_loop(llm: LLM, served: AsyncLLM) -> N
     assert threads[0].startswith("headway-tokenise")
 
 
-def test_an_llm_may_be_used_beside_it_and_both_share_the_batch(llm: LLM, served: AsyncLLM) -> None:
+def test_llm_and_async_llm_share_an_engine(llm: LLM, served: AsyncLLM) -> None:
     (alone,) = llm.generate([[7, 8, 9]], LONG, use_tqdm=False)
     before = llm.engine.stats.snapshot()
 

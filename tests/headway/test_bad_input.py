@@ -126,7 +126,7 @@ def test_an_option_of_the_wrong_kind_is_refused(headway: Headway, tiny_model_fol
 
 
 @pytest.mark.parametrize("arguments", [("generate",), ("no_such_command",)], ids=str)
-def test_a_command_that_is_none_is_refused(headway: Headway, arguments: tuple[str, ...]) -> None:
+def test_unknown_chat_command_is_refused(headway: Headway, arguments: tuple[str, ...]) -> None:
     result = headway(*arguments)
     assert (result.code, result.out) == (2, "")
     assert "Usage: " in result.err

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from driving import drain
 from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
+from headway.core.engine.engine import make_engine
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.state.config import EngineConfig
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
 from headway.models.weights import Weights
 from headway.registry import Registry, create_registry
+from run_engine import drain
 from sandbox import TOY, Result, assert_refused, install
-from tiny import TinyModel
+from tiny_model import TinyModel
 
 BATCHES = (2, 7, 64)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -47,7 +48,7 @@ def neighbours(count: int, vocab_size: int) -> list[tuple[list[int], SamplingPar
     ]
 
 
-def run(engine: Engine, request: tuple[list[int], SamplingParams], others: int, place: int = 0) -> tuple[Tensor, list[int]]:
+def run(engine: EngineLoop, request: tuple[list[int], SamplingParams], others: int, place: int = 0) -> tuple[Tensor, list[int]]:
     """Logits [tokens, vocab_size] and tokens of a request that is added after `place` of so many others."""
     rows: list[Tensor] = []
 
@@ -57,7 +58,7 @@ def run(engine: Engine, request: tuple[list[int], SamplingParams], others: int, 
 
     requests = neighbours(others, engine.limits.vocab_size)
     for number, wish in enumerate([*requests[:place], request, *requests[place:]]):
-        engine.add_request("it" if number == place else str(number), *wish)
+        engine.add_request("it" if number == place else str(number), engine.limits.checked(*wish))
     engine.executor.observe(keep)
     tokens = drain(engine)["it", 0].token_ids
     engine.executor.observe(None)
@@ -106,11 +107,11 @@ def test_a_request_has_the_same_bits_alone_and_in_batches_of_2_7_and_64(
             beside = run(engine, request, size - 1, place)
             assert torch.equal(beside[0], logits), f"batch of {size}, place {place}"
             assert beside[1] == tokens
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.stats.num_preemptions == 0
     torch.set_num_threads(threads)
 
 
-def test_without_it_the_bits_do_hang_on_the_batch(tiny_model_folder: Path) -> None:
+def test_logits_depend_on_the_batch_without_deterministic(tiny_model_folder: Path) -> None:
     """Else the test above would show nothing."""
     engine = llm(tiny_model_folder, deterministic=False).engine
     request = ([7, 3, 250, 9] * 13, GREEDY)
@@ -168,7 +169,7 @@ def test_on_a_gpu_too(larger_model: tuple[Qwen3Config, Path], name: str, dtype: 
         enforce_eager=eager,
         cudagraph_capture_sizes=(1, 2, 4, 8, 32, 64),
     )
-    engine = Engine(model, create_registry(load_entry_points=False), config)
+    engine = make_engine(model=model, source=create_registry(load_entry_points=False), config=config)
     for prompt in ([7, 3, 250, 9] * 13, list(range(500)) * 3):
         for params in (GREEDY, SAMPLED):
             logits, tokens = run(engine, (prompt, params), 0)
@@ -183,12 +184,12 @@ def test_one_backend_is_pinned_and_said(tiny_model_folder: Path, caplog: pytest.
     with caplog.at_level(logging.INFO, "headway"):
         engine = llm(tiny_model_folder).engine
     assert set(engine.selection.names.values()) == {"sdpa"}
-    assert engine.config.attn_backend == "sdpa"
+    assert str(engine.config.backend_request) == "sdpa"
     assert not engine.config.enable_prefix_caching
     assert "deterministic: attention pinned to sdpa; no prefix cache, no preemption" in caplog.text
     assert str(engine.selection).endswith("(deterministic: pinned)")
     half = llm(tiny_model_folder, attn_backend="decode=sdpa.math").engine
-    assert half.config.attn_backend == "prefill=sdpa,decode=sdpa.math"
+    assert str(half.config.backend_request) == "prefill=sdpa,decode=sdpa.math"
     pair = llm(tiny_model_folder, attn_backend="prefill=sdpa.math,decode=auto").engine
     assert [pair.selection.names[phase] for phase in Phase] == ["sdpa.math", "sdpa.math", "sdpa"]
 
@@ -216,7 +217,7 @@ def test_a_named_backend_that_declares_nothing_is_refused_with_a_fix(tiny_model_
 
 def test_a_model_that_is_not_batch_invariant_is_refused(registry: Registry) -> None:
     with pytest.raises(ConfigError, match=r"deterministic: needs a model that keeps its rows' bits"):
-        Engine(TinyModel(), registry, EngineConfig(deterministic=True))
+        make_engine(model=TinyModel(), source=registry, config=EngineConfig(deterministic=True))
 
 
 def test_on_the_command_line(headway: Headway, tiny_model_folder: Path, toy: Registry) -> None:

@@ -1,4 +1,4 @@
-"""The doctor on machines that this one is not: facts go in, advice comes out."""
+"""The doctor's advice for machines of other kinds, whose descriptions are handed in."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from headway.cli.app import app
 from headway.cli.doctor import command_lines, diagnose, screen
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.support import Support
-from headway.doctor import PACKAGES, Advice, advise, build_jobs, library, wheel_tag
-from headway.machine import Gpu, Machine, examine, parse_gpus
+from headway.machine.description import Gpu, Machine, examine, parse_gpus
+from headway.machine.doctor import PACKAGES, Advice, advise, build_jobs, library, wheel_tag
 from headway.registry import create_registry, hookimpl
 
 H200 = Machine(
@@ -55,7 +55,7 @@ def advice(extra: str, support: Support = MISSING, machine: Machine = H200, devi
         ("", ""),
     ],
 )
-def test_the_library_of_an_extra(extra: str, name: str) -> None:
+def test_an_extra_names_its_library(extra: str, name: str) -> None:
     assert library(extra) == name
 
 
@@ -93,7 +93,7 @@ def test_a_torch_for_cpus_beside_a_gpu_comes_first() -> None:
     assert advice("triton", machine=older).commands[0].endswith("/cu126")
 
 
-def test_a_driver_too_old_for_torch() -> None:
+def test_a_driver_too_old_for_torch_gets_an_older_torch() -> None:
     found = advice("triton", machine=dataclasses.replace(H200, cuda_works=False, driver="550.54"))
     assert "550.54 is too old for CUDA 13.0" in found.text
     assert found.commands[0].endswith("/cu126")
@@ -110,12 +110,12 @@ def test_a_gpu_that_torch_cannot_use_has_no_command() -> None:
     assert not found.commands
 
 
-def test_a_gpu_too_old_for_a_library() -> None:
+def test_a_gpu_too_old_for_a_library_gets_no_command() -> None:
     old = dataclasses.replace(H200, gpus=(Gpu("Tesla T4", (7, 5), 15.0),))
     assert advice("flash-attn", machine=old) == Advice("needs compute capability 8.0, the GPU has 7.5; nothing to install")
 
 
-def test_a_library_for_another_system() -> None:
+def test_a_library_for_another_system_gets_no_command() -> None:
     found = advice("triton", machine=dataclasses.replace(H200, system="Windows"))
     assert found == Advice("triton is not released for Windows, only for Linux; nothing to install")
 
@@ -179,7 +179,7 @@ def test_a_library_that_does_not_load_is_installed_again() -> None:
     assert "--force-reinstall" in advice("xformers", MISSING, broken).commands[0]
 
 
-def test_a_library_that_loads_and_says_no_is_left_alone() -> None:
+def test_a_library_that_loads_but_is_refused_is_not_reinstalled() -> None:
     here = dataclasses.replace(H200, installed={"flash-attn-4": "4.0"})
     found = advice("flash-attn-4", Support.no("signature", "block_table", "none", "see its notes"), here)
     assert found == Advice("flash-attn-4 4.0 is installed; nothing to install", (), "see its notes")
@@ -201,7 +201,7 @@ def test_build_jobs_fit_cores_and_memory(cores: int, memory: float, jobs: int) -
     assert build_jobs(dataclasses.replace(H200, cores=cores, memory_gib=memory), 9) == jobs
 
 
-def test_gpus_of_nvidia_smi() -> None:
+def test_gpus_are_parsed_from_nvidia_smi() -> None:
     rows = "580.65.06, NVIDIA H200, 9.0, 143771\n580.65.06, NVIDIA H200, 9.0, 143771\nnot a row\n1, MIG, [N/A], [N/A]\n"
     driver, gpus = parse_gpus(rows)
     assert driver == "580.65.06"
@@ -210,7 +210,7 @@ def test_gpus_of_nvidia_smi() -> None:
 
 
 class Libraries:
-    """A plugin with one backend for each library, none of which is there."""
+    """A plugin with one backend for each library; no library is installed."""
 
     @hookimpl
     def headway_register_backends(self) -> list[BackendInfo]:
@@ -221,7 +221,7 @@ class Libraries:
 
 
 @pytest.mark.parametrize("machine", [H200, LAPTOP], ids=["h200", "laptop"])
-def test_one_screen_of_80_columns(machine: Machine) -> None:
+def test_the_report_fits_80_columns(machine: Machine) -> None:
     registry = create_registry([Libraries()], load_entry_points=False)
     lines = [line.plain for line in screen(diagnose(registry, machine), machine, 80)]
     assert max(map(len, lines)) <= 80, max(lines, key=len)
@@ -258,7 +258,7 @@ def test_commands_break_at_spaces_only() -> None:
     assert not lines[-1].endswith("\\")
 
 
-def test_the_command_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_runs_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = CliRunner().invoke(app, ["doctor"])
     assert shown.exit_code == 0, shown.output
@@ -280,7 +280,7 @@ def test_plugin_failures_are_shown() -> None:
     assert "ImportError: gone" in text
 
 
-def test_this_machine_has_facts() -> None:
+def test_this_machine_is_described() -> None:
     machine = examine(("headway", "no-such-distribution"))
     assert machine.cores >= 1
     assert machine.installed.keys() == {"headway"}

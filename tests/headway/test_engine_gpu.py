@@ -10,18 +10,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from driving import generate
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import HND, NHD, VLLM_5D
 from headway.core.contract.metadata import Phase
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
+from headway.core.engine.engine import make_engine
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
 from headway.models.weights import Weights
 from headway.registry import Registry, create_registry
+from run_engine import generate
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +58,7 @@ def decoder(folder: Path, dtype: torch.dtype, device: str) -> Decoder:
 
 
 def run(model: Decoder, registry: Registry, config: EngineConfig) -> list[list[int]]:
-    engine = Engine(model, registry, config)
+    engine = make_engine(model=model, source=registry, config=config)
     return [written.token_ids for written in generate(engine, PROMPTS, GREEDY)]
 
 
@@ -84,7 +85,7 @@ def test_the_tokens_are_those_of_plain_attention(
     assert run(model, REGISTRY, config) == expected
 
 
-def many(engine: Engine) -> list[tuple[list[int], str | None]]:
+def many(engine: EngineLoop) -> list[tuple[list[int], str | None]]:
     """64 requests of random lengths, every third with tokens that end it; many outgrow a block of 256 while they write."""
     random = Random(0)
     prompts, wishes = [], []
@@ -106,15 +107,15 @@ def test_graphs_and_overlap_change_no_token(folder: Path, name: str, monkeypatch
         attn_backend=name, kv_cache_memory=4096 * bytes_per_token, max_model_len=512, max_num_batched_tokens=512
     )
     try:
-        plain = Engine(model, REGISTRY, replace(config, enforce_eager=True, async_scheduling=False))
+        plain = make_engine(model=model, source=REGISTRY, config=replace(config, enforce_eager=True, async_scheduling=False))
     except HeadwayError as error:
         pytest.skip(f"{name}: {error}")
-    fast = Engine(model, REGISTRY, config)
+    fast = make_engine(model=model, source=REGISTRY, config=config)
     expected, got = many(plain), many(fast)
     same = sum(a == b for a, b in zip(expected, got, strict=True))
     assert {reason for _, reason in expected} == {"stop", "length"}
-    assert plain.scheduler.num_preemptions > 0
-    assert fast.scheduler.num_preemptions > 0
+    assert plain.stats.num_preemptions > 0
+    assert fast.stats.num_preemptions > 0
     graphs = plain.selection.names[Phase.DECODE] == name and REGISTRY.backend(name).graph_level > GraphLevel.NONE
     assert (fast.stats.num_graph_steps > 0) == graphs
     assert fast.stats.steps_in_pieces["a prompt in the step"] > 0
@@ -131,7 +132,10 @@ def test_sampled_tokens_are_the_same_in_a_graph(folder: Path) -> None:
         SamplingParams(temperature=t, seed=n, top_k=k, max_tokens=20) for n, (t, k) in enumerate([(0, -1), (1.5, -1), (0.7, 9)])
     ]
     outputs = []
-    for engine in (Engine(model, REGISTRY, config), Engine(model, REGISTRY, replace(config, enforce_eager=True))):
+    for engine in (
+        make_engine(model=model, source=REGISTRY, config=config),
+        make_engine(model=model, source=REGISTRY, config=replace(config, enforce_eager=True)),
+    ):
         outputs.append([written.token_ids for written in generate(engine, PROMPTS[: len(wishes)], wishes)])
     assert outputs[0] == outputs[1]
 
@@ -139,7 +143,7 @@ def test_sampled_tokens_are_the_same_in_a_graph(folder: Path) -> None:
 def test_a_nan_in_a_graph_ends_its_request_only(folder: Path) -> None:
     model = decoder(folder, torch.float32, "cuda")
     model.embed = replace(model.embed, table=model.embed.table.clone())
-    engine = Engine(model, REGISTRY, EngineConfig(kv_cache_memory=2**27, max_model_len=256))
+    engine = make_engine(model=model, source=REGISTRY, config=EngineConfig(kv_cache_memory=2**27, max_model_len=256))
     (first,) = generate(engine, [[1, 2, 3]], GREEDY)
     sick = first.token_ids[5]
     assert sick not in PROMPTS[1]
@@ -151,7 +155,9 @@ def test_a_nan_in_a_graph_ends_its_request_only(folder: Path) -> None:
 
 
 def test_auto_on_a_gpu_runs_and_says_what_it_chose(folder: Path) -> None:
-    engine = Engine(decoder(folder, torch.bfloat16, "cuda"), REGISTRY, EngineConfig(kv_cache_memory=2**27))
+    engine = make_engine(
+        model=decoder(folder, torch.bfloat16, "cuda"), source=REGISTRY, config=EngineConfig(kv_cache_memory=2**27)
+    )
     (seq,) = generate(engine, PROMPTS[1:2], GREEDY)
     assert len(seq.token_ids) == 24
     assert engine.selection.names[Phase.DECODE] == "triton"

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the same outputs, errors and ends as in a thread, and none of its processes outlives it."""
+"""An engine in a child process: the same outputs, errors and ends as in a thread, and no child outlives its parent."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ import httpx
 import psutil
 import pytest
 
+from async_reading import plain, read
 from headway import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError, PromptError, UnsupportedError
 from headway.core.contract.support import Reason
-from headway.core.engine.deltas import OutputDelta
 from headway.core.engine.loop import EngineLoop
+from headway.core.engine.state.step import OutputDelta
 from headway.engine_args import EngineArgs
-from headway.engine_process import EngineProcess
+from headway.hosting.process_host import EngineProcess
 from headway.server.launch import Server
-from headway.server.service import ServerOptions
-from streaming import plain, read
+from headway.server.options import ServerOptions
 
 pytestmark = pytest.mark.xdist_group("engine process")  # one process has the model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 ENDED_BY_CTRL_C = 130, -signal.SIGINT
-"""Which shells show as the same. Python ends by the signal where one has hit a text that `exec` ran, as dataclasses have."""
+"""Exit codes of a command that Ctrl-C has ended, which shells show as the same."""
 
 
 def start(llm: LLM, **options: object) -> AsyncLLM:
@@ -46,7 +46,7 @@ def start(llm: LLM, **options: object) -> AsyncLLM:
 
 
 def process_of(made: AsyncLLM) -> psutil.Process:
-    return psutil.Process(cast(EngineProcess, made._host)._process.pid)
+    return psutil.Process(cast(EngineProcess, made.host).pid)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_requests_with_random_ends_have_the_tokens_that_they_have_in_a_thread(ll
 
 
 async def idle(made: AsyncLLM):  # type: ignore[no-untyped-def]
-    """Its figures, as soon as nothing runs."""
+    """Wait until no sequence runs, and return the engine's figures."""
     while True:
         found = await made.stats()
         if not found.num_running:
@@ -101,7 +101,7 @@ async def idle(made: AsyncLLM):  # type: ignore[no-untyped-def]
     ],
     ids=["logprobs", "draws", "choice"],
 )
-def test_what_a_request_may_ask_for_comes_back(llm: LLM, apart: AsyncLLM, params: SamplingParams) -> None:
+def test_outputs_for_any_parameters_are_those_of_a_thread(llm: LLM, apart: AsyncLLM, params: SamplingParams) -> None:
     beside = AsyncLLM.from_llm(llm)
 
     async def last(made: AsyncLLM) -> RequestOutput:
@@ -124,13 +124,13 @@ def test_errors_are_those_of_a_thread(apart: AsyncLLM) -> None:
         with pytest.raises(ConfigError, match="another process"):
             await read(apart.generate([1], SamplingParams(logits_processors=[lambda ids, logits: logits], max_tokens=2)))
         with pytest.raises(ConfigError, match="another process"):
-            await apart.ask(lambda engine: engine.snapshot())
+            await apart.query(lambda engine: engine.snapshot())
         with pytest.raises(ZeroDivisionError):
-            await apart.have_done(_divide)
+            await apart.run_task(_divide)
         with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
-            await apart.have_done(_unsendable)
+            await apart.run_task(_unsendable)
         with pytest.raises(RuntimeError, match=r"NobodyElses.*seven"):
-            await apart.have_done(_raise_what_nobody_else_knows)
+            await apart.run_task(_raise_what_nobody_else_knows)
         assert (await read(apart.generate([1], GREEDY)))[-1].finished
         assert await apart.reset_prefix_cache()
         assert (await apart.stats()).num_cached_blocks == 0
@@ -153,14 +153,14 @@ def _unsendable(_: object) -> object:
     return lambda: None
 
 
-def test_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
+def test_sequence_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
     async def run() -> None:
-        await apart.ask(_slow)
+        await apart.query(_slow)
         stream = apart.generate([1, 2, 3], LONG)
         await anext(stream)
         assert (apart.num_running, apart.num_waiting) == (1, 0)
         await stream.aclose()
-        await apart.ask(_fast)
+        await apart.query(_fast)
         assert (apart.num_running, apart.num_waiting) == (0, 0)
 
     asyncio.run(run())
@@ -177,7 +177,7 @@ def test_counts_are_those_of_the_last_step(apart: AsyncLLM) -> None:
     ],
     ids=["backend", "dtype", "model"],
 )
-def test_a_model_that_cannot_be_loaded_is_told_as_in_a_thread(
+def test_an_unloadable_model_raises_the_error_of_a_thread(
     llm: LLM, options: dict[str, str], error: type[HeadwayError], says: str
 ) -> None:
     args = EngineArgs.of(**({"model": str(llm.model.folder), "kv_cache_memory": "1MiB", "num_threads": 1} | options))
@@ -197,7 +197,7 @@ def test_a_model_that_cannot_be_loaded_is_told_as_in_a_thread(
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_errors_survive_the_way_between_processes(error: HeadwayError) -> None:
+def test_errors_are_the_same_after_pickling(error: HeadwayError) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
@@ -207,7 +207,7 @@ def test_a_process_that_is_killed_ends_requests_with_its_reason_and_this_process
     process = process_of(made)
 
     async def run() -> None:
-        await made.ask(_slow)
+        await made.query(_slow)
         stream = made.generate([1, 2, 3], LONG)
         await anext(stream)
         process.send_signal(signal.SIGKILL)
@@ -227,11 +227,11 @@ def test_a_process_that_is_killed_ends_requests_with_its_reason_and_this_process
 
 
 @pytest.mark.slow
-def test_a_fault_in_the_engine_is_told(llm: LLM) -> None:
+def test_a_fault_in_the_engine_ends_its_requests_with_the_cause(llm: LLM) -> None:
     made = start(llm)
 
     async def run() -> None:
-        await made.ask(_break)
+        await made.query(_break)
         with pytest.raises(EngineDeadError, match="ZeroDivisionError"):
             await read(made.generate([1, 2, 3], LONG))
 
@@ -241,7 +241,7 @@ def test_a_fault_in_the_engine_is_told(llm: LLM) -> None:
 
 
 def _slow(engine: EngineLoop) -> None:
-    """So that a request does not end before the test has done something to it."""
+    """Slow the engine down, so that no request ends before the test has acted."""
     engine.step = partial(_step_slowly, engine.step)  # type: ignore[method-assign]
 
 
@@ -264,7 +264,7 @@ def test_a_shutdown_ends_streams_as_an_abort_does(llm: LLM) -> None:
     process = process_of(made)
 
     async def run() -> list[RequestOutput]:
-        await made.ask(_slow)
+        await made.query(_slow)
         stream = made.generate([1, 2, 3], LONG)
         first = await anext(stream)
         made.shutdown()
@@ -282,7 +282,7 @@ def test_no_process_outlives_its_parent(llm: LLM, end: str) -> None:
     script = (
         "import os\nfrom headway import AsyncLLM\nfrom headway.engine_args import EngineArgs\n"
         f"made = AsyncLLM.from_engine_args(EngineArgs.of({options}), own_process=True)\n"  # without a main guard
-        f"print(made._host._process.pid, flush=True)\n{end}\n"
+        f"print(made.host.pid, flush=True)\n{end}\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == (-9 if end else 0), done.stderr
@@ -314,7 +314,9 @@ def test_signals_to_a_group_leave_the_engine_to_its_parent(apart: AsyncLLM, numb
     assert asyncio.run(run())[-1].outputs[0].finish_reason == "length"
 
 
-def test_a_server_over_it_answers_all_its_paths(apart: AsyncLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_over_an_engine_process_answers_all_paths(
+    apart: AsyncLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(apart, "shutdown", lambda: None)  # it is the module's
     server = Server(apart, ServerOptions(served_model_names=("tiny",), profile_dir=tmp_path), port=0)
     asked = {

@@ -1,95 +1,67 @@
-"""Ctrl-C of a command: never lost, never another error, and no import torn by it."""
+"""Ctrl-C of a command: it ends the process at once while modules load, and is a KeyboardInterrupt afterwards."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import os
 import signal
+import subprocess
 import sys
-import threading
-import time
-import weakref
 from pathlib import Path
 
 import pytest
 
 from headway.bench.serve.client import Client
-from headway.interrupts import never_lost
+from headway.machine.interrupts import handle_sigint, interrupt_command
 
-PRESSES = """
-import os, signal, time
-ended = False
-os.kill(os.getpid(), signal.SIGINT)
-time.sleep(0.2)
-ended = True
+COMMAND = """
+import atexit, signal, sys
+from headway.machine.interrupts import handle_sigint, interrupt_command
+atexit.register(print, "cleaned up")
+with handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
+    try:
+        import presses_ctrl_c
+    except BaseException as error:
+        print("the import saw", type(error))
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("interrupted")
 """
 
 
-@pytest.fixture
-def presses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module that presses Ctrl-C while it is imported."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "presses_ctrl_c", raising=False)
-    importlib.invalidate_caches()
-    return "presses_ctrl_c"
+def run_command(folder: Path, module: str) -> tuple[int, str]:
+    """Run COMMAND, which imports a module of this text; returns the exit code and all that it has printed."""
+    (folder / "presses_ctrl_c.py").write_text(module)
+    signals = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell in the background ignores it
+    command = [sys.executable, "-c", f"{signals}import sys; sys.path.insert(0, {str(folder)!r})\n{COMMAND}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    return done.returncode, done.stdout
 
 
-def test_ctrl_c_waits_for_the_end_of_an_import(presses: str, tmp_path: Path) -> None:
-    (tmp_path / f"{presses}.py").write_text(PRESSES)
-    begun = time.perf_counter()
+@pytest.mark.parametrize(
+    "module",
+    [
+        "import signal; signal.raise_signal(signal.SIGINT)",
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    print('caught')",
+        "import signal, weakref\nclass A: pass\na = A()\nr = weakref.ref(a, lambda _: signal.raise_signal(signal.SIGINT))\ndel a",
+    ],
+    ids=["", "where errors are caught", "in a callback"],
+)
+def test_ctrl_c_during_an_import_ends_the_process_by_the_signal(tmp_path: Path, module: str) -> None:
+    assert run_command(tmp_path, module) == (-signal.SIGINT, "")
 
-    def work() -> None:
-        with never_lost():
-            importlib.import_module(presses)
-            time.sleep(5)
 
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert time.perf_counter() - begun < 3, "it wakes what waits"
-    assert sys.modules[presses].ended
+def test_ctrl_c_after_the_imports_is_a_keyboard_interrupt(tmp_path: Path) -> None:
+    assert run_command(tmp_path, "") == (0, "interrupted\ncleaned up\n")
+
+
+def test_the_handler_before_is_restored() -> None:
+    with handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
+        assert signal.getsignal(signal.SIGINT) is interrupt_command
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_the_second_ctrl_c_does_not_wait_for_an_import_that_hangs(presses: str, tmp_path: Path) -> None:
-    (tmp_path / f"{presses}.py").write_text("import time\ntime.sleep(20)\n")
-    begun = time.perf_counter()
-    strokes = [threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)) for seconds in (0.3, 0.9)]
-    for each in strokes:
-        each.start()
-    with pytest.raises(KeyboardInterrupt), never_lost():
-        importlib.import_module(presses)
-    assert 0.8 < time.perf_counter() - begun < 10
-    time.sleep(0.2)  # the timer of the first is cancelled
-
-
-def test_without_an_import_ctrl_c_comes_at_once() -> None:
-    begun = time.perf_counter()
-    with pytest.raises(KeyboardInterrupt), never_lost():
-        signal.raise_signal(signal.SIGINT)
-    assert time.perf_counter() - begun < 1
-
-
-def test_an_error_that_comes_of_a_dropped_interrupt_is_the_interrupt() -> None:
-    """pydantic's validators are such: one that was made while Ctrl-C came refuses everything."""
-
-    class Watched:
-        pass
-
-    def work() -> None:
-        with never_lost():
-            watched = Watched()
-            reference = weakref.ref(watched, lambda _: signal.raise_signal(signal.SIGINT))
-            del watched
-            raise ValueError(reference)
-
-    with pytest.raises(KeyboardInterrupt) as ended:
-        work()
-    assert isinstance(ended.value.__cause__, ValueError)
-    time.sleep(0.2)  # it is not raised again
-
-
-def test_a_benchmark_of_a_server_ends_its_requests_by_ctrl_c() -> None:
+def test_a_benchmark_of_a_server_cancels_its_requests_by_ctrl_c() -> None:
     ended = []
 
     async def request() -> None:
@@ -99,16 +71,16 @@ def test_a_benchmark_of_a_server_ends_its_requests_by_ctrl_c() -> None:
         finally:
             ended.append(sys.exc_info()[0])
 
-    with pytest.raises(KeyboardInterrupt), never_lost():
+    with pytest.raises(KeyboardInterrupt), handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
         Client.run(request())
     assert ended == [asyncio.CancelledError]
 
 
 def test_a_command_in_the_background_goes_on_ignoring_ctrl_c() -> None:
-    """As shells start it."""
+    """A shell starts background commands with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with never_lost():
+        with handle_sigint(interrupt_command, instead_of=signal.default_int_handler):
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:

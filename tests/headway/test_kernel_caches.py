@@ -1,4 +1,4 @@
-"""What torch and oneDNN keep of the products that they have compiled is bounded."""
+"""The number of compiled products that torch and oneDNN keep is bounded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from headway.kernel_caches import CAPACITY, VARIABLES, bound_kernel_caches
+from headway.machine.memory import CAPACITY, VARIABLES, bound_kernel_caches
 from sandbox import run_python
 
 GROWTH = """
 import psutil, random, sys, torch
-from headway.kernel_caches import bound_kernel_caches
+from headway.machine.memory import bound_kernel_caches
 from headway.models.linear import Linear
 
 if sys.argv[1] == "bounded":
@@ -31,7 +31,7 @@ print(*(each // 2**20 for each in held))
 """
 
 
-def test_the_environment_says_how_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_bounds_the_kernel_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that what is set here does not stay
         monkeypatch.delenv(name)
@@ -43,7 +43,7 @@ def test_the_environment_says_how_many_are_kept(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is counted otherwise elsewhere")
 def test_products_of_any_number_of_rows_take_bounded_memory(tmp_path: Path) -> None:
-    """Of 2,048 products, 256 are kept: after the first 512 nothing grows."""
+    """256 of 2,048 products are kept: memory does not grow after the first 512."""
     grown = {}
     for kind in ("bounded", "unbounded"):
         result = run_python("-c", GROWTH, kind, cwd=tmp_path)

@@ -15,8 +15,8 @@ import pytest
 
 from headway import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from headway.core.contract.errors import ConfigError, PromptError
-from headway.core.engine.deltas import OutputDelta
-from headway.turns import Turns
+from headway.core.engine.state.step import OutputDelta
+from headway.hosting.driver import FairLock
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -30,7 +30,7 @@ def prompts(llm: LLM) -> list[list[int]]:
     return [[1, 2, 3, 4], [5], list(range(1, 30))]
 
 
-def test_a_text_a_list_of_ids_and_lists_of_both_are_prompts(llm: LLM) -> None:
+def test_texts_and_token_ids_are_prompts_alone_and_in_lists(llm: LLM) -> None:
     text = llm.tokenizer.decode([1, 2, 3])
     ids = llm.tokenizer(text)["input_ids"]
     (from_text,) = llm.generate(text, GREEDY, use_tqdm=False)
@@ -72,7 +72,7 @@ def test_a_stop_text_ends_the_completion_before_it(llm: LLM) -> None:
     assert len(cut.outputs[0].token_ids) <= len(whole.outputs[0].token_ids)
 
 
-def test_the_token_that_ends_a_text_is_not_in_it(llm: LLM) -> None:
+def test_stop_token_is_not_in_the_text(llm: LLM) -> None:
     (whole,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
     tokens = whole.outputs[0].token_ids
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[tokens[0]])
@@ -80,13 +80,13 @@ def test_the_token_that_ends_a_text_is_not_in_it(llm: LLM) -> None:
     assert (ended.outputs[0].token_ids, ended.outputs[0].text, ended.outputs[0].finish_reason) == ([tokens[0]], "", "stop")
 
 
-def test_a_bad_prompt_among_good_ones_is_named_and_nothing_is_left_behind(llm: LLM) -> None:
+def test_bad_prompt_in_a_list_is_named_and_nothing_is_queued(llm: LLM) -> None:
     with pytest.raises(PromptError, match="prompt 1: needs at least one token"):
         llm.generate([[1, 2], [], [3]], GREEDY, use_tqdm=False)
     assert not llm.engine.has_unfinished
 
 
-def test_a_stream_that_is_given_up_leaves_nothing_behind(llm: LLM) -> None:
+def test_closed_stream_ends_its_requests(llm: LLM) -> None:
     stream = llm.stream([1, 2, 3], GREEDY)
     next(stream)
     stream.close()
@@ -115,7 +115,7 @@ def test_two_calls_share_the_prefix_cache(llm: LLM) -> None:
     assert second.outputs[0].token_ids == off.outputs[0].token_ids
 
 
-def test_threads_share_the_batch_and_each_call_returns_its_own(llm: LLM) -> None:
+def test_threads_share_the_batch_and_get_their_own_outputs(llm: LLM) -> None:
     """Two calls of generate and a stream, at once, many times over: texts, tokens and what is left behind."""
     prompts = [[1, 2, 3], [9, 8], [4], list(range(40, 60)), [7, 7]]
     alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0] for prompt in prompts]
@@ -150,7 +150,7 @@ def test_threads_share_the_batch_and_each_call_returns_its_own(llm: LLM) -> None
 
 
 def test_turns_are_taken_in_order_and_an_interrupt_gives_its_turn_back() -> None:
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def take(name: str) -> None:
         with turns:
@@ -229,7 +229,7 @@ def test_a_stream_of_several_prompts_and_completions_brings_each_its_own(llm: LL
     assert not llm.engine.has_unfinished
 
 
-def test_a_stream_goes_on_without_the_request_that_was_aborted(llm: LLM) -> None:
+def test_stream_continues_after_an_abort_of_one_request(llm: LLM) -> None:
     whole = llm.generate(prompts(llm), GREEDY, use_tqdm=False)
     ends: dict[int, tuple[str, str | None]] = {}
     for index, output in llm.stream(prompts(llm), GREEDY):
@@ -242,7 +242,7 @@ def test_a_stream_goes_on_without_the_request_that_was_aborted(llm: LLM) -> None
     llm.engine.blocks.check_integrity([])
 
 
-def test_lower_priorities_are_served_first_where_they_count(llm: LLM, tiny_model_folder: Path) -> None:
+def test_priority_policy_serves_lower_priorities_first(llm: LLM, tiny_model_folder: Path) -> None:
     with pytest.raises(ConfigError, match='priority: needs 0.*first come.*scheduling_policy="priority"'):
         llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[0, 1])
     assert not llm.engine.has_unfinished

@@ -12,12 +12,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from headway.cli.new_backend import distribution_of, write_package
 from headway.contract import API_VERSION
 from headway.core.contract.errors import ConfigError
-from headway.new_backend import distribution_of, new_backend
 from headway.registry import create_registry
-from headway.registry.given import load_file
-from headway.testing.cells import Cell
+from headway.registry.plugin_sources import load_file
+from headway.testing.cells import CheckCell
 from headway.testing.kit import Kit
 from headway.testing.subject import load_subject
 from sandbox import assert_refused, run_headway, run_python
@@ -28,7 +28,7 @@ REGISTRY = create_registry(load_entry_points=False)
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("new") / "headway-walnut-tree"
-    files = new_backend("walnut_tree", folder, REGISTRY)
+    files = write_package("walnut_tree", folder, REGISTRY)
     names = {str(path) for path in files}
     assert names == {
         *(".github/workflows/test.yml", ".gitignore", "README.md", "headway_walnut_tree.py", "pyproject.toml"),
@@ -77,7 +77,7 @@ def test_its_own_test_passes(module: ModuleType, package: Path, monkeypatch: pyt
 @pytest.mark.parametrize("check", ["answer", "steps"])
 def test_it_keeps_the_contract(package: Path, check: str) -> None:
     kit = Kit(load_subject(f"{package}/headway_walnut_tree.py:WalnutTree", torch.device("cpu")))
-    plain = Cell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
+    plain = CheckCell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
     result = kit.run(plain if check == "answer" else plain.plain("steps"))
     assert result.status == "passed", result
 
@@ -85,20 +85,20 @@ def test_it_keeps_the_contract(package: Path, check: str) -> None:
 @pytest.mark.parametrize("name", ["1abc", "with-dash", "a b", "class", "Walnut", "wälnut", "", "auto", "reference"])
 def test_a_name_that_is_no_identifier_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="NAME: needs a Python identifier in lower case"):
-        new_backend(name, tmp_path / "new", REGISTRY)
+        write_package(name, tmp_path / "new", REGISTRY)
     assert not (tmp_path / "new").exists()
 
 
 def test_a_name_that_is_taken_and_a_folder_that_is_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="needs a name that no backend has, got 'sdpa' of built-in"):
-        new_backend("sdpa", tmp_path / "new", REGISTRY)
+        write_package("sdpa", tmp_path / "new", REGISTRY)
     with pytest.raises(ConfigError, match="needs a folder that does not exist yet"):
-        new_backend("walnut", tmp_path, REGISTRY)
+        write_package("walnut", tmp_path, REGISTRY)
     with pytest.raises(ConfigError, match="a folder that can be written"):
-        new_backend("walnut", Path("/proc/no/folder"), REGISTRY)
+        write_package("walnut", Path("/proc/no/folder"), REGISTRY)
     monkeypatch.setitem(sys.modules, "copier", None)
     with pytest.raises(ConfigError, match=r'pip install "headway\[kit\]"'):
-        new_backend("walnut", tmp_path / "new", REGISTRY)
+        write_package("walnut", tmp_path / "new", REGISTRY)
 
 
 @pytest.mark.slow

@@ -11,15 +11,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from driving import Written
-from driving import generate as written_by
-from headway.bench.generate.prompts import PROMPTS
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
+from headway.bench.generate.workloads import PROMPTS
+from headway.core.engine.engine import make_engine
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
+from headway.machine.threads import set_threads
 from headway.models.loader import LoadedModel, load_model
 from headway.registry import Registry
-from headway.threads import set_threads
+from run_engine import Written
+from run_engine import generate as written_by
 
 NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
@@ -81,12 +82,12 @@ def expected(model: LoadedModel, prompts: list[list[int]]) -> Callable[[int], li
 
 def generate(
     model: LoadedModel, registry: Registry, config: EngineConfig, prompts: list[list[int]]
-) -> tuple[Engine, list[Written]]:
-    engine = Engine(model.decoder, registry, config, model.eos_token_ids)
+) -> tuple[EngineLoop, list[Written]]:
+    engine = make_engine(model=model.decoder, source=registry, config=config, eos_token_ids=model.eos_token_ids)
     return engine, run(engine, prompts)
 
 
-def run(engine: Engine, prompts: list[list[int]]) -> list[Written]:
+def run(engine: EngineLoop, prompts: list[list[int]]) -> list[Written]:
     return written_by(engine, prompts, GREEDY)
 
 
@@ -150,5 +151,5 @@ def test_same_tokens_when_the_pool_is_so_small_that_sequences_are_preempted(
         **CHUNKED,
     )
     engine, seqs = generate(model, registry, config, prompts)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.stats.num_preemptions > 0
     assert [seq.token_ids for seq in seqs] == [expected(number) for number in range(len(prompts))]

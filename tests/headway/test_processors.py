@@ -52,7 +52,7 @@ def test_a_plugins_processor_is_asked_by_name_and_reads_extra_args(llm: LLM) -> 
     assert llm.engine.stats.steps_waiting["logits_processors"] > 0
 
 
-def test_a_function_of_two_or_three_parameters_is_a_processor(llm: LLM) -> None:
+def test_logits_processor_takes_two_or_three_parameters(llm: LLM) -> None:
     def two(output: list[int], logits: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(torch.tensor(7 + len(output)), len(logits)) * 1e4
 

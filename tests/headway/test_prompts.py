@@ -11,9 +11,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BatchEncoding
 
-from headway import LLM, SamplingParams, chat_template
+from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, PromptError
-from headway.prompts import ParsedPrompt, chat_prompt, parse_prompts
+from headway.requests import chat_template
+from headway.requests.chat_template import chat_prompt
+from headway.requests.prompts import ParsedPrompt, parse_prompts
 
 IDS = [1, 2, 3]
 TEMPLATE = (
@@ -82,7 +84,7 @@ def test_a_prompt_may_have_each_of_these_forms(prompts: object, expected: list[P
         ([np.array([[1], [2]])], "prompt 0: needs one prompt in each place of the list, got a batch of 2"),
     ],
 )
-def test_anything_else_is_refused_with_its_index_and_type(prompts: object, words: str) -> None:
+def test_invalid_prompt_is_refused_with_its_index_and_type(prompts: object, words: str) -> None:
     with pytest.raises(PromptError, match=words) as caught:
         parse_prompts(prompts)
     assert "\n" not in str(caught.value)
@@ -126,12 +128,12 @@ def test_messages_are_a_conversation(bos_tokenizer: Any) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_conversation_is_refused(bos_tokenizer: Any, messages: Any, words: str) -> None:
+def test_invalid_messages_are_refused(bos_tokenizer: Any, messages: Any, words: str) -> None:
     with pytest.raises(PromptError, match=words):
         chat_prompt(bos_tokenizer, "tiny", messages)
 
 
-def test_a_template_that_refuses_says_why_in_one_line(bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_chat_template_is_one_line(bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bos_tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(PromptError, match="the chat template accepts, got TemplateError: roles must alternate"):
         chat_prompt(bos_tokenizer, "tiny", "hello")
@@ -149,7 +151,7 @@ def test_a_template_that_refuses_says_why_in_one_line(bos_tokenizer: Any, monkey
         ("{% for a in range(1000000000) %}{% endfor %}", "OverflowError: Range too big"),
     ],
 )
-def test_a_template_without_end_is_refused_in_one_line(
+def test_endless_chat_template_is_refused_in_one_line(
     bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str, got: str
 ) -> None:
     monkeypatch.setattr(chat_template, "SECONDS", 0.1)
@@ -166,7 +168,7 @@ def test_a_template_without_end_is_refused_in_one_line(
     assert chat_prompt(bos_tokenizer, "tiny", "hello")["prompt"] == "=" * 40 + "hello" * 3  # type: ignore[call-overload, index]
 
 
-def test_the_llm_takes_them_all_and_chats(tiny_model_folder: Path, bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_takes_every_form_and_chats(tiny_model_folder: Path, bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(tiny_model_folder), kv_cache_memory="1MiB", num_threads=1)
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -178,7 +180,7 @@ def test_the_llm_takes_them_all_and_chats(tiny_model_folder: Path, bos_tokenizer
     assert generate(llm.tokenizer(["the fox"] * 2, return_tensors="pt")) == [expected] * 2
     with pytest.raises(ConfigError, match="chat template"):
         llm.chat([{"role": "user", "content": "the fox"}], greedy, use_tqdm=False)
-    monkeypatch.setattr(llm.driver.intake, "tokenizer", bos_tokenizer)
+    monkeypatch.setattr(llm.driver.validator, "tokenizer", bos_tokenizer)
     conversation = [{"role": "user", "content": "the fox"}]
     (one,) = llm.chat(conversation, greedy, use_tqdm=False)
     two = llm.chat([conversation, conversation], greedy, use_tqdm=False)

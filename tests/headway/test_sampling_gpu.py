@@ -12,14 +12,14 @@ import numpy
 import pytest
 import torch
 
-from driving import generate
 from headway import LLM, SamplingParams, StructuredOutputsParams
-from headway.core.engine.host_rows import HostRows
-from headway.core.engine.step import StartedRow
-from headway.core.engine.token_sampler import TokenSampler
-from headway.core.sampling.needs import SHAPING, need_of
-from headway.core.sampling.shaper import LogitsShaper, Shaped
-from headway.models.device_operations import fastest_sampling
+from headway.backends.sampling.choice import fastest_sampling
+from headway.core.engine.device.host_rows import HostRows
+from headway.core.engine.device.token_sampler import TokenSampler
+from headway.core.engine.state.step import StartedRow
+from headway.core.sampling.logits_shaper import LogitsShaper, Shaped
+from headway.core.sampling.row_needs import SHAPING, need_of
+from run_engine import generate
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

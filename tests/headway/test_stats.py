@@ -1,4 +1,4 @@
-"""Statistics: the line, the page, the log, and that their numbers are those of the engine."""
+"""Statistics: the line, the page and the log have the numbers of the engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from headway import LLM, EngineSnapshot, SamplingParams
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.stats import EngineStats
-from headway.stats_text import stats_line, stats_page
+from headway.core.engine.state.stats import EngineStats
+from headway.hosting.stats_report import stats_line, stats_page
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 NONE = EngineSnapshot(0.0, 0, 0, 512, 0, 0, EngineStats())
@@ -42,7 +42,7 @@ def test_the_numbers_of_a_snapshot_are_those_of_the_engine(tiny_model_folder: Pa
     assert line.endswith("sdpa")
 
 
-def test_the_line_never_exceeds_80_columns_and_leaves_out_what_is_nought() -> None:
+def test_the_line_fits_80_columns_and_leaves_out_zeros() -> None:
     assert stats_line(NONE, NONE) == "run 0 | 0.0 tok/s | blocks 0%, cached 0%"
     many = EngineStats(
         num_output_tokens=10**9,
@@ -61,14 +61,14 @@ def test_the_line_never_exceeds_80_columns_and_leaves_out_what_is_nought() -> No
     assert "outside a graph: 10,000,000 more tokens than were captured" in page
 
 
-def test_blocks_in_the_hosts_memory_are_shown_where_there_are_any() -> None:
+def test_offloaded_blocks_are_shown_where_there_are_any() -> None:
     now = EngineSnapshot(1.0, 0, 0, 512, 0, 256, EngineStats(), num_offloaded_blocks=1234)
     assert stats_line(now, NONE) == "run 0 | 0.0 tok/s | blocks 0%, cached 50%, host 1,234"
     assert "blocks     0 of 512 used, 256 cached; 1,234 kept in the host's memory" in stats_page(now, NONE)
     assert "host" not in "\n".join([stats_line(NONE, NONE), *stats_page(NONE, NONE)])
 
 
-def test_lines_come_into_the_log_in_an_interval(tiny_model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_is_logged_once_in_an_interval(tiny_model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="log_stats_interval: needs a number of seconds above 0, got 0"):
         LLM(str(tiny_model_folder), log_stats_interval=0)
     llm = LLM(str(tiny_model_folder), kv_cache_memory="1MiB", num_threads=1, log_stats_interval=1e-6)

@@ -14,16 +14,16 @@ import pytest
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'headway[structured]'")
 jsonschema = pytest.importorskip("jsonschema")
 
-from driving import generate  # noqa: E402
 from headway import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams  # noqa: E402
 from headway.core.contract.errors import ConfigError  # noqa: E402
-from headway.core.engine.config import EngineConfig  # noqa: E402
-from headway.core.engine.engine import Engine  # noqa: E402
-from headway.core.engine.host_rows import HostRows  # noqa: E402
+from headway.core.engine.device.host_rows import HostRows  # noqa: E402
+from headway.core.engine.engine import make_engine  # noqa: E402
+from headway.core.engine.state.config import EngineConfig  # noqa: E402
 from headway.core.sampling.grammar import GrammarCompiler  # noqa: E402
+from proposer_stub import Told  # noqa: E402
+from run_engine import generate  # noqa: E402
 from sandbox import save_tiny_model  # noqa: E402
 from schemas import SchemaMaker  # noqa: E402
-from told import Told  # noqa: E402
 
 MOST = 1500
 """Tokens of the longest JSON."""
@@ -99,7 +99,7 @@ def test_neither_neighbours_nor_overlap_nor_preemption_change_a_form(llm: LLM) -
     )
     again = ask(tight, forms)
     assert [one.token_ids[:190] for one in again] == [one.token_ids[:190] for one in together]
-    assert tight.engine.scheduler.num_preemptions > 0
+    assert tight.engine.stats.num_preemptions > 0
     assert tight.engine.stats.steps_waiting["structured_outputs"] > 0
 
 
@@ -116,7 +116,15 @@ def test_drafts_change_no_token_under_a_grammar(llm: LLM) -> None:
     eos = llm.model.eos_token_ids
     hosts = HostRows(GrammarCompiler(llm.get_tokenizer(), llm.model.decoder.vocab_size, eos), {})
     config = EngineConfig(kv_cache_memory="1MiB", block_size=8)
-    engine = Engine(llm.model.decoder, llm.registry, config, eos, proposer=Told(propose), measured=False, hosts=hosts)
+    engine = make_engine(
+        model=llm.model.decoder,
+        source=llm.registry,
+        config=config,
+        eos_token_ids=eos,
+        proposer=Told(propose),
+        measured=False,
+        hosts=hosts,
+    )
     (written,) = generate(engine, [prompt], params)
     assert written.token_ids == expected
     assert engine.stats.num_steps < len(expected)
@@ -140,7 +148,7 @@ def test_a_form_that_cannot_be_compiled_ends_its_request_alone(llm: LLM) -> None
     assert not llm.engine.has_unfinished
 
 
-def test_what_parameters_exclude_ends_the_request_and_says_so(llm: LLM) -> None:
+def test_excluded_tokens_end_the_request_with_an_error(llm: LLM) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]), bad_words=["y", "yes"])
     (one,) = llm.generate("a", params, use_tqdm=False)[0].outputs
     assert one.finish_reason == "error"
@@ -182,7 +190,7 @@ def test_drafts_and_log_probabilities_beside_a_grammar(llm: LLM) -> None:
     ],
     ids=str,
 )
-def test_forms_that_are_none_are_refused_when_they_are_made(wish: dict[str, Any], words: str) -> None:
+def test_invalid_structured_outputs_are_refused_at_once(wish: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         StructuredOutputsParams(**wish)
 

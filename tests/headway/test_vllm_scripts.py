@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_a_script_runs_with_another_import(
+def test_vllm_script_runs_with_headways_import(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: Path
 ) -> None:
     if script.stem == "structured_outputs":
@@ -60,15 +60,13 @@ def llm(models: Path) -> LLM:
     ],
     ids=str,
 )
-def test_a_keyword_of_vllm_that_is_not_here_is_refused_with_what_comes_nearest(
-    llm: LLM, keywords: dict[str, object], words: str
-) -> None:
+def test_missing_vllm_keyword_is_refused_with_the_nearest(llm: LLM, keywords: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         llm.generate("the", **keywords)
     assert not llm.engine.has_unfinished
 
 
-def test_what_vllms_llm_has_and_ours_has_not_says_what_does_it_here(llm: LLM) -> None:
+def test_missing_vllm_attribute_names_the_nearest(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'beam_search'.*best_of"):
         llm.beam_search  # noqa: B018
     assert not hasattr(llm, "embed")
@@ -110,7 +108,7 @@ def test_defaults_are_those_of_the_models_generation_config(models: Path, tmp_pa
     assert len(llm.generate("the", use_tqdm=False)[0].outputs[0].token_ids) <= 5
 
 
-def test_a_request_that_is_refused_takes_those_before_it_along(llm: LLM) -> None:
+def test_refused_request_ends_the_earlier_ones_of_its_call(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="logit_bias: needs token ids from 0 to 299, got 300"):
         llm.generate(["the", "fox"], [SamplingParams(), SamplingParams(logit_bias={300: 1})], use_tqdm=False)
     assert not llm.engine.has_unfinished

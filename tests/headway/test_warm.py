@@ -1,4 +1,4 @@
-"""`headway warm`: what is counted, what is shown, and what is said where there is no GPU."""
+"""`headway warm`: the count of kernels, the table, and the error where there is no GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from headway.cli.warm import show
+from headway.cli.warm import show, watch_start
 from headway.core.contract.compiled import announce_compilation
-from headway.warm import warm
 from sandbox import Result, assert_refused
 
 
@@ -24,7 +23,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_counts_what_a_start_compiles_and_what_it_finds(own_cache: Path) -> None:
+def test_kernels_that_a_start_compiles_and_finds_are_counted(own_cache: Path) -> None:
     (own_cache / "kernels").mkdir()
     (own_cache / "kernels" / "old.cubin").write_bytes(bytes(100))
     told: list[int] = []
@@ -35,7 +34,7 @@ def test_it_counts_what_a_start_compiles_and_what_it_finds(own_cache: Path) -> N
         (own_cache / "kernels" / "new.cubin").write_bytes(bytes(50))
         announce_compilation("decode")
 
-    warmed = warm(start, told.append)
+    warmed = watch_start(start, told.append)
     announce_compilation("later")
     assert warmed.kernels == {"vllm_paged: paged_attention": 2, "decode": 1}
     assert told == [1, 2, 3]
@@ -49,7 +48,7 @@ def test_it_counts_what_a_start_compiles_and_what_it_finds(own_cache: Path) -> N
     assert f"0.0 MiB in {own_cache / 'kernels'}" in text
 
 
-def test_without_a_gpu_it_says_what_to_do(headway: Callable[..., Result]) -> None:
+def test_warm_without_a_gpu_is_refused(headway: Callable[..., Result]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert_refused(headway("warm", "--model", "qwen3-0.6b"), "a GPU of the kind that will serve", "headway build vllm_paged")
@@ -63,6 +62,6 @@ def test_a_second_start_compiles_nothing(own_cache: Path) -> None:
         options = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512, "kv_cache_memory": "256MiB"}
         LLM("qwen3-0.6b", load_format="dummy", skip_tokenizer_init=True, autotune_budget=0.0, **options)
 
-    first = warm(start)
+    first = watch_start(start)
     assert first.compiled > 10
-    assert warm(start).compiled == 0
+    assert watch_start(start).compiled == 0

@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.spec import AttentionSpec
+from headway.core.select.backend_request import BackendRequest
+from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
-from headway.integrations.call import Call
 from headway.integrations.dense import Sequences
-from headway.integrations.sight import Sight
+from headway.integrations.mask import Visibility
+from headway.integrations.step_attention import StepAttention
 from headway.testing.oracle import attend as exact
-from registering import registering
+from registries import registering
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
 # Of each sequence: its row of the batch, its first key there, its keys, its new tokens.
@@ -64,11 +66,13 @@ def test_sequences_are_read_where_they_lie(name: str, size: int, order: str) -> 
         torch.testing.assert_close(out[start : start + count].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def planned(name: str, backend: str, size: int, key: Tensor, value: Tensor) -> tuple[Call, NDArray[numpy.int64]]:
+def planned(name: str, backend: str, size: int, key: Tensor, value: Tensor) -> tuple[StepAttention, NDArray[numpy.int64]]:
     """A case's call, and where each of its sequences begins among the packed tokens."""
     rows, keys, kv_lens, query_lens = (list(each) for each in zip(*CASES[name], strict=True))
     starts = numpy.cumsum([0, *query_lens])
-    sight = Sight(1, int(starts[-1]), key.shape[2], 0, 0, None, None)
-    sight.__dict__["rows"] = Sequences(starts[:-1].tolist(), query_lens, keys, kv_lens, rows)
+    visibility = Visibility(1, int(starts[-1]), key.shape[2], 0, 0, None, None)
+    visibility.__dict__["rows"] = Sequences(starts[:-1].tolist(), query_lens, keys, kv_lens, rows)
     query = key.new_empty(1, 4, int(starts[-1]), 8)
-    return Call.of(sight, SPEC, Selector(registering(), [SPEC], backend, "nhd", size), query, key, value), starts
+    asked = BackendRequest.parse(backend)
+    selector = Selector(registering(), LayerSpecs([SPEC]), asked, kv_layout="nhd", block_size=size)
+    return StepAttention.of(visibility, SPEC, selector, query, key, value), starts

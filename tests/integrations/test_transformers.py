@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import headway.integrations.transformers as integration
-from generating import CONFIGS, a_model, prompts, same
 from headway.core.contract.errors import ConfigError, HeadwayError
-from released import needs
+from tiny_transformers import CONFIGS, a_model, prompts, same
+from transformers_release import needs
 
 needs("generate with Headway's attention")
 
@@ -116,7 +116,7 @@ def test_training_is_refused() -> None:
         gpt2.train()(**prompts((0,)))
 
 
-def test_every_backend_has_a_name_that_transformers_leaves_alone() -> None:
+def test_every_backend_has_a_name_that_transformers_accepts() -> None:
     names = integration.names()
     assert names["headway"] == "auto"
     assert names["headway:triton"] == "triton"

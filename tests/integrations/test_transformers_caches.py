@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import headway.integrations.transformers  # noqa: F401 -- registers the names
-from generating import a_model, prompts, same
-from released import needs
+from tiny_transformers import a_model, prompts, same
+from transformers_release import needs
 
 needs("generate with Headway's attention")
 

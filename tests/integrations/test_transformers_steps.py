@@ -20,7 +20,7 @@ from headway.backends.sdpa import SDPA
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.support import Support
-from released import needs
+from transformers_release import needs
 
 needs("generate with Headway's attention")
 
@@ -81,9 +81,7 @@ def right(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_decode_of_many_layers_is_planned_once_and_takes_four_views_and_a_result(
-    masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_is_planned_once_for_all_layers_with_four_views_each(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[AttentionMetadata] = []
     monkeypatch.setattr(SDPA, "plan", lambda _, metadata: planned.append(metadata))
     monkeypatch.setattr(SDPA, "decode", lambda *_: None)
@@ -120,7 +118,7 @@ def test_another_mask_over_the_same_tensors_is_another_plan(queries: int) -> Non
         assert not found[1, ~live].any()
 
 
-def test_a_mask_says_what_it_was_made_of() -> None:
+def test_mask_keeps_a_copy_of_the_padding() -> None:
     each, padding = tensors(1, 1, 9), torch.ones(1, 9, dtype=torch.bool)
     padding[0, :4] = False
     then = padding.clone()
@@ -148,7 +146,7 @@ def test_layers_of_one_mask_that_differ_are_kinds_of_their_own() -> None:
             right(layer(mask, query, *turned), exact(*each))
             softcap = layer(mask, *each, softcap=0.2)
             assert not torch.allclose(softcap.double(), exact(*each), atol=1e-3)
-    assert len(mask.sight.calls) == 7
+    assert len(mask.visibility.calls) == 7
 
 
 def test_windows_and_full_attention_take_turns() -> None:

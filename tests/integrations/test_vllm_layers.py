@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.select.backend_request import BackendRequest
 from headway.registry import create_registry
 from headway_vllm.layers import LayerOptions, check_exact_lengths, make_selector
 from headway_vllm.request import VARIABLE, environment_request, member_names
@@ -43,7 +44,7 @@ def test_a_layer_that_headway_does_not_compute_is_refused_in_one_line(wrong: dic
     assert "\n" not in str(error.value)
 
 
-def test_options_that_ask_for_nothing_are_taken() -> None:
+def test_vllm_options_with_default_values_are_accepted() -> None:
     LayerOptions.of({**GIVEN, "use_alibi_sqrt": False, "chunk_lookback": -1, "kv_sharing_target_layer_name": None})
 
 
@@ -65,12 +66,12 @@ def test_the_environment_says_what_else_is_wanted(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow  # a refusal looks for every backend that would do instead
 def test_a_request_that_cannot_be_served_says_why() -> None:
     with pytest.raises(UnsupportedError, match="hopper"):
-        make_selector([SPEC], "hopper", 16)
+        make_selector([SPEC], BackendRequest("hopper", "hopper"), 16)
 
 
 def test_beside_drafts_a_backend_that_needs_exact_lengths_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="speculative decoding"):
-        check_exact_lengths(make_selector([SPEC], "sdpa", 16))
+        check_exact_lengths(make_selector([SPEC], BackendRequest("sdpa", "sdpa"), 16))
 
 
 @pytest.mark.slow  # two processes that import torch

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from headway.backends.layouts import write_rows
 from headway.backends.sdpa import SDPAMath
-from headway.core.contract.backend import GraphLevel
+from headway.core.contract.backend import GraphLevel, StepLimits
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.warmup import StepLimits
+from headway.core.select.backend_request import BackendRequest
+from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.registry import Registry
 from headway_vllm.metadata import Rows, parts_of
 from headway_vllm.planner import Planner, Step, attend, graph_backend
 from headway_vllm.warming import warm
-from registering import registering
+from registries import registering
 from vllm_steps import SIZE, SPEC, VllmStep
 
 STEPS = {
@@ -32,8 +33,13 @@ STEPS = {
 }
 
 
+def select(request: str, registry: Registry, spec: object = SPEC) -> Selector:
+    layers = LayerSpecs([spec])  # type: ignore[list-item]
+    return Selector(registry, layers, BackendRequest.parse(request), kv_layout="nhd", block_size=SIZE)
+
+
 def planner(request: str = "sdpa.math", registry: Registry | None = None, spec: object = SPEC, **options: bool) -> Planner:
-    selector = Selector(registry or registering(), [spec], request, "nhd", SIZE)  # type: ignore[list-item]
+    selector = select(request, registry or registering(), spec)
     return Planner([spec], selector, SIZE, 192, 8, **options)  # type: ignore[list-item]
 
 
@@ -72,7 +78,7 @@ def test_padding_of_a_graph_is_decodes_of_length_0() -> None:
     check(step, run(step, planner().step(step.common)))
 
 
-def test_padding_that_has_no_token_has_no_row() -> None:
+def test_padded_row_without_tokens_is_no_decode() -> None:
     step = VllmStep.of([(1, 5), (1, 20)])
     lens = torch.tensor([5, 20, 0], dtype=torch.int32)
     starts = torch.tensor([0, 1, 2, 2], dtype=torch.int32)
@@ -100,7 +106,7 @@ def test_metadata_are_views_of_vllms_tensors() -> None:
     assert parts.prefill.context_lens.tolist() == [0, 32, 19]
 
 
-def test_without_lengths_on_the_host_decodes_have_upper_bounds_and_prompts_are_read() -> None:
+def test_lengths_missing_on_the_host_are_bounded_for_decodes_and_read_for_prompts() -> None:
     step = VllmStep.of([(1, 5), (1, 20), (6, 30)]).without_host_lengths()
     parts = parts_of(step.common, SIZE, Rows(8, torch.device("cpu")))
     assert parts.decode is not None
@@ -182,11 +188,9 @@ def test_a_captured_decode_keeps_its_plan_and_is_told_each_steps_lengths() -> No
 
 
 def test_a_graph_takes_only_a_backend_that_can_be_captured() -> None:
-    def selector(request: str) -> Selector:
-        return Selector(registering(told=Told), [SPEC], request, "nhd", SIZE)
-
-    assert graph_backend(selector("told"), 4) == "told"
-    assert graph_backend(selector("prefill=told,decode=sdpa"), 4) is None
+    registry = registering(told=Told)
+    assert graph_backend(select("told", registry), 4) == "told"
+    assert graph_backend(select("prefill=told,decode=sdpa", registry), 4) is None
 
 
 def test_warming_up_runs_every_phase_and_leaves_the_cache_as_it_was() -> None:
@@ -194,7 +198,7 @@ def test_warming_up_runs_every_phase_and_leaves_the_cache_as_it_was() -> None:
     for tensor in step.cache.tensors.values():
         tensor.nan_to_num_()
     before = [tensor.clone() for tensor in step.cache.tensors.values()]
-    selector = Selector(registering(told=Told), [SPEC], "prefill=sdpa.math,decode=told", "nhd", SIZE)
+    selector = select("prefill=sdpa.math,decode=told", registering(told=Told))
     steps = warm(selector, {SPEC: step.cache}, write_rows, StepLimits(24, 3, 20))
     assert steps > 12
     assert all(torch.equal(*pair) for pair in zip(before, step.cache.tensors.values(), strict=True))
@@ -207,7 +211,7 @@ def test_warming_up_names_a_backend_that_raises_and_goes_on(caplog: pytest.LogCa
         def decode(self, *_: object) -> None:
             raise RuntimeError("it fell over")
 
-    selector = Selector(registering(falls=Falls), [SPEC], "prefill=sdpa.math,decode=falls", "nhd", SIZE)
+    selector = select("prefill=sdpa.math,decode=falls", registering(falls=Falls))
     assert warm(selector, {SPEC: VllmStep.of(STEPS["all"]).cache}, write_rows, StepLimits(8, 2, 20)) > 1
     assert "falls in decode: RuntimeError: it fell over" in caplog.text
 

@@ -36,14 +36,15 @@ from transformers import (
     Starcoder2Config,
 )
 
-from grid import LAYOUTS
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
+from backend_cases import LAYOUTS
+from engine_logits import logits_by_transformers, observed, save_random
+from headway.core.engine.engine import make_engine
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.state.config import EngineConfig
 from headway.models.families import FAMILIES
 from headway.models.loader import load_model
 from headway.registry import Registry
-from observed import logits_by_transformers, observed, save_random
-from released import needs
+from transformers_release import needs
 
 VOCAB = 97
 BATCHED_TOKENS = 24
@@ -143,10 +144,10 @@ CASES = [*((name, "auto") for name in ROWS), *((name, other.name) for name in ("
 def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str, layout: str) -> None:
     needs(FAMILIES[ROWS[name].model_type].architecture)
     reference = save_random(ROWS[name], tmp_path)
-    engine = Engine(
-        load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder,
-        registry,
-        EngineConfig(block_size=8, kv_layout=layout, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS),
+    engine = make_engine(
+        model=load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder,
+        source=registry,
+        config=EngineConfig(block_size=8, kv_layout=layout, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS),
     )
     draw = random.Random(0)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in PROMPT_LENS]
@@ -159,7 +160,7 @@ def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str
     compare(reference, engine, [goes_on, turns], [len(prompts[1]), 19])
 
 
-def compare(reference: Any, engine: Engine, prompts: list[list[int]], cached: list[int]) -> None:
+def compare(reference: Any, engine: EngineLoop, prompts: list[list[int]], cached: list[int]) -> None:
     for prompt, (tokens, logits, hit), expected_hit in zip(prompts, observed(engine, prompts, MAX_TOKENS), cached, strict=True):
         assert len(tokens) == MAX_TOKENS
         assert hit == expected_hit

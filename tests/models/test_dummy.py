@@ -15,9 +15,9 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from headway.core.contract.errors import ConfigError, ModelError, PromptError
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
-from headway.models.dummy import STD, DummyWeights
 from headway.models.experts.routing import Routing
 from headway.models.loader import load_model
+from headway.models.weights import STD, DummyWeights
 
 CPU = torch.device("cpu")
 SMALL = {

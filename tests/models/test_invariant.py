@@ -25,7 +25,7 @@ from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
 from headway.models.invariant import ON_CPU, invariant_operations
 from headway.models.linear import Linear
-from headway.models.operations import ACTIVATE
+from headway.models.operations import ACTIVATE, TorchOperations
 from headway.models.weights import Weights
 
 SMALL = {
@@ -51,6 +51,7 @@ CONFIGS = {
     "gpt_oss": GptOssConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
 }
 ROWS = (2, 3, 7, 15, 16, 17, 33, 64)
+CPU = torch.device("cpu")
 ROPE = torch.tensor([[1.0, 0.1]]), torch.ones(1, 2)
 
 
@@ -111,11 +112,11 @@ class Misplaced(Linear):
 
 def test_products_in_which_a_rows_place_matters_are_refused() -> None:
     right, wrong = Linear(torch.randn(40, 24)), Misplaced(torch.randn(24, 40))
-    invariant_operations(*ROPE, [right])
+    invariant_operations(TorchOperations(*ROPE), [right], CPU)
     with pytest.raises(
         ModelError, match=r"deterministic: needs products .* got others from 16 x 40 times 40 x 24 in torch.float32"
     ):
-        invariant_operations(*ROPE, [right, wrong])
+        invariant_operations(TorchOperations(*ROPE), [right, wrong], CPU)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -134,7 +135,7 @@ def test_an_activation_does_not_depend_on_a_threads_share(activation: Activation
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
 def test_tiles_leave_a_product_as_it_is(count: int) -> None:
     linear, x, residual = Linear(torch.randn(24, 40)), torch.randn(count, 40), torch.randn(count, 24)
-    ops = invariant_operations(*ROPE, [linear])
+    ops = invariant_operations(TorchOperations(*ROPE), [linear], CPU)
     torch.testing.assert_close(ops.product(x, linear), linear(x))
     out = torch.empty(count, 24)
     assert ops.product(x, linear, out) is out

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
+from engine_logits import logits_by_transformers, observed, save_random
 from headway.core.contract.errors import ModelError
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
-from headway.core.engine.specs import cache_specs
+from headway.core.engine.engine import make_engine
+from headway.core.engine.state.config import EngineConfig
+from headway.core.select.layer_specs import LayerSpecs
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
 from headway.registry import Registry
-from observed import logits_by_transformers, observed, save_random
 
 LAYERS, VOCAB = 2, 53
 CONFIG = LlamaConfig(
@@ -65,14 +65,16 @@ def test_scales_are_read_and_used(tmp_path: Path, registry: Registry, way: str) 
     add(tmp_path, NAMES[way], [100.0, 100.0])
     decoder = load(tmp_path)
     assert decoder.kv_scales == [(100.0, 100.0), (200.0, 200.0)]
-    stored = cache_specs(decoder.attention_specs, "fp8_e4m3", decoder.kv_scales)
+    stored = LayerSpecs.of(decoder, "fp8_e4m3", decoder.kv_scales).cached
     assert [(spec.k_scale, spec.v_scale) for spec in stored] == decoder.kv_scales
-    assert {spec.k_scale for spec in cache_specs(decoder.attention_specs, "auto", decoder.kv_scales)} == {1.0}
+    assert {spec.k_scale for spec in LayerSpecs.of(decoder, "auto", decoder.kv_scales).cached} == {1.0}
     prompt = random.Random(0).choices(range(VOCAB), k=20)
     errors = []
     for scales in (decoder.kv_scales, None):
         config = EngineConfig(block_size=8, kv_cache_memory=2**18, max_model_len=64, kv_cache_dtype="fp8_e4m3")
-        ((tokens, logits, _),) = observed(Engine(decoder, registry, config, kv_scales=scales), [prompt], 8)
+        layers = LayerSpecs.of(decoder, "fp8_e4m3", scales)
+        engine = make_engine(model=decoder, source=registry, config=config, layers=layers)
+        ((tokens, logits, _),) = observed(engine, [prompt], 8)
         expected = logits_by_transformers(reference, prompt, tokens)
         errors.append(float((logits - expected).norm() / expected.norm()))
     assert errors[0] < 0.1 < 0.3 < errors[1], errors

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from headway.core.contract.errors import ModelError
-from headway.core.contract.folders import cache_folder
+from headway.core.system.folders import cache_folder
 from headway.models import gguf, locate
 
 find = locate.locate

@@ -12,21 +12,21 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from driving import generate
+from graph_stub import PiecesTape
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine.compilation import CompilationWatch
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
+from headway.core.engine.device.compilation import CompilationWatch
+from headway.core.engine.engine import make_engine
+from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.models.transformers_adapter.compile import compile_layers
 from headway.models.transformers_adapter.interface import NAME, attend
 from headway.models.transformers_adapter.model import TransformersModel
 from headway.registry import Registry
-from released import needs
-from taping import PiecesTape
-from watching import logits_of, watched
+from run_engine import generate
+from sampled_logits import logits_of, watched
+from transformers_release import needs
 
 NEW_TOKENS = 21
 """One of the prompt, twenty of decode steps."""
@@ -146,7 +146,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, registry: Registry, 
     model = load_model(str(tmp_path), skip_tokenizer_init=True, model_impl="transformers")
     assert architecture in model.implementation
     config = EngineConfig(attn_backend=backend, max_num_batched_tokens=16, max_num_seqs=8, block_size=8, kv_cache_memory="8MiB")
-    engine = Engine(model.decoder, registry, config)
+    engine = make_engine(model=model.decoder, source=registry, config=config)
     assert set(engine.selection.names.values()) == {backend}
     take = watched(engine)
     first, second = ([torch.randint(1, VOCABULARY, (length,)).tolist() for length in PROMPT_LENS] for _ in range(2))

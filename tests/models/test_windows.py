@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, GptOssConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
-from driving import generate
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
+from engine_logits import logits_by_transformers, observed, save_random
+from headway.core.engine.engine import make_engine
+from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.registry import Registry
-from observed import logits_by_transformers, observed, save_random
+from run_engine import generate
 
 VOCAB = 97
 SMALL: dict[str, Any] = {
@@ -53,7 +53,7 @@ def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: 
     shared = [random.randrange(3, VOCAB) for _ in range(130)]
     tails = ([], [3, 4], [random.randrange(3, VOCAB) for _ in range(150)])
     prompts = [[*shared, *tail] for tail in tails] + [[5] * 3, shared[:40]]
-    engine = Engine(decoder, registry, replace(CONFIG, kv_cache_memory=2**22))
+    engine = make_engine(model=decoder, source=registry, config=replace(CONFIG, kv_cache_memory=2**22))
     written = []
     for _ in range(2):
         again = observed(engine, prompts, 24)
@@ -64,8 +64,8 @@ def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: 
     assert sum(usage.given_back for usage in engine.cache_usage().groups) > 40
     pages = engine.capacity.pool.page_format
     tight = replace(CONFIG, kv_cache_memory=(pages.pages_for(320, 71) + 4) * pages.page_bytes)
-    short = Engine(decoder, registry, replace(tight, async_scheduling=True))
+    short = make_engine(model=decoder, source=registry, config=replace(tight, async_scheduling=True))
     crowd = [*range(5), *[3, 4] * 3]
     crowded = generate(short, [prompts[number] for number in crowd], GREEDY)
     assert [each.token_ids for each in crowded] == [written[number] for number in crowd]
-    assert short.scheduler.num_preemptions > 0
+    assert short.stats.num_preemptions > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from packaged import VERSION, Built, Environment
+from built_package import VERSION, Built, Environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,9 +32,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     sources = tuple(_run("git", "ls-files", cwd=ROOT).splitlines())
     checkout = folder / "checkout"
     for name in sources:
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, checkout / name)
+            shutil.copy(ROOT / name, checkout / name, follow_symlinks=False)
     git = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
     for words in (("init", "-q"), ("add", "--force", "."), ("commit", "-qm", "as it is"), ("tag", f"v{VERSION}")):
         _run(*git, *words, cwd=checkout)

@@ -1,8 +1,9 @@
-"""What importing costs, what the extras are called, and what is said where the default model is missing."""
+"""The cost of an import, the names of the extras, and the error where the default model is missing."""
 
 from __future__ import annotations
 
 import re
+import time
 import tomllib
 from pathlib import Path
 
@@ -18,22 +19,28 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
 
-def test_importing_headway_loads_no_library_and_takes_no_time(tmp_path: Path) -> None:
+def test_importing_headway_loads_no_library(tmp_path: Path) -> None:
     code = """
 import sys
 before = set(sys.modules)
-import time
-start = time.perf_counter()
 import headway
-seconds = time.perf_counter() - start
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
 assert loaded == {"headway"}, loaded
-print(seconds)
 assert "LLM" in dir(headway)
 """
     result = run_python("-c", code, cwd=tmp_path)
     assert result.code == 0, result
-    assert float(result.out) < 0.3
+
+
+def test_a_python_that_imports_headway_starts_in_less_than_twice_the_time_of_one_that_does_not(tmp_path: Path) -> None:
+    def seconds(code: str) -> float:
+        started = time.perf_counter()
+        assert run_python("-c", code, cwd=tmp_path).code == 0
+        return time.perf_counter() - started
+
+    pairs = [(seconds(""), seconds("import headway")) for _ in range(5)]  # in turns, for others use this machine, too
+    bare, importing = map(min, zip(*pairs, strict=True))
+    assert importing < 2 * bare
 
 
 def test_help_and_version_load_no_torch(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.registry import Registry, create_registry
-from headway.registry.discovery import entry_points
+from headway.registry.plugin_sources import installed_plugins
 from sandbox import BROKEN, BROKEN_SAYS, TOY, install, run_headway, save_tiny_model
 
 EXITS = "import sys\nsys.exit(3)\n"
@@ -46,7 +46,7 @@ def test_a_distribution_that_is_on_the_path_twice_counts_once(plugins: Path, mon
     install(plugins, "headway_twice", TOY)
     monkeypatch.syspath_prepend(str(plugins))
     monkeypatch.syspath_prepend(f"{plugins}/../{plugins.name}")
-    assert [point.name for point in entry_points("headway") if point.name == "headway_twice"] == ["headway_twice"]
+    assert [point.name for point in installed_plugins("headway") if point.name == "headway_twice"] == ["headway_twice"]
 
 
 @pytest.mark.parametrize("name", BROKEN)

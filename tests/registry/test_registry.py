@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grid import spec
+from backend_cases import spec
 from headway.backends.layouts import write_rows
 from headway.backends.sdpa import SDPA
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
@@ -17,7 +17,7 @@ from headway.core.contract.errors import ConfigError, PluginError, UnknownBacken
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
-from headway.core.system.faults import warn_once
+from headway.core.system.logs import warn_once
 from headway.registry import Registry, create_registry, hookimpl
 from headway.registry.records import BUILTIN_OWNER
 from sandbox import run_python

@@ -9,10 +9,10 @@ import torch
 
 from headway.backends.triton.backend import TritonAttention
 from headway.backends.triton.writer import Writer
+from headway.core.contract.backend import Lengths, StepLimits, fits
 from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.warmup import Lengths, StepLimits, fits
 
 
 def variant_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> tuple[object, ...]:
@@ -81,7 +81,7 @@ class AttentionLayer:
             start += view.num_tokens
 
     def warm_up(self) -> None:
-        """As core/engine/warming.py does."""
+        """As core/engine/device/warmup.py does."""
         for phase in Phase:
             if self.spec.dense and phase is not Phase.PREFILL:
                 continue

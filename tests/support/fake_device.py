@@ -11,13 +11,13 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from demands import demand
-from headway.core.engine.executor import Capacity
-from headway.core.engine.groups import NULL_PAGE
-from headway.core.engine.step import NEWEST, Sampled, StepInput
+from device_demands import demand
+from headway.core.engine.state.executor import Capacity
+from headway.core.engine.state.groups import NULL_PAGE
+from headway.core.engine.state.step import NEWEST, Sampled, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import NOT_A_TOKEN, keys_of
-from moving import Moving
+from page_copier_stub import Moving
 
 Words = NDArray[numpy.uint64]
 

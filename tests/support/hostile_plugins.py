@@ -13,7 +13,7 @@ import torch
 from headway import hookimpl
 from headway.contract import ALL_PHASES, NHD, AttentionBackend, BackendInfo, Capabilities, Support, CacheLayout, LayoutInfo
 from headway.contract import LogitsProcessorInfo
-from headway.core.contract.proposers import ProposerInfo
+from headway.core.contract.sampling_plugins import ProposerInfo
 
 {top}
 
@@ -110,7 +110,7 @@ HOSTILE: dict[str, tuple[str, str, str]] = {
     ),
     "takes-ctrl-c": ("top", "signal.signal(signal.SIGINT, signal.SIG_IGN)", "changes what Ctrl-C does"),
     "replaces-stdout": ("top", "sys.stdout = open(os.devnull, 'w')", "changes sys.stdout"),
-    "kills-its-parent": ("top", "os.kill(os.getppid(), 9); time.sleep(600)", "ends the process that tries it"),
+    "kills-its-parent": ("top", "os.kill(os.getppid(), 9); time.sleep(600)", "crashed during its trial"),
     "kills-its-group": ("top", "os.killpg(0, 9)", "was killed by SIGKILL"),
     "leaves-a-thread": (
         "top",

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import torch
 
-from clients import ask_all, work
+from async_reading import read
 from headway import LLM, AsyncLLM, SamplingParams
 from headway.contract import HeadwayError
 from headway.core.sampling.params import StructuredOutputsParams
-from serving import Running
-from streaming import read
+from server_clients import ask_all, work
+from server_thread import Running
 
 MAX_MODEL_LEN = 256
 OPTIONS: dict[str, Any] = {

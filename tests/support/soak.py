@@ -24,7 +24,7 @@ from typing import Any
 
 from headway import LLM
 from mixed_work import OPTIONS, MixedWork
-from serving import running
+from server_thread import running
 
 FAULTS = 0.002
 """Share of steps in which the device fails."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from headway.core.contract.spec import AttentionSpec
-from headway.tuning.device import identify_device
-from headway.tuning.identity import DeviceIdentity
-from headway.tuning.points import Point
-from headway.tuning.run import CrossoverOptions
-from headway.tuning.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
-from headway.tuning.timing import Turns
+from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.points import Point
+from headway.tuning.measure.run import CrossoverOptions
+from headway.tuning.measure.timing import InterleavedTimer
+from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
 
 SPEC = AttentionSpec(4, 2, 32, 32**-0.5)
-QUICK = Turns(rounds=1, round_ms=0.0, min_runs=3)
+QUICK = InterleavedTimer(rounds=1, round_ms=0.0, min_runs=3)
 POINTS = [
     *(Point("decode", batch, 1, kv_len, level) for batch, kv_len, level in ((1, 8, 0), (4, 40, 0), (2, 20, 1))),
     *(Point("prefill", batch, n, n, level) for batch, n, level in ((1, 9, 0), (3, 17, 1))),

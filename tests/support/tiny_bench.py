@@ -11,21 +11,21 @@ from headway.bench.kernel.results import KernelReport
 from headway.bench.kernel.run import KernelOptions, run_kernel_bench
 from headway.core.contract.backend import BackendInfo
 from headway.registry import Registry, create_registry, hookimpl
-from headway.tuning.timing import Timer
-from headway.tuning.work import Geometry, Work, make_spec, make_work
+from headway.tuning.measure.timing import Timer
+from headway.tuning.measure.workloads import AttentionWork, Geometry, make_spec, make_work
 
 QUICK = Timer(warmup_ms=0.0, rep_ms=0.0)
 CPU = torch.device("cpu")
 SMALL = Geometry(4, 2, 32)
 
 
-def cell_of(phase: str, case: str, geometry: Geometry = SMALL, **dtypes: torch.dtype) -> Work:
+def cell_of(phase: str, case: str, geometry: Geometry = SMALL, **dtypes: torch.dtype) -> AttentionWork:
     spec = make_spec(geometry, dtypes.get("dtype", torch.float32), dtypes.get("kv_dtype"), CPU)
     return make_work(phase, case, geometry, spec)
 
 
 def run(registry: Registry, **changes: object) -> KernelReport:
-    options = KernelOptions(geometries=[SMALL], peers=False, device=CPU, timer=QUICK, **changes)
+    options = KernelOptions(geometries=[SMALL], device=CPU, timer=QUICK, **changes)
     return run_kernel_bench(options, registry)
 
 

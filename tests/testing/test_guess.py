@@ -12,44 +12,44 @@ from torch import Tensor
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.testing.broken import planted
-from headway.testing.broken.plain import Plain, PlainPlan
-from headway.testing.cells import Cell
+from headway.testing.broken.plain import PlainBackend, PlainPlan
+from headway.testing.cells import CheckCell
 from headway.testing.kit import Kit
 from headway.testing.subject import load_subject
 
-CELL = Cell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
+CELL = CheckCell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
 
 
-class IgnoresTheTable(Plain):
+class IgnoresTheTable(PlainBackend):
     def plan(self, metadata: AttentionMetadata) -> PlainPlan:
         blocks = torch.arange(metadata.block_table.shape[1], dtype=torch.int32)
         return super().plan(replace(metadata, block_table=blocks.expand_as(metadata.block_table)))
 
 
-class LeavesTheLastOut(Plain):
+class LeavesTheLastOut(PlainBackend):
     def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
         right = out.clone()
         super().decode(q, cache, plan, right, lse)
         out[:-1] = right[:-1]
 
 
-class KeepsElevenBits(Plain):
+class KeepsElevenBits(PlainBackend):
     def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
         super().decode(q.half().float(), cache, plan, out, lse)
 
 
-class KeepsEightBits(Plain):
+class KeepsEightBits(PlainBackend):
     def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
         super().decode(q.bfloat16().float(), cache, plan, out, lse)
 
 
-class GroupsTheOtherWay(Plain):
+class GroupsTheOtherWay(PlainBackend):
     def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
         heads = q.reshape(len(q), self.spec.group_size, self.spec.num_kv_heads, -1).transpose(1, 2).flatten(1, 2)
         super().decode(heads, cache, plan, out, lse)
 
 
-class ClaimsAWindow(Plain):
+class ClaimsAWindow(PlainBackend):
     def window(self) -> int:
         return 1 << 20
 
@@ -65,7 +65,7 @@ class ClaimsAWindow(Plain):
         (ClaimsAWindow, "window", "matches the answer without the sliding window"),
     ],
 )
-def test_a_first_mistake_is_named(made: type[Plain], feature: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_mistake_is_named(made: type[PlainBackend], feature: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(planted.PLANTED, "made", made)
     result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, feature=feature))
     assert result.status == "failed"

@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from headway.core.contract.errors import ConfigError, HeadwayError
-from headway.testing.cells import PHASES, Cell
+from headway.core.system.provenance import Origin
+from headway.testing.cells import PHASES, CheckCell
 from headway.testing.checking import Wanted, check
 from headway.testing.kit import CHECKS, Kit
-from headway.testing.origin import Origin
 from headway.testing.report import CheckReport, machine_of, read_check
-from headway.testing.runner import Child, Run, cell_timeout
+from headway.testing.runner import CellProcess, CellRun, cell_timeout
 from headway.testing.scorecard import badge, command, patterns, scorecard
 from headway.testing.subject import load_subject
 
 HERE = Path(__file__).parent
 HOSTILE = HERE / "hostile.py"
 EXAMPLE = HERE.parent.parent / "examples" / "headway-example" / "headway_example.py"
-PLAIN = Cell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
+PLAIN = CheckCell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
 
 
 @cache
@@ -49,7 +49,7 @@ def kit(name: str) -> Kit:
         ("NoGpu", PLAIN, "TRITON_INTERPRET=1 in the environment"),
     ],
 )
-def test_a_hostile_backend_is_caught(name: str, cell: Cell, words: str) -> None:
+def test_a_hostile_backend_is_caught(name: str, cell: CheckCell, words: str) -> None:
     result = kit(name).run(cell)
     assert result.status == "failed"
     assert words in f"{result.reason} {result.guess}", result
@@ -59,7 +59,7 @@ def test_a_hostile_backend_is_caught(name: str, cell: Cell, words: str) -> None:
 def test_a_part_of_the_contract_is_enough(name: str) -> None:
     own = kit(name)
     layout = "slots_first" if name == "OwnLayout" else "nhd"
-    cell = Cell("engine", layout=layout, block_size=8, head_dim=32, group=2)
+    cell = CheckCell("engine", layout=layout, block_size=8, head_dim=32, group=2)
     checks = ["claims", "engine", "steps", "turns"]
     results = [own.run(cell.plain(check)) for check in checks]
     results.append(own.run(cell.plain("answer", phase="decode")))
@@ -76,10 +76,11 @@ def test_a_part_of_the_contract_is_enough(name: str) -> None:
         assert {each.layout for each in cells if each.check == "answer"} == {"slots_first"}
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_a_finding_and_the_next_cell_runs() -> None:
     cells = [str(PLAIN.plain("answer", phase=phase)) for phase in ("decode", "prefill")]
     for name, words in (("Crashes", "SIGSEGV"), ("Exits", "exited with code 3")):
-        run = Run([Child(f"{HOSTILE}:{name}", "cpu", 1, 60.0)])
+        run = CellRun([CellProcess(f"{HOSTILE}:{name}", "cpu", 1, 60.0)])
         results = run.all([*cells, str(PLAIN.plain("options"))])
         assert words in results[0].reason
         assert "takes the process with it" in results[0].guess
@@ -88,7 +89,7 @@ def test_a_process_that_dies_is_a_finding_and_the_next_cell_runs() -> None:
 
 
 def test_a_hang_is_a_finding() -> None:
-    (result,) = Run([Child(f"{HOSTILE}:Hangs", "cpu", 1, 1.0)]).all([str(PLAIN)])
+    (result,) = CellRun([CellProcess(f"{HOSTILE}:Hangs", "cpu", 1, 1.0)]).all([str(PLAIN)])
     assert "no answer within 1 s" in result.reason
     assert result.guess.startswith("hangs, or takes longer: --timeout")
 
@@ -103,12 +104,12 @@ def test_under_the_interpreter_a_cell_may_take_longer(monkeypatch: pytest.Monkey
 def test_every_cell_has_a_name_that_finds_it_again() -> None:
     cells = kit("OwnLayout").cells()
     assert len({str(cell) for cell in cells}) == len(cells)
-    assert [Cell.parse(str(cell)) for cell in cells] == cells
+    assert [CheckCell.parse(str(cell)) for cell in cells] == cells
     assert {cell.check for cell in cells} <= set(CHECKS)
     with pytest.raises(ConfigError, match="a cell's name"):
-        Cell.parse("answer:decode")
+        CheckCell.parse("answer:decode")
     with pytest.raises(ConfigError, match="--cell"):
-        Cell.parse("long:long:nhd:own:b0:d0:g0:float32:none:-")
+        CheckCell.parse("long:long:nhd:own:b0:d0:g0:float32:none:-")
 
 
 def test_every_pair_of_claimed_values_is_in_a_cell() -> None:
@@ -247,7 +248,7 @@ def test_the_example_keeps_the_contract() -> None:
     wanted = Wanted(target=f"{EXAMPLE}:Example", quick=True, only="claims")
     assert [cell.status for cell in check(wanted).cells] == ["passed"]
     own = Kit(load_subject(f"{EXAMPLE}:Example", torch.device("cpu")))
-    plain = Cell("answer", layout="vllm_5d", block_size=8, head_dim=32, group=2)
+    plain = CheckCell("answer", layout="vllm_5d", block_size=8, head_dim=32, group=2)
     results = [own.run(plain.plain("answer", phase=phase)) for phase in PHASES]
     results += [own.run(plain.plain(name)) for name in ("engine", "steps", "turns", "options", "tolerance")]
     assert not [result for result in results if result.status == "failed"]

@@ -11,7 +11,7 @@ import torch
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.metadata import AttentionMetadata
 from headway.testing.broken.planted import PLANTED
-from headway.testing.cells import Cell
+from headway.testing.cells import CheckCell
 from headway.testing.kit import Kit
 from headway.testing.report import CellResult
 from headway.testing.subject import load_subject
@@ -41,10 +41,10 @@ def kit(target: str) -> Kit:
     return Kit(load_subject(target, torch.device("cpu")))
 
 
-def cells_for(name: str) -> list[Cell]:
+def cells_for(name: str) -> list[CheckCell]:
     check, feature, _ = NAMED[name]
     layout = "hnd" if name == "claims-a-layout-it-cannot-read" else "nhd"
-    plain = Cell(check, layout=layout, block_size=8, head_dim=32, group=2, feature=feature)
+    plain = CheckCell(check, layout=layout, block_size=8, head_dim=32, group=2, feature=feature)
     phases = ("decode",) if check == "graph" else ("extend", "decode", "ragged")
     return [plain.plain(check, phase=phase) for phase in phases]
 
@@ -64,9 +64,9 @@ def test_a_planted_mistake_is_caught_and_named(name: str) -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_nothing_is_found_where_nothing_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.testing.broken import planted
-    from headway.testing.broken.plain import Plain
+    from headway.testing.broken.plain import PlainBackend
 
-    monkeypatch.setitem(planted.PLANTED, "nothing", Plain)
+    monkeypatch.setitem(planted.PLANTED, "nothing", PlainBackend)
     right = Kit(load_subject("broken:nothing", torch.device("cpu")))
     results: list[CellResult] = [right.run(cell) for cell in cells_for(name)]
     assert [result.status for result in results] == ["passed"] * len(results), results
@@ -75,9 +75,9 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("stale", [False, True], ids=["keeps its tensors", "copies them"])
 def test_a_captured_prompt_finds_its_blocks_where_they_were_planned(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.testing.broken import planted
-    from headway.testing.broken.plain import Plain, PlainPlan
+    from headway.testing.broken.plain import PlainBackend, PlainPlan
 
-    class Uniform(Plain):
+    class Uniform(PlainBackend):
         graph_level = GraphLevel.UNIFORM
 
         def plan(self, metadata: AttentionMetadata) -> PlainPlan:
@@ -88,6 +88,6 @@ def test_a_captured_prompt_finds_its_blocks_where_they_were_planned(stale: bool,
     monkeypatch.setitem(planted.PLANTED, "uniform", Uniform)
     tried = Kit(load_subject("broken:uniform", torch.device("cpu")))
     result = tried.run(
-        Cell("prompt", layout="nhd", block_size=8, head_dim=32, group=2, feature="none").plain("prompt", phase="prefill")
+        CheckCell("prompt", layout="nhd", block_size=8, head_dim=32, group=2, feature="none").plain("prompt", phase="prefill")
     )
     assert result.status == ("failed" if stale else "passed"), result

@@ -6,8 +6,8 @@ import pytest
 
 from headway.backends.sdpa import SDPA
 from headway.core.contract.compiled import AHEAD, compile_ahead
-from headway.tuning import selftest
-from headway.tuning.run import run_kernel_level
+from headway.tuning.measure import self_test as selftest
+from headway.tuning.measure.run import run_kernel_level
 from tables import POINTS, quick
 from tiny_bench import with_backend
 

@@ -8,21 +8,24 @@ from pathlib import Path
 import pytest
 
 from headway.backends.sdpa import SDPA
-from headway.bench.crossover.regret import Trial, judge_again, leave_one_out, measure_regret, read_report
+from headway.bench.crossover.regret import RegretReport, RegretTrial, judge_again, leave_one_out, measure_regret
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import HND
 from headway.core.contract.metadata import Phase
+from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.costs import Shape
+from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.core.select.workload import Workload
+from headway.core.system.json_files import write_json
 from headway.registry import Registry
-from headway.testing.json_files import write_json
-from headway.tuning import autotune, store
+from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
-from headway.tuning.files import read_table
-from headway.tuning.points import Point
-from headway.tuning.run import CrossoverOptions, run_kernel_level
-from headway.tuning.schema import CrossoverTable, SpecRecord
+from headway.tuning.isolated.measure_in_child import CRASHED
+from headway.tuning.measure.points import Point
+from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
+from headway.tuning.table.files import read_table, stored_tables, table_path
+from headway.tuning.table.schema import CrossoverTable, SpecRecord
 from tables import POINTS, QUICK, SPEC, a_cell, a_device, a_table, quick
 from tiny_bench import CPU, half_of_the_rows, with_backend
 
@@ -34,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, and a quick grid."""
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET", raising=False)
-    monkeypatch.setattr(autotune, "_TURNS", QUICK)
+    monkeypatch.setattr(autotune, "TIMER", QUICK)
     return tmp_path
 
 
@@ -46,35 +49,35 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_grid")
 def test_the_first_start_measures_and_the_next_one_reads(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
-    first = costs_for([SPEC, SPEC], registry, "auto", TableRequest(budget=60))
+    first = costs_for(LayerSpecs([SPEC, SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     assert "measuring the attention backends" in caplog.text
-    path = store.table_path(a_device(), SpecRecord.of(SPEC))
-    assert store.stored() == [path]
+    path = table_path(a_device(), SpecRecord.of(SPEC))
+    assert stored_tables() == [path]
     assert read_table(path).complete
     caplog.clear()
-    second = costs_for([SPEC], registry, "auto", TableRequest(budget=60))
+    second = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     assert caplog.text == ""
     assert first is not None
     assert second is not None
     assert first[SPEC].at(DECODE, "sdpa", "nhd", 16) == second[SPEC].at(DECODE, "sdpa", "nhd", 16)
-    selector = Selector(registry, [SPEC], costs=second)
+    selector = Selector(registry, LayerSpecs([SPEC]), costs=second)
     assert "crossover table" in str(selector.selection)
 
 
 def test_without_a_budget_nothing_is_measured(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert costs_for([SPEC], registry, "auto", TableRequest(budget=0)) is None
+    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=0)) is None
     monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "0")
-    assert costs_for([SPEC], registry, "auto", TableRequest()) is None
+    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest()) is None
     assert not (cache / "crossover").exists()
     for text in ("soon", "-1", "nan"):
         monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", text)
         with pytest.raises(ConfigError, match="HEADWAY_AUTOTUNE_BUDGET: needs seconds"):
-            costs_for([SPEC], registry, "auto", TableRequest())
+            costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest())
 
 
 def test_named_backends_need_no_table(registry: Registry, cache: Path) -> None:
-    assert costs_for([SPEC], registry, "sdpa", TableRequest()) is None
-    assert costs_for([SPEC], registry, "prefill=sdpa,decode=sdpa.math", TableRequest()) is None
+    assert costs_for(LayerSpecs([SPEC]), registry, BackendRequest("sdpa", "sdpa"), TableRequest()) is None
+    assert costs_for(LayerSpecs([SPEC]), registry, BackendRequest("sdpa", "sdpa.math"), TableRequest()) is None
     assert not (cache / "crossover").exists()
 
 
@@ -89,10 +92,10 @@ def test_named_backends_need_no_table(registry: Registry, cache: Path) -> None:
 def test_a_faulty_kept_table_is_logged_and_left_alone(
     registry: Registry, caplog: pytest.LogCaptureFixture, content: str, word: str
 ) -> None:
-    path = store.table_path(a_device(), SpecRecord.of(SPEC))
+    path = table_path(a_device(), SpecRecord.of(SPEC))
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert costs_for([SPEC], registry, "auto", TableRequest(budget=0)) is None
+    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=0)) is None
     assert word in caplog.text
     assert path.read_text() == content
 
@@ -103,26 +106,26 @@ def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(
     path = tmp_path / "mine.json"
     cells = [a_cell(us, backend=name) for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))]
     write_json(a_table(*cells), path)
-    costs = costs_for([SPEC], registry, "auto", TableRequest(path))
+    costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(path))
     assert costs is not None
     assert costs[SPEC].at(Shape(Phase.DECODE, 1, 1, 64), "sdpa", "nhd", 16)[0] == pytest.approx(10)
     write_json(a_table(*cells, device=a_device(driver="old", torch="1.0")), path)
-    assert costs_for([SPEC], registry, "auto", TableRequest(path, budget=60)) is None
+    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(path, budget=60)) is None
     assert "torch: the table has 1.0" in caplog.text
     assert "driver: the table has old" in caplog.text
-    assert costs_for([replace(SPEC, head_dim=64)], registry, "auto", TableRequest(path)) is None
+    assert costs_for(LayerSpecs([replace(SPEC, head_dim=64)]), registry, ALL_AUTO, TableRequest(path)) is None
 
 
 def test_a_table_asked_for_must_be_there(registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"crossover_table: needs a table file, got .*none\.json, which does not exist"):
-        costs_for([SPEC], registry, "auto", TableRequest(tmp_path / "none.json"))
+        costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(tmp_path / "none.json"))
 
 
 @pytest.mark.usefixtures("small_grid")
 def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
-    costs_for([SPEC], registry, "auto", TableRequest(budget=60))
+    costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     more = with_backend("newcomer")
-    costs = costs_for([SPEC], more, "auto", TableRequest(budget=60))
+    costs = costs_for(LayerSpecs([SPEC]), more, ALL_AUTO, TableRequest(budget=60))
     assert "backends: newcomer not in it" in caplog.text
     assert costs is not None
     assert costs[SPEC].at(DECODE, "newcomer", "nhd", 16)[0] < float("inf")
@@ -131,16 +134,37 @@ def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry
 @pytest.mark.usefixtures("small_grid")
 def test_an_upgraded_backend_is_measured_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = with_backend("guest")
-    costs_for([SPEC], registry, "auto", TableRequest(budget=60))
-    path = store.table_path(a_device(), SpecRecord.of(SPEC))
+    costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
+    path = table_path(a_device(), SpecRecord.of(SPEC))
     before = read_table(path)
-    monkeypatch.setattr("headway.tuning.selftest.version_of", lambda owner: "2.0" if owner == "guest" else "")
+    monkeypatch.setattr("headway.tuning.measure.self_test.version_of", lambda owner: "2.0" if owner == "guest" else "")
     caplog.clear()
-    costs_for([SPEC], registry, "auto", TableRequest(budget=60))
+    costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     assert "backend guest of guest: the table has none, here is 2.0" in caplog.text
     after = read_table(path)
     assert {record.name: record.version for record in after.backends}["guest"] == "2.0"
     assert after.cells != before.cells
+
+
+@pytest.mark.usefixtures("small_grid")
+def test_a_backend_that_crashed_is_measured_again_under_a_new_version(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = with_backend("guest")
+    costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
+    path = table_path(a_device(), SpecRecord.of(SPEC))
+    table = read_table(path)
+    table.backends = [
+        record.model_copy(update={"reason": f"{CRASHED} in decode"}) if record.name == "guest" else record
+        for record in table.backends
+    ]
+    table.cells = [cell for cell in table.cells if cell.backend != "guest"]
+    write_json(table, path)
+    costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
+    assert not any(cell.backend == "guest" for cell in read_table(path).cells), "the same version is not called again"
+    monkeypatch.setattr("headway.tuning.measure.self_test.version_of", lambda owner: "2.0" if owner == "guest" else "")
+    costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
+    assert any(cell.backend == "guest" for cell in read_table(path).cells)
 
 
 def test_a_plugins_own_layout_is_measured_beside_a_built_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +176,7 @@ def test_a_plugins_own_layout_is_measured_beside_a_built_in_one(monkeypatch: pyt
 
     monkeypatch.setattr(autotune, "run_kernel_level", run)
     claims = replace(SDPA.capabilities, layouts=(HND,))
-    costs_for([SPEC], with_backend("picky", capabilities=claims), "auto", TableRequest(budget=60))
+    costs_for(LayerSpecs([SPEC]), with_backend("picky", capabilities=claims), ALL_AUTO, TableRequest(budget=60))
     assert asked["layouts"][0] == "nhd"
     assert "hnd" in asked["layouts"]
 
@@ -162,27 +186,27 @@ def test_a_table_that_was_cut_short_is_completed_at_a_later_start(
     registry: Registry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autotune, "grid", lambda device_type: POINTS)
-    path = store.table_path(a_device(), SpecRecord.of(SPEC))
+    path = table_path(a_device(), SpecRecord.of(SPEC))
     sizes = []
     for _ in range(len(POINTS)):
-        costs_for([SPEC], registry, "auto", TableRequest(budget=1e-9))  # one point at each start
+        costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=1e-9))  # one point at each start
         sizes.append(len({cell.point for cell in read_table(path).cells}))
     assert sizes == list(range(1, len(POINTS) + 1))
     assert "the crossover table has 1 points and lacks others" in caplog.text
     assert read_table(path).complete
     caplog.clear()
-    costs_for([SPEC], registry, "auto", TableRequest(budget=1e-9))
+    costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=1e-9))
     assert caplog.text == ""
 
 
 @pytest.mark.usefixtures("small_grid")
 def test_a_backend_that_computes_wrongly_here_is_left_out_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     registry = with_backend("wrong", decode=half_of_the_rows)
-    costs = costs_for([SPEC], registry, "auto", TableRequest(budget=60))
+    costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     assert costs is not None
     assert "auto leaves out wrong: self-test: decode" in caplog.text
     assert "wrong" in costs[SPEC].excluded
-    selector = Selector(registry, [SPEC], costs=costs)
+    selector = Selector(registry, LayerSpecs([SPEC]), costs=costs)
     assert "wrong" not in selector.selection.names.values()
 
 
@@ -190,22 +214,22 @@ def test_a_folder_that_cannot_be_written_leaves_the_rank_order(
     registry: Registry, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (cache / "crossover").write_text("a file where the folder should be")
-    assert costs_for([SPEC], registry, "auto", TableRequest(budget=60)) is None
+    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60)) is None
     assert "rank order instead" in caplog.text
 
 
 def test_one_backend_alone_leaves_nothing_to_measure(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "backends", {"sdpa": registry.backends["sdpa"]})
-    assert costs_for([SPEC], registry, "auto", TableRequest(budget=60)) is None
+    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60)) is None
     assert not (cache / "crossover").exists()
 
 
 def test_the_file_is_named_by_device_and_kind_of_layer() -> None:
     paths = {
-        store.table_path(a_device(), SpecRecord.of(SPEC)),
-        store.table_path(a_device(), SpecRecord.of(replace(SPEC, scale=0.9))),
-        store.table_path(a_device(), SpecRecord.of(replace(SPEC, sliding_window=4))),
-        store.table_path(a_device(name="NVIDIA H200"), SpecRecord.of(SPEC)),
+        table_path(a_device(), SpecRecord.of(SPEC)),
+        table_path(a_device(), SpecRecord.of(replace(SPEC, scale=0.9))),
+        table_path(a_device(), SpecRecord.of(replace(SPEC, sliding_window=4))),
+        table_path(a_device(name="NVIDIA H200"), SpecRecord.of(SPEC)),
     }
     assert len(paths) == 3
     assert any(path.name.startswith("nvidia-h200-4-2-32-float32-") for path in paths)
@@ -283,9 +307,9 @@ def test_another_table_is_judged_by_the_times_of_an_earlier_report(tmp_path: Pat
         {"phase": "decode", "case": "1q1s300", "times_us": {"sdpa hnd 64": 10.0}},
     ]
     blank = {"chosen": "", "best": "", "chosen_us": 1.0, "best_us": 1.0}
-    old = leave_one_out(table).model_copy(update={"trials": [Trial(**blank, **trial) for trial in trials]})
+    old = leave_one_out(table).model_copy(update={"trials": [RegretTrial(**blank, **trial) for trial in trials]})
     write_json(old, tmp_path / "old.json")
-    report = judge_again(read_report(tmp_path / "old.json"), table, Workload(1, 64, 64))
+    report = judge_again(RegretReport.read(tmp_path / "old.json"), table, Workload(1, 64, 64))
     decode, prefill = report.trials
     assert (decode.chosen, decode.best, decode.regret, decode.regret_anywhere) == ("sdpa", "sdpa.math", 1.5, 3.0)
     assert (prefill.chosen, prefill.regret) == ("sdpa", 1.0)
@@ -293,7 +317,7 @@ def test_another_table_is_judged_by_the_times_of_an_earlier_report(tmp_path: Pat
     assert report.worst == 1.5
     (tmp_path / "old.json").write_text("{}")
     with pytest.raises(ConfigError, match="headway table regret --output wrote, got"):
-        read_report(tmp_path / "old.json")
+        RegretReport.read(tmp_path / "old.json")
 
 
 def test_leaving_a_point_out_shows_what_the_lookup_would_have_lost() -> None:

@@ -9,10 +9,10 @@ import pytest
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.select.costs import Shape
-from headway.tuning.compare import diff, differences, merge, partly_measured, remarks
-from headway.tuning.convert import to_costs
-from headway.tuning.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
-from headway.tuning.ties import mark_ties, noise_of
+from headway.tuning.table.compare import diff, differences, merge, partly_measured, remarks
+from headway.tuning.table.convert import to_costs
+from headway.tuning.table.noise import mark_ties, noise_of
+from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
 from tables import SPEC, a_cell, a_device, a_table
 
 

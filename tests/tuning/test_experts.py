@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts import CONFIGS, Layer
+from expert_layers import CONFIGS, Layer
 from headway.models.experts.choice import TOKEN_COUNTS
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.router import Routed
 from headway.models.experts.routing import route
 from headway.models.experts.weights import ExpertWeights
 from headway.models.operations import Norm
-from headway.tuning.experts import choose_experts
+from headway.tuning.measure.experts import choose_experts
 
 CPU = torch.device("cpu")
 CONFIG = CONFIGS["gpt_oss"]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.json_files import write_json
-from headway.tuning.files import TableError, line_of, read_table
-from headway.tuning.schema import SCHEMA, CrossoverTable, SpecRecord
+from headway.core.system.json_files import write_json
+from headway.tuning.table.files import TableError, line_of, read_table
+from headway.tuning.table.schema import SCHEMA, CrossoverTable, SpecRecord
 from tables import a_cell, a_table
 
 

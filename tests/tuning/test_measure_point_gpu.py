@@ -8,12 +8,12 @@ import torch
 from headway.core.contract.layout import NHD
 from headway.registry import Registry
 from headway.testing.reference import reference, relative_error
-from headway.tuning.attempt import checked
-from headway.tuning.points import Point
-from headway.tuning.replay import captures, graph_attempt
-from headway.tuning.run import run_kernel_level
-from headway.tuning.timing import Turns
-from headway.tuning.work import Geometry, build_case, make_spec, make_work
+from headway.tuning.measure.contender import checked
+from headway.tuning.measure.graph_replay import captures, graph_contender
+from headway.tuning.measure.points import Point
+from headway.tuning.measure.run import run_kernel_level
+from headway.tuning.measure.timing import InterleavedTimer
+from headway.tuning.measure.workloads import Geometry, build_case, make_spec, make_work
 from tables import quick
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ POINTS = [Point("decode", 4, 1, 100), Point("verify", 2, 4, 70), Point("prefill"
 def test_the_table_of_a_gpu_has_graphs_and_host_times(registry: Registry) -> None:
     spec = make_spec(GEOMETRY, torch.bfloat16, None, torch.device("cuda"))
     table = run_kernel_level(
-        quick(spec=spec, backends=["triton", "sdpa"], grid=POINTS, turns=Turns(1, 0.1), graph_len=512), registry
+        quick(spec=spec, backends=["triton", "sdpa"], grid=POINTS, turns=InterleavedTimer(1, 0.1), graph_len=512), registry
     )
     assert table.complete
     assert table.graph_len == 512
@@ -42,9 +42,9 @@ def test_a_replay_is_right_at_lengths_other_than_the_captured_one(registry: Regi
     expected = reference(case)
     backend = registry.backend("triton")(spec, NHD, 16)
     assert captures(backend, case)
-    attempt = graph_attempt(backend, case, lambda out: relative_error(out, expected, case), graph_len=1024)
-    assert checked(attempt) <= attempt.tolerance
-    assert checked(attempt) <= attempt.tolerance  # a second replay into poison
+    contender = graph_contender(backend, case, lambda out: relative_error(out, expected, case), graph_len=1024)
+    assert checked(contender) <= contender.tolerance
+    assert checked(contender) <= contender.tolerance  # a second replay into poison
 
 
 def test_a_backend_is_captured_and_replayed_by_the_calls_that_the_engine_makes(registry: Registry) -> None:
@@ -61,7 +61,7 @@ def test_a_backend_is_captured_and_replayed_by_the_calls_that_the_engine_makes(r
             seen.append((metadata, metadata.seq_lens.clone(), metadata.slot_mapping.clone()))
             super().plan_for_replay(plan, metadata)
 
-    graph_attempt(Recording(spec, NHD, 16), case, lambda out: 0.0, graph_len=1024)
+    graph_contender(Recording(spec, NHD, 16), case, lambda out: 0.0, graph_len=1024)
     (captured, lens, slots), (replayed, new_lens, new_slots) = seen
     assert captured.seq_lens_cpu.tolist() == [1024] * 4
     assert replayed.seq_lens_cpu.tolist() == [100] * 4

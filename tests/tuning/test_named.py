@@ -12,9 +12,9 @@ from headway.core.contract.backend import API_VERSION, BackendInfo
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry, create_registry, hookimpl
-from headway.testing.broken.plain import Plain
+from headway.testing.broken.plain import PlainBackend
 from headway.testing.broken.planted import DropsSoftcap
-from headway.tuning.named import SKIP, check_named
+from headway.tuning.measure.self_test import SKIP, check_named
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.21, softcap=1.5, device=torch.device("cpu"))
 
@@ -63,9 +63,9 @@ def test_the_refusal_names_a_command_that_finds_it(
 
 def test_a_right_one_is_tried_once_a_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
-    check_named(registry_of(Plain, "third 1.0"), ["plain", "sdpa", "auto"], [SPEC, SPEC])
+    check_named(registry_of(PlainBackend, "third 1.0"), ["plain", "sdpa", "auto"], [SPEC, SPEC])
     assert len(list(tmp_path.rglob("*.passed"))) == 1
-    check_named(registry_of(Plain, "third 1.0"), ["plain"], [SPEC])
+    check_named(registry_of(PlainBackend, "third 1.0"), ["plain"], [SPEC])
     assert len(list(tmp_path.rglob("*.passed"))) == 1
-    check_named(registry_of(Plain, "third 1.1"), ["plain"], [SPEC])
+    check_named(registry_of(PlainBackend, "third 1.1"), ["plain"], [SPEC])
     assert len(list(tmp_path.rglob("*.passed"))) == 2

@@ -6,9 +6,9 @@ import pytest
 
 from headway.core.contract.metadata import Phase
 from headway.core.select.costs import Shape
-from headway.tuning.convert import to_costs
-from headway.tuning.refine import midpoints
-from headway.tuning.schema import Cell
+from headway.tuning.measure.points import midpoints
+from headway.tuning.table.convert import to_costs
+from headway.tuning.table.schema import Cell
 from tables import a_cell, a_table
 
 CROSSING = {256: (10.0, 20.0), 4096: (100.0, 50.0)}

@@ -17,12 +17,11 @@ from headway.core.contract.errors import UnknownBackendError, UnsupportedError
 from headway.core.contract.layout import HND, NHD
 from headway.core.contract.metadata import Phase
 from headway.registry import Registry, create_registry
-from headway.tuning import run as module
-from headway.tuning.files import read_table
-from headway.tuning.halving import losers, surviving_pairs
-from headway.tuning.points import GRIDS, PHASES, Point, grid, held_out
-from headway.tuning.run import run_kernel_level
-from headway.tuning.schema import Cell, CrossoverTable
+from headway.tuning.measure import run as module
+from headway.tuning.measure.points import GRIDS, PHASES, Point, grid, held_out
+from headway.tuning.measure.run import losers, run_kernel_level, surviving_pairs
+from headway.tuning.table.files import read_table
+from headway.tuning.table.schema import Cell, CrossoverTable
 from tables import POINTS, QUICK, SPEC, a_cell, quick
 from tiny_bench import half_of_the_rows, plugin, with_backend
 

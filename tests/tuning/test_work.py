@@ -8,8 +8,8 @@ import torch
 from headway.core.contract.layout import HND, NHD, VLLM_5D
 from headway.registry import Registry
 from headway.testing.reference import reference, relative_error, run_backend
-from headway.tuning.attempt import writer_attempt
-from headway.tuning.work import DEFAULT_CASES, Geometry, build_case, build_write
+from headway.tuning.measure.contender import writer_contender
+from headway.tuning.measure.workloads import DEFAULT_CASES, Geometry, build_case, build_write
 from tiny_bench import CPU, cell_of
 
 
@@ -26,9 +26,9 @@ def test_a_writer_that_forgets_or_strays_is_wrong(registry: Registry, layout: ob
 
     case = build_write(cell_of("write", "1q20_3q1s17"), layout, 16, seed=0)
     for writer, wrong in ((right, False), (forgets, True), (strays, True)):
-        attempt = writer_attempt(writer, case)
-        attempt.poison()
-        assert (attempt.error(attempt.call()) > attempt.tolerance) is wrong
+        contender = writer_contender(writer, case)
+        contender.poison()
+        assert (contender.error(contender.call()) > contender.tolerance) is wrong
 
 
 @pytest.mark.parametrize("case", ["3q1s40_1q1s7", "2q4s21"])

@@ -16,10 +16,10 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from headway.contract import NHD, AttentionSpec, ConfigError, LayerCache, StepLimits, UnsupportedError
-from headway.core.select.request import parse_backend_request
+from headway.contract import NHD, AttentionSpec, ConfigError, LayerCache, Phase, StepLimits, UnsupportedError
+from headway.core.select.backend_request import BackendRequest
 from headway.core.select.selector import Selector
-from headway.tuning.device import resolve_device
+from headway.tuning.measure.device import resolve_device
 from headway_vllm.cache import layer_cache
 from headway_vllm.generation import find_generation
 from headway_vllm.layers import LayerOptions, check_exact_lengths, make_selector, registry
@@ -46,12 +46,12 @@ class HeadwayImpl(AttentionImpl):  # type: ignore[misc]
         self.num_kv_heads, self.sliding_window = self.options.num_kv_heads, self.options.sliding_window
         self.kv_cache_dtype = options.get("kv_cache_dtype", "auto")
         self.shared = options.get("kv_sharing_target_layer_name") is not None
-        """Whether another layer fills its cache."""
+        """Whether another layer fills this layer's cache."""
         self.selectors: dict[int, Selector] = {}
-        """By block size; those of a model's first layer serve all of them."""
+        """Block size -> selector; those of a model's first layer serve all layers."""
         self.spec: AttentionSpec | None = None
         self.kind = 0
-        """Its spec, in the planner of its group."""
+        """Number of the layer's spec in the planner of its group."""
         self._cache: LayerCache | None = None
         self._address: tuple[int, ...] = ()
         self.writer = registry().layout(NHD.name).load_writer(resolve_device(_device_type()))
@@ -152,36 +152,36 @@ class HeadwayBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
 
 class HeadwayBackend(AttentionBackend):  # type: ignore[misc]
-    """What the backends that vLLM sees have in common; a subclass has a name, and with it a request."""
+    """The common part of the backends that vLLM sees; a subclass has a name, and with it a request."""
 
-    request: ClassVar[str]
+    request: ClassVar[BackendRequest]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
     forward_includes_kv_cache_update: bool = True
 
     @staticmethod
     def get_impl_cls() -> type[HeadwayImpl]:
-        """Of all names."""
+        """The layer's implementation, which all of Headway's names share."""
         return HeadwayImpl
 
     @staticmethod
     def get_builder_cls() -> type[HeadwayBuilder]:
-        """Of all names."""
+        """The builder of metadata, which all of Headway's names share."""
         return HeadwayBuilder
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Whether it does is said with reasons, when the layers are known."""
+        """Always: a backend that lacks sinks is refused with its reasons once the layers are known."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """As `supports_sink`."""
+        """Always, for the reason of `supports_sink`."""
         return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Prompts are planned by the lengths on the host."""
+        """Never: prompts are planned by the lengths on the host."""
         return False
 
     @classmethod
@@ -190,8 +190,9 @@ class HeadwayBackend(AttentionBackend):  # type: ignore[misc]
     ) -> Any:
         """Why a backend that was named cannot serve such a layer; None: nothing speaks against it."""
         spec = AttentionSpec(1, 1, head_size, head_size**-0.5, dtype, resolve_device(_device_type()))
-        for phase, name in parse_backend_request(cls.request).items():
-            if name != "auto":
+        for phase in Phase:
+            name = cls.request.name_for(phase)
+            if name in cls.request.names:
                 support = registry().supports(name, spec, NHD, block_size or cls.block_multiple(), phase)
                 if not support:
                     return f"{name}, {phase.value}: {support.brief}"
@@ -199,10 +200,9 @@ class HeadwayBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def block_multiple(cls) -> int:
-        """Block sizes must be a multiple of it: of what the backends need that were named; for auto what most need."""
-        names = set(parse_backend_request(cls.request).values())
-        claims = [registry().backend(name).capabilities for name in names if name != "auto"]
-        return max([16 if "auto" in names or not claims else 1, *(claim.block_multiple for claim in claims)])
+        """Tokens of which block sizes must be a multiple: as the named backends need; for auto as most backends need."""
+        claims = [registry().backend(name).capabilities for name in cls.request.names]
+        return max([16 if cls.request.auto_phases else 1, *(claim.block_multiple for claim in claims)])
 
 
 def selector_of(vllm_config: Any, block_size: int) -> Selector:
@@ -234,7 +234,7 @@ def _device_type() -> str:
     return str(current_platform.device_type)
 
 
-def _make(member: str, request: str) -> type[HeadwayBackend]:
+def _make(member: str, request: BackendRequest) -> type[HeadwayBackend]:
     multiple = {"get_supported_kernel_block_sizes": staticmethod(lambda *_: [MultipleOf(made.block_multiple())])}
     own = {name: staticmethod(method) for name, method in GENERATION.members.items()}
     names = {"get_name": staticmethod(lambda: member), "request": request, "__module__": __name__, "__qualname__": member}
@@ -251,6 +251,5 @@ def __getattr__(member: str) -> type[HeadwayBackend]:
     if member not in known and member != AUTO and member not in BORROWED:
         raise AttributeError(f"module {__name__!r} has no attribute {member!r}")
     request = known.get(member) or environment_request() or "auto"
-    parse_backend_request(request)
-    globals()[member] = made = _make(member, request)
+    globals()[member] = made = _make(member, BackendRequest.parse(request))
     return made

@@ -1,4 +1,4 @@
-"""Which of vLLM's attention interfaces is installed, found by looking at it: they differ in the shape of the KV cache."""
+"""Finds out which of vLLM's attention interfaces is installed: they differ in the shape of the KV cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class UnknownVllmError(ImportError):
 
 @dataclass(frozen=True)
 class Generation:
-    """What differs between vLLM's attention interfaces."""
+    """The differences between vLLM's attention interfaces."""
 
     views: Callable[[Tensor], tuple[Tensor, Tensor]]
     """From a layer's KV cache to key and value [num_blocks, block_size, num_kv_heads, head_dim]."""
     members: Mapping[str, Callable[..., Any]]
-    """Static methods of the backend by which it says what memory it wants."""
+    """Static methods by which the backend says what memory it wants."""
     names_are_free: bool
     """Whether a backend may bring a name of its own; else there is `CUSTOM`."""
 

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from headway.contract import NHD, AttentionSpec, ConfigError, UnsupportedError
-from headway.core.select.request import parse_backend_request
+from headway.core.select.backend_request import BackendRequest
+from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
-from headway.registry import Registry, create_registry
+from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for
-from headway.tuning.named import check_named
+from headway.tuning.isolated.trial import create_registry
+from headway.tuning.measure.self_test import check_named
 
 log = logging.getLogger("headway")
 
@@ -34,7 +36,7 @@ def registry() -> Registry:
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What vLLM hands an attention layer at its construction."""
+    """The arguments with which vLLM constructs an attention layer."""
 
     num_heads: int
     head_size: int
@@ -94,16 +96,17 @@ class LayerOptions:
         )
 
 
-def make_selector(specs: Sequence[AttentionSpec], request: str, block_size: int) -> Selector:
-    """What chooses between Headway's backends for these layers; `auto` measures first where there is no table, as in Headway.
+def make_selector(specs: Sequence[AttentionSpec], request: BackendRequest, block_size: int) -> Selector:
+    """Make the selector of these layers; `auto` measures first where there is no table, as in Headway.
 
-    :raises HeadwayError: an unknown name, or a request that cannot be served, with the reasons.
+    :raises HeadwayError: a request that names an unknown backend, or that cannot be served, with the reasons.
     """
     known = registry()
-    check_named(known, parse_backend_request(request).values(), specs)
+    layers = LayerSpecs(specs)
+    check_named(known, request.names, specs)
     path = os.environ.get(TABLE, "").strip()
-    costs = costs_for(specs, known, request, TableRequest(Path(path) if path else None))
-    selector = Selector(known, specs, request, NHD.name, block_size, costs=costs)
+    costs = costs_for(layers, known, request, TableRequest(Path(path) if path else None))
+    selector = Selector(known, layers, request, kv_layout=NHD.name, block_size=block_size, costs=costs)
     log.info("headway-vllm: %s", selector.selection)
     return selector
 

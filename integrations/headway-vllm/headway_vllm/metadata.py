@@ -19,7 +19,7 @@ log = logging.getLogger("headway")
 
 
 class CommonMetadata(Protocol):
-    """What is read of vLLM's CommonAttentionMetadata; its fields have these names in all versions that work."""
+    """The fields of vLLM's CommonAttentionMetadata that are read here; all versions that work have them under these names."""
 
     query_start_loc: Tensor
     """int32 [num_reqs + 1]"""
@@ -40,7 +40,7 @@ class CommonMetadata(Protocol):
 
 
 class _WhenAsked:
-    """A field that is worked out when a backend first reads it, since most never do."""
+    """A field that is computed on its first read, since most backends never read it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"

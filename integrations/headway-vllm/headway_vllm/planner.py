@@ -18,7 +18,7 @@ from headway_vllm.metadata import CommonMetadata, Part, Parts, Rows, parts_of
 
 
 class Work(NamedTuple):
-    """What computes one part of a step, by kind of layer."""
+    """The backends and plans of one part of a step, by kind of layer."""
 
     backends: list[AttentionBackend]
     plans: list[Plan]
@@ -30,13 +30,13 @@ class Step(NamedTuple):
     num_tokens: int
     """Tokens of the step; vLLM's tensors may have more rows, of padding."""
     num_decode_tokens: int
-    """How many of them, from the first on, are of decodes."""
+    """Tokens of decodes, which are the first in the step."""
     slot_mapping: Tensor
     """int64 [num_tokens]"""
     decode: Work | None
     prefill: Work | None
     decode_writes: list[bool]
-    """By kind of layer: whether the backend of decodes writes k and v itself, which it may in a step of nothing else."""
+    """For each kind of layer, whether the backend of decodes writes k and v itself, as it may in a step of nothing else."""
 
 
 class _Captured(NamedTuple):
@@ -67,7 +67,7 @@ class Planner:
         self._may_write, self._upper_bound_lens = may_write, upper_bound_lens
         self._rows = Rows(max_num_seqs, self.kinds[0].device)
         self._captured: dict[int, _Captured] = {}
-        """By number of rows: graphs of one size share a plan, since they replay one after the other."""
+        """Number of rows -> plan; graphs of one size share it, since they replay one after the other."""
 
     def step(self, common: CommonMetadata) -> Step:
         """Plan a step. One whose decode was captured takes the captured plan, which then says what this step's lengths are."""

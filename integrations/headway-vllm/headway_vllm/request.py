@@ -1,4 +1,4 @@
-"""Which of Headway's backends a user of vLLM asks for: by the name of vLLM's backend, or by an environment variable."""
+"""The backends of Headway that a user of vLLM asks for, by the name of vLLM's backend or by an environment variable."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def member_names(backends: Iterable[str]) -> dict[str, str]:
 
 
 def environment_request() -> str | None:
-    """What the environment asks for; None where it says nothing."""
+    """The text of the environment variable; None where it is empty or not set."""
     return os.environ.get(VARIABLE, "").strip() or None

@@ -18,7 +18,7 @@ from headway.contract import (
     Phase,
     StepLimits,
 )
-from headway.core.contract.warmup import fits, powers
+from headway.core.contract.backend import fits, powers
 from headway.core.select.selector import Selector
 
 log = logging.getLogger("headway")

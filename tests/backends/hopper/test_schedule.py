@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.backends.hopper.schedule import Problem, choose
-from headway.backends.hopper.tiles import Tile, tiles_of
+from headway.backends.hopper.tiles import AttentionTile, tiles_of
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 
@@ -83,4 +83,4 @@ def test_many_rows_are_not_cut() -> None:
 def test_padding_sequences_have_no_items() -> None:
     metadata = AttentionMetadata.build([1], [-1], [[]], 16)
     spec = AttentionSpec(32, 8, 128, 1.0, torch.bfloat16)
-    assert len(choose(Problem.of(metadata, spec, 132), (Tile(2, 128, 2),)).items) == 0
+    assert len(choose(Problem.of(metadata, spec, 132), (AttentionTile(2, 128, 2),)).items) == 0

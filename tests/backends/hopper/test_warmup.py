@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from headway.backends.hopper import attention
-from headway.backends.hopper.attention import Attention
+from headway.backends.hopper.attention import HopperKernels
+from headway.core.contract.backend import StepLimits, lattice
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.warmup import StepLimits, lattice
 
 pytest.importorskip("cuda.bindings")
 
@@ -45,7 +45,7 @@ def test_no_step_takes_a_kernel_that_the_warm_up_has_not_met(
 
     monkeypatch.setattr(attention, "load", load)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    layer = Attention(AttentionSpec(num_heads, num_kv_heads, head_dim, 0.1, torch.bfloat16, CPU), 16)
+    layer = HopperKernels(AttentionSpec(num_heads, num_kv_heads, head_dim, 0.1, torch.bfloat16, CPU), 16)
 
     def plan(query_lens: list[int], context_lens: list[int]) -> None:
         ends = [query + context for query, context in zip(query_lens, context_lens, strict=True)]

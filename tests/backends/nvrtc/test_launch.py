@@ -80,7 +80,7 @@ def test_in_a_context_that_compiles_ahead_nothing_is_launched_and_threads_compil
     code = """
 from headway.backends.nvrtc import store
 from headway.backends.nvrtc.store import Built
-from headway.backends.nvrtc.variant import Variant
+from headway.backends.nvrtc.compiler import Variant
 from headway.core.contract.compiled import compile_ahead
 from pathlib import Path
 import threading, cuda.core

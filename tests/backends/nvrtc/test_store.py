@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from headway.backends.nvrtc.compiler import Compiler
+from headway.backends.nvrtc.compiler import Compiler, Variant
 from headway.backends.nvrtc.store import build, build_all, compiled_path
-from headway.backends.nvrtc.variant import Variant
-from headway.backends.vllm_paged.arguments import CSRC
-from headway.core.contract import folders
+from headway.backends.vllm_paged.decode import CSRC
 from headway.core.contract.errors import BackendError
+from headway.core.system import folders
 
 
 class Slow(Compiler):

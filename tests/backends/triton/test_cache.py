@@ -18,8 +18,7 @@ from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
 from headway.backends.triton.cache import KernelCache, use_kernel_cache
-from headway.core.contract import folders
-from headway.core.system import files
+from headway.core.system import files, folders
 
 KEY = "ab" * 32
 FILES = {"kernel.cubin": b"\x7fELF code", "kernel.json": b"{}"}

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from grid import LAYOUTS, spec
+from backend_cases import LAYOUTS, spec
+from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
 from headway.backends import layouts
 from headway.core.contract.layout import NHD, CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry
 from headway.testing.cases import make_case, parse_case
 from headway.testing.reference import reference, relative_error, run_backend
-from headway.tuning.replay import captures, graph_attempt
-from new_token import LENGTHS, error_after_writing, new_token_case, write_and_decode
+from headway.tuning.measure.graph_replay import captures, graph_contender
 
 pytest.importorskip("triton")
 try:
@@ -148,7 +148,7 @@ def test_decode_writes_the_new_token_itself(
     assert error_after_writing(case, lambda: write_and_decode(backend, case)) < tolerance
     assert captures(backend, case)
     writer = registry.layout(layout.name).load_writer(layer.device)
-    attempt = graph_attempt(backend, case, lambda out: relative_error(out, reference(case), case), 8192, writer)
+    contender = graph_contender(backend, case, lambda out: relative_error(out, reference(case), case), 8192, writer)
     for spoiled in (math.nan, 3e4):
-        attempt.poison()
-        assert error_after_writing(case, attempt.call, spoiled) < tolerance
+        contender.poison()
+        assert error_after_writing(case, contender.call, spoiled) < tolerance

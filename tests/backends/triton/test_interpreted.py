@@ -9,18 +9,18 @@ from itertools import product
 import pytest
 import torch
 
-from grid import CASES, LAYOUTS, SPECS, VERIFY, spec
+from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
+from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
 from headway.backends import layouts
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheGeometry, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cases import Case, make_case, parse_case
-from headway.testing.invariance import dependent, invariance_case
+from headway.testing.checks.batch_invariance import dependent, invariance_case
 from headway.testing.reference import reference, reference_with_lse, relative_error, run_backend
-from latent import IN_KEY, UNEQUAL, dense_errors, errors_of, strided
-from latent import case_of as latent_case
-from new_token import LENGTHS, error_after_writing, new_token_case, write_and_decode
+from latent_layers import IN_KEY, UNEQUAL, dense_errors, errors_of, strided
+from latent_layers import case_of as latent_case
 
 pytest.importorskip("triton")
 try:
@@ -121,7 +121,7 @@ SPLIT_EXTENDS = {
 def test_programs_that_share_the_keys_of_a_query_tile_give_the_same(layout: CacheLayout, name: str, extend_splits: str) -> None:
     case = case_of("1q30s300_1q3s17_1q9s9_1q1s1", spec(**SPLIT_EXTENDS[name]), layout, 16)
     backend = TritonAttention(case.spec, layout, 16, {"extend_splits": extend_splits})
-    assert (backend.plan(case.metadata.prefill).work.merges > 0) == (extend_splits != "1")
+    assert (backend.plan(case.metadata.prefill).schedule.merges > 0) == (extend_splits != "1")
     lse = torch.full((case.spec.num_heads, len(case.q)), math.nan)
     out = run_backend(backend, case, lse)
     expected, sums = reference_with_lse(case)

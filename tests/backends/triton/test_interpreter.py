@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from interpreter import passed_in_the_interpreter
+from triton_interpreter import passed_in_the_interpreter
 
 pytest.importorskip("triton")
 AVAILABILITY = (

@@ -14,9 +14,8 @@ from triton.runtime import jit
 from headway.backends.triton import decode as module
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode
-from headway.backends.triton.launch import Compiled, Launcher, specialised
+from headway.backends.triton.launch import Compiled, Launcher, Workspace, specialised
 from headway.backends.triton.layer import INTERPRETED, Layer
-from headway.backends.triton.workspace import Workspace
 from headway.core.contract.layout import NHD, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec

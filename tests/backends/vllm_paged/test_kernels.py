@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.backends.nvrtc.compiler import Compiler
-from headway.backends.nvrtc.variant import Variant
-from headway.backends.vllm_paged.arguments import CSRC
-from headway.backends.vllm_paged.decode import variant_of
+from headway.backends.nvrtc.compiler import Compiler, Variant
+from headway.backends.vllm_paged.decode import CSRC, variant_of
 from headway.backends.vllm_paged.writer import variant_of as writer_variant
 from headway.core.contract.errors import BackendError
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from headway.backends.nvrtc.arguments import Arguments
+from headway.backends.nvrtc.compiler import Variant
 from headway.backends.nvrtc.launch import Launch
-from headway.backends.nvrtc.variant import Variant
 from headway.backends.vllm_paged import decode, writer
-from headway.backends.vllm_paged.arguments import CSRC
-from headway.backends.vllm_paged.decode import Decode
+from headway.backends.vllm_paged.decode import CSRC, PagedDecode
 from headway.core.contract.layout import VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
@@ -90,13 +89,15 @@ def cache_of(num_blocks: int) -> LayerCache:
     return VLLM_5D.allocate(CacheGeometry(num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, torch.bfloat16, CPU))
 
 
-def decoded(lens: list[int], partitions: int, **changes: Any) -> tuple[Decode, Callable[[], None], torch.Tensor, torch.Tensor]:
+def decoded(
+    lens: list[int], partitions: int, **changes: Any
+) -> tuple[PagedDecode, Callable[[], None], torch.Tensor, torch.Tensor]:
     """A decode of sequences with these contexts: its kernels' owner, what runs it, q and out."""
     spec = AttentionSpec(8, KV_HEADS, HEAD_DIM, 0.125, torch.bfloat16, CPU, **changes)
     tables = [[number % 4] * -(-(length + 1) // BLOCK_SIZE) for number, length in enumerate(lens)]
     step = AttentionMetadata.build([1] * len(lens), lens, tables, BLOCK_SIZE, CPU, decode_query_len=1).decode
     assert step is not None
-    owner = Decode(spec, BLOCK_SIZE, (2, partitions))
+    owner = PagedDecode(spec, BLOCK_SIZE, (2, partitions))
     q, out = (torch.zeros(len(lens), 12, HEAD_DIM, dtype=torch.bfloat16)[:, 2:10] for _ in range(2))
     plan = owner.plan(step)
     return owner, lambda: owner.run(q, cache_of(4), plan, out), q, out

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.backends.vllm_paged.arguments import CSRC, TILE
+from headway.backends.vllm_paged.decode import CSRC, TILE
 from headway.core.contract.layout import VLLM_5D, CacheGeometry
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")

@@ -7,15 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grid import spec
-from headway.backends.vllm_paged.arguments import MAX_WARPS
+from backend_cases import spec
 from headway.backends.vllm_paged.backend import VllmPagedAttention
-from headway.backends.vllm_paged.plan import PARTITIONS, Machine, choose, shared_bytes, stages_of
+from headway.backends.vllm_paged.decode import MAX_WARPS, PARTITIONS, GPUResources, choose, shared_bytes, stages_of
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.layout import NHD, VLLM_5D
 from headway.core.contract.metadata import Phase
 
-H200 = Machine(multiprocessors=132, bytes_per_us=4.2e6)
+H200 = GPUResources(multiprocessors=132, bytes_per_us=4.2e6)
 TILE_BYTES = 8192
 
 

@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import pytest
 
-from headway.bench.crossover import engine_level, process
+from headway.bench.crossover import engine_level, worker_protocol
 from headway.bench.crossover.engine_level import EngineOptions, cases, run_engine_level
 from headway.core.contract.errors import ConfigError, UnknownBackendError, UnsupportedError
-from headway.core.system.child import Child, Died
+from headway.core.system.child import Child, ChildDied
 from headway.registry import Registry
-from headway.tuning.files import read_table
+from headway.tuning.table.files import read_table
 from sandbox import install, save_tiny_model
 from tiny_bench import CPU
 
@@ -99,6 +99,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     return create_registry()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_its_cell_and_the_next_one_goes_on(model: Path, faulty: Registry) -> None:
     table = run_engine_level(options(model, cases=["2q4s8", "1q4s8"], backends=["dies", "sdpa"]), faulty)
     found = {(cell.backend, cell.batch): cell for cell in table.cells}
@@ -113,7 +114,7 @@ def test_a_process_that_dies_costs_its_cell_and_the_next_one_goes_on(model: Path
 def test_a_generation_that_takes_too_long_is_given_up_with_all_larger_ones(
     model: Path, faulty: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_COMPILING", 0.0)
+    monkeypatch.setattr(worker_protocol, "COMPILING_SECONDS", 0.0)
     chosen = options(model, cases=cases([1, 2], [4, 5]), backends=["hangs"], cell_limit=8.0)
     found = {cell.case: cell for cell in run_engine_level(chosen, faulty).cells}
     assert [found[case].status for case in ("1q4s8", "1q5s10")] == ["ok", "ok"]
@@ -133,11 +134,11 @@ def test_the_limit_is_that_of_one_generation_and_the_first_pass_has_more() -> No
         def answer(self, timeout: float | None) -> dict[str, str]:
             waits.append(timeout)
             if len(waits) > len(self.said):
-                raise Died("the process exited with code 0")
+                raise ChildDied("the process exited with code 0")
             return {"event": self.said[len(waits) - 1]}
 
-    assert [event["event"] for event in process.events(Talking(), {}, 5.0)] == ["begin", "pass", "pass", "done", "ended"]
-    assert waits == [None, 5.0 + process._COMPILING, 5.0, 5.0, None]
+    assert [event["event"] for event in worker_protocol.events(Talking(), {}, 5.0)] == ["begin", "pass", "pass", "done", "ended"]
+    assert waits == [None, 5.0 + worker_protocol.COMPILING_SECONDS, 5.0, 5.0, None]
 
 
 @pytest.mark.slow
@@ -176,7 +177,7 @@ def test_an_interrupted_table_is_gone_on_with(
 
     def noted(child: Child, request: dict, cell_limit: float) -> Iterator[dict]:
         asked.append(request["cases"])
-        return process.events(child, request, cell_limit)
+        return worker_protocol.events(child, request, cell_limit)
 
     monkeypatch.setattr(engine_level, "events", noted)
     wanted = options(model, backends=["sdpa", "sdpa.math"], output=path, resume=True)

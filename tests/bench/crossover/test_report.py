@@ -16,8 +16,8 @@ from headway.bench.crossover.export import export
 from headway.bench.crossover.report import print_view, speedup, to_csv, to_markdown, to_plain
 from headway.bench.crossover.view import view
 from headway.core.contract.errors import ConfigError
-from headway.tuning.compare import merge
-from headway.tuning.schema import BackendRecord, CrossoverTable
+from headway.tuning.table.compare import merge
+from headway.tuning.table.schema import BackendRecord, CrossoverTable
 from tables import a_cell, a_table
 
 

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from headway.backends.sdpa import SDPA
 from headway.bench.diff.measures import NextTokens, RelativeErrors, first_beyond
-from headway.bench.diff.report import DiffReport, PhaseDiff, Side
+from headway.bench.diff.report import verdict
+from headway.bench.diff.results import DiffReport, PhaseDiff, SideReport
 from headway.bench.diff.run import BATCH, check_prompts, compare, num_steps
 from headway.bench.diff.sides import SideOptions, check_side, make_side
-from headway.bench.diff.table import verdict
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.errors import PromptError, UnknownBackendError, UnsupportedError
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.core.engine.attention import PagedAttention
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
+from headway.core.engine.engine import make_engine
+from headway.core.engine.forward.attention import PagedAttention
+from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
-from headway.tuning.device import identify_device
-from tiny import TinyModel
+from headway.tuning.measure.device import identify_device
+from tiny_model import TinyModel
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
 MAX_TOKENS = 4
@@ -37,7 +37,7 @@ def run(registry: Registry, a: str, b: str, wish: SideOptions | None = None, **o
 
 
 def report(phases: dict[Phase, PhaseDiff]) -> DiffReport:
-    side = Side(name="x", kv_layout="nhd", block_size=16)
+    side = SideReport(name="x", kv_layout="nhd", block_size=16)
     device = identify_device(torch.device("cpu"))
     return DiffReport(
         command="headway diff",
@@ -156,9 +156,9 @@ class Spy(TinyModel):
 
 
 def test_both_sides_are_fed_the_greedy_tokens_of_side_b(registry: Registry) -> None:
-    engine = Engine(TinyModel(), registry, EngineConfig(kv_cache_memory=2**20))
+    engine = make_engine(model=TinyModel(), source=registry, config=EngineConfig(kv_cache_memory=2**20))
     for number, prompt in enumerate(PROMPTS):
-        engine.add_request(str(number), prompt, SamplingParams(temperature=0, max_tokens=4))
+        engine.add_request(str(number), engine.limits.checked(prompt, SamplingParams(temperature=0, max_tokens=4)))
     written: list[list[int]] = [[] for _ in PROMPTS]
     while engine.has_unfinished:
         for delta in engine.step():

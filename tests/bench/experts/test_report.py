@@ -10,17 +10,17 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from experts import CONFIGS, Layer
-from headway.bench.experts.peers import Peer, grouped_mm, installed
-from headway.bench.experts.results import ExpertsCell, ExpertsReport, read_report
-from headway.cli.app import app
-from headway.cli.bench_experts import print_report, ratios
+from expert_layers import CONFIGS, Layer
+from headway.bench.studies.command import study_app
+from headway.bench.studies.experts.__main__ import experts, print_report, ratios
+from headway.bench.studies.experts.peers import ExpertsPeer, grouped_mm, installed
+from headway.bench.studies.experts.results import ExpertsCell, ExpertsReport
 from headway.core.contract.errors import ConfigError
+from headway.core.system.json_files import write_json
+from headway.core.system.provenance import Origin
 from headway.models.experts.config import ExpertsConfig
-from headway.testing.json_files import write_json
-from headway.testing.origin import Origin
-from headway.tuning.device import identify_device
-from headway.tuning.identity import DeviceInfo
+from headway.tuning.measure.device import identify_device
+from headway.tuning.table.identity import DeviceInfo
 
 
 def cell(way: str, tokens: int, us: float | None, peer: bool = False, reason: str = "") -> ExpertsCell:
@@ -49,12 +49,12 @@ def test_a_report_is_written_read_and_shown(tmp_path: Path) -> None:
     identity = identify_device(torch.device("cpu")).model_dump()
     device = DeviceInfo(**identity, copy_gbps=1.0, matrix_tflops=2.0, matrix_dtype="bfloat16")
     report = ExpertsReport(
-        command="headway bench experts", origin=Origin.here(), date="2026-11-22", dtype="bfloat16", device=device, read_gbps=3.0,
+        command="...", origin=Origin.here(), date="2026-11-22", dtype="bfloat16", device=device, read_gbps=3.0,
         libraries={"lib": "1.2"}, chosen={"s": "a from 1 tokens on"}, cells=CELLS,
     )  # fmt: skip
     write_json(report, tmp_path / "experts.json")
     console = Console(width=160, record=True)
-    print_report(read_report(tmp_path / "experts.json"), console)
+    print_report(ExpertsReport.read(tmp_path / "experts.json"), console)
     shown = console.export_text()
     for text in ("10.0 (10.0) · 50%", "other, s, 64 tokens: wrong answer", "auto: a from 1 tokens on", "lib 1.2"):
         assert text in shown
@@ -62,7 +62,7 @@ def test_a_report_is_written_read_and_shown(tmp_path: Path) -> None:
 
 def test_shapes_are_names_or_four_numbers() -> None:
     pytest.importorskip("triton")
-    from headway.bench.experts.run import SHAPES, parse_shape
+    from headway.bench.studies.experts.run import SHAPES, parse_shape
 
     assert parse_shape("qwen3-30b-a3b") is SHAPES["qwen3-30b-a3b"]
     shape = parse_shape("8/2/64/128")
@@ -71,8 +71,8 @@ def test_shapes_are_names_or_four_numbers() -> None:
         parse_shape("8/2/64")
 
 
-def test_without_a_gpu_there_is_one_line() -> None:
-    done = CliRunner().invoke(app, ["bench", "experts", "--device", "cpu"])
+def test_without_a_gpu_the_study_is_refused() -> None:
+    done = CliRunner().invoke(study_app(experts), ["--device", "cpu"])
     assert isinstance(done.exception, ConfigError)
     assert "needs a GPU" in str(done.exception)
 
@@ -97,7 +97,7 @@ def test_the_peer_that_is_torch_alone_is_right(name: str) -> None:
 
 
 def test_a_peer_without_biases_and_a_clamped_gate_says_so() -> None:
-    peer = Peer("one", "1.0", lambda config, weights: lambda routed: routed.x, plain_gate=True)
+    peer = ExpertsPeer("one", "1.0", lambda config, weights: lambda routed: routed.x, plain_gate=True)
     plain = ExpertsConfig(8, 2, 16)
     assert peer.refusal(plain) == ""
     for config in (replace(plain, biases=True), replace(plain, swiglu_limit=7.0)):

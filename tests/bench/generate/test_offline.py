@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from headway.bench.generate.profile import Window, covered
-from headway.bench.generate.report import OfflineReport, PeersFile, read_offline, read_peers
+from headway.bench.generate.report import markdown, print_offline
+from headway.bench.generate.results import OfflineReport, PeersFile
 from headway.bench.generate.run import OfflineOptions, run_offline
-from headway.bench.generate.table import markdown, print_offline
 from headway.bench.generate.workloads import Nano, RandomTokens, RequestSet
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.system.json_files import write_json
 from headway.llm import LLM
-from headway.testing.json_files import write_json
 from sandbox import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -103,10 +103,10 @@ def test_ids_outside_the_vocabulary_are_refused(llm: LLM) -> None:
 
 def test_the_file_is_read_back(report: OfflineReport, tmp_path: Path) -> None:
     write_json(report, tmp_path / "x.json")
-    assert read_offline(tmp_path / "x.json") == report
+    assert OfflineReport.read(tmp_path / "x.json") == report
     assert json.loads((tmp_path / "x.json").read_text())["schema"] == "headway.offline/1"
     with pytest.raises(ConfigError, match="headway.offline-peers/1"):
-        read_peers(tmp_path / "x.json")
+        PeersFile.read(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("width", [80, 160])
@@ -143,7 +143,7 @@ def test_the_document_shows_peers_beside_it_and_the_best_in_bold(report: Offline
 
 
 def test_the_peers_figures_can_be_read_and_name_workloads_that_exist() -> None:
-    for peer in read_peers(PEERS).peers:
+    for peer in PeersFile.read(PEERS).peers:
         for label in peer.tokens_per_second.keys() - {Nano.label}:
             batch, lengths = label.split(" x ")
             assert RandomTokens(int(batch), *map(int, lengths.split("/"))).label == label

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.generate.prompts import PROMPTS, take_prompts
 from headway.bench.generate.throughput import TextWorkload, ThroughputReport, num_passes, run_throughput, same_tokens
+from headway.bench.generate.workloads import PROMPTS, take_prompts
 from headway.cli.bench_throughput import print_report
 from headway.llm import LLM
 from sandbox import save_tiny_model

@@ -9,9 +9,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from headway.bench.kernel import decode_step as step
+from headway.bench.studies import decode_step as step
 from headway.models.decoder import Decoder
-from headway.models.dummy import DummyWeights
+from headway.models.weights import DummyWeights
 
 
 def test_the_floor_counts_weights_once_and_k_and_v_of_every_token() -> None:

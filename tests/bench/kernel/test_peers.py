@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +14,44 @@ from fake_flash_attn_3 import FlashAttn3
 from headway.backends.flash_attn_3.binding import Operators
 from headway.backends.flash_attn_3.library import Library
 from headway.bench import kernel
-from headway.bench.kernel.peer import Peer
-from headway.bench.kernel.peers import all_peers, page_lists
+from headway.bench.kernel.contenders import KernelPeer
 from headway.bench.kernel.run import KernelOptions, run_kernel_bench
+from headway.bench.studies.kernel_peers.__main__ import peers_of
+from headway.bench.studies.kernel_peers.libraries import all_peers, page_lists
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
 from headway.core.contract.support import YES
 from headway.registry import Registry
 from headway.testing.reference import reference
-from headway.tuning.work import build_case
+from headway.tuning.measure.workloads import build_case
 from tiny_bench import CPU, QUICK, SMALL, cell_of
 
 
+def test_a_peer_that_does_not_exist_is_refused_with_the_names_of_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"flashinfer\.fa2"):
+        peers_of("decode", ["nobody"])
+    assert [peer.name for peer in peers_of("prefill", ["flash_attn"])] == ["flash_attn"]
+    assert "xformers.splitk" in {peer.name for peer in peers_of("decode", None)}
+    assert "xformers.splitk" not in {peer.name for peer in peers_of("prefill", None)}
+
+
+def test_the_study_s_command_takes_the_kernel_command_s_options(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    small = ["--geometry", "4/2/32", "--rep-ms", "0", "--warmup-ms", "0", "--device", "cpu", "--backends", "sdpa"]
+    command = [sys.executable, "-m", "headway.bench.studies.kernel_peers", *small, "--cases", "2q1s9", "--block-sizes", "16"]
+    subprocess.run([*command, "--only-peers", "flash_attn", "--output", str(path)], check=True)
+    report = json.loads(path.read_text())
+    assert [contender["name"] for contender in report["contenders"]] == ["sdpa", "flash_attn"]
+    assert report["command"].startswith("python -m headway.bench.studies.kernel_peers --geometry 4/2/32")
+    wrong = subprocess.run([*command, "--only-peers", "nobody"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "headway: error: peers for decode" in wrong.stderr
+
+
 def test_absent_peers_are_listed_with_the_reason(registry: Registry) -> None:
-    options = KernelOptions(geometries=[SMALL], cases=["2q1s9"], backends=["sdpa"], block_sizes=[16], device=CPU, timer=QUICK)
+    options = KernelOptions(
+        peers=all_peers(), geometries=[SMALL], cases=["2q1s9"], backends=["sdpa"], block_sizes=[16], device=CPU, timer=QUICK
+    )
     report = run_kernel_bench(options, registry)
     peers = {contender.name: contender for contender in report.contenders if contender.owner == "peer"}
     assert {"flash_attn", "flashinfer.fa2", "flashinfer.fa3", "flash_attn_4", "xformers.splitk"} <= set(peers)
@@ -41,7 +67,7 @@ def test_absent_peers_are_listed_with_the_reason(registry: Registry) -> None:
 def test_flash_attention_3_bare_serves_every_phase(monkeypatch: pytest.MonkeyPatch, phase: str, case: str) -> None:
     fake = FlashAttn3()
     found = Library("a stand-in", Path("/nowhere"), Operators.of(fake.namespace))
-    monkeypatch.setattr("headway.bench.kernel.peer_fa3.find_library", lambda: (found, YES))
+    monkeypatch.setattr("headway.bench.studies.kernel_peers.flash_attn_3.find_library", lambda: (found, YES))
     peer = next(peer for peer in all_peers() if peer.name == "flash_attn_3.bare")
     assert peer.available(torch.device("cuda"))
     assert peer.version == "a stand-in"
@@ -87,7 +113,7 @@ def test_peers_refuse_what_the_bare_call_cannot_do() -> None:
 
 
 def test_a_peer_stands_beside_backends_in_one_run(registry: Registry) -> None:
-    class Plain(Peer):
+    class Plain(KernelPeer):
         """What a library would be: the reference, unplanned."""
 
         name, distribution, package, block_size = "plain", "torch", "torch", 8

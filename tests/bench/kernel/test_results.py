@@ -11,19 +11,19 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headway.bench.kernel.results import KernelCell, read_report
-from headway.bench.kernel.table import print_report
+from headway.bench.kernel.report import print_report
+from headway.bench.kernel.results import KernelCell, KernelReport
 from headway.cli.bench_kernel import kernel
 from headway.core.contract.errors import ConfigError
+from headway.core.system.json_files import write_json
 from headway.registry import Registry
-from headway.testing.json_files import write_json
 from tiny_bench import CPU, QUICK, half_of_the_rows, run, with_backend, zeros
 
 
 def test_result_file_round_trip(registry: Registry, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "result.json"
     report = run(with_backend("wrong", decode=half_of_the_rows), cases=["4q1s20"], block_sizes=[16], output=path)
-    assert read_report(path) == report
+    assert KernelReport.read(path) == report
     assert '"schema": "headway.kernel/1"' in path.read_text()
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
     assert next(cell for cell in report.cells if cell.backend == "wrong").relative_error is None  # NaN is no JSON
@@ -37,9 +37,9 @@ def test_a_foreign_result_file_is_refused(tmp_path: Path, text: str, fault: str)
     path = tmp_path / "result.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=fault):
-        read_report(path)
+        KernelReport.read(path)
     with pytest.raises(ConfigError, match="No such file"):
-        read_report(tmp_path / "missing.json")
+        KernelReport.read(tmp_path / "missing.json")
 
 
 def a_cell(**changes: object) -> KernelCell:
@@ -70,7 +70,7 @@ def test_a_run_that_is_cut_short_keeps_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     with pytest.raises(KeyboardInterrupt):
         run(with_backend("slow", decode=interrupted), backends=["slow"], cases=["4q1s20", "2q1s9"], output=path)
-    assert {cell.case for cell in read_report(path).cells} == {"4q1s20"}
+    assert {cell.case for cell in KernelReport.read(path).cells} == {"4q1s20"}
 
 
 def test_the_table_shows_times_errors_and_reasons(registry: Registry) -> None:
@@ -95,11 +95,11 @@ def test_the_command_prints_a_table_and_writes_the_file(tmp_path: Path) -> None:
     app, path = typer.Typer(), tmp_path / "result.json"
     app.command("kernel")(kernel)
     small = ["--geometry", "4/2/32", "--geometry", "2/2/64", "--rep-ms", "0", "--warmup-ms", "0", "--device", "cpu"]
-    chosen = ["--backends", "sdpa", "--no-peers", "--cases", "2q5,1q9s20", "--layouts", "hnd,nhd", "--block-sizes", "8"]
+    chosen = ["--backends", "sdpa", "--cases", "2q5,1q9s20", "--layouts", "hnd,nhd", "--block-sizes", "8"]
     answer = CliRunner().invoke(app, ["--phase", "prefill", *small, *chosen, "--output", str(path)])
     assert answer.exit_code == 0, answer.output
     assert "prefill, 4/2/32, float32" in answer.output
-    cells = read_report(path).cells
+    cells = KernelReport.read(path).cells
     assert [(c.geometry, c.case, c.layout) for c in cells] == [
         (geometry, case, layout) for geometry in ("4/2/32", "2/2/64") for case in ("2q5", "1q9s20") for layout in ("hnd", "nhd")
     ]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.bench.generate.report import read_peers
+from headway.bench.generate.results import PeersFile
 from headway.bench.generate.workloads import RandomTokens
-from headway.bench.peers.run import PeerOptions, run_peer
+from headway.bench.studies.engines.run import PeerOptions, run_peer
 from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
-from headway.testing.json_files import write_json
+from headway.core.system.json_files import write_json
 from sandbox import save_tiny_model
 
 
@@ -31,7 +31,10 @@ def test_a_peer_that_is_not_installed_is_refused_with_what_to_do() -> None:
     with pytest.raises(UnsupportedError, match="vllm: needs the module vllm, got none installed here .pip install vllm"):
         run_peer(PeerOptions("vllm"), [RandomTokens(1, 4, 2)], CPU)
     done = subprocess.run(
-        [sys.executable, "-m", "headway.bench.peers", "vllm", "--device", "cpu"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "headway.bench.studies.engines", "vllm", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -43,11 +46,12 @@ def test_an_unknown_engine_is_refused() -> None:
         run_peer(PeerOptions("tgi"), [RandomTokens(1, 4, 2)], CPU)
 
 
+@pytest.mark.slow
 def test_transformers_is_measured_on_the_requests_of_the_benchmark(tiny_model_folder: Path, tmp_path: Path) -> None:
     options = PeerOptions("transformers", str(tiny_model_folder), "auto", "float32", repeat=2, warmup=0, command="c")
     found = run_peer(options, [RandomTokens(2, 4, 3), RandomTokens(1, 5, 2)], CPU)
     write_json(found, tmp_path / "p.json")
-    (peer,) = read_peers(tmp_path / "p.json").peers
+    (peer,) = PeersFile.read(tmp_path / "p.json").peers
     assert peer.name == "transformers"
     assert list(peer.tokens_per_second) == ["2 x 4/3", "1 x 5/2"]
     for label, rate in peer.tokens_per_second.items():

@@ -1,4 +1,4 @@
-"""`headway bench requests` with a tiny model on the CPU: every study, its table and its file."""
+"""`python -m headway.bench.studies.requests` with a tiny model on the CPU: every study, its table and its file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headway.bench.requests.engines import ask, cell, same
-from headway.bench.requests.results import RequestsReport, read_report
-from headway.bench.requests.sampling import WISHES
-from headway.bench.requests.speculation import Following, write_successor_model
-from headway.cli.app import app
-from headway.cli.bench_requests import print_report
+from headway.bench.studies.command import study_app
+from headway.bench.studies.requests.__main__ import print_report, requests
+from headway.bench.studies.requests.engines import ask, cell, same
+from headway.bench.studies.requests.results import RequestsReport
+from headway.bench.studies.requests.sampling import WISHES
+from headway.bench.studies.requests.speculation import Following, write_successor_model
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
@@ -32,9 +32,9 @@ def model(tmp_path: Path) -> str:
 def run(model: str, *arguments: str) -> RequestsReport:
     output = Path(model) / "result.json"
     own = [*QUICK, "--repeat", "1", "--attn-backend", "sdpa", "--model", model, "--output", str(output)]
-    done = CliRunner().invoke(app, ["bench", "requests", *arguments, *own])
+    done = CliRunner().invoke(study_app(requests), [*arguments, *own])
     assert done.exception is None, done.exception
-    report = read_report(output)
+    report = RequestsReport.read(output)
     console = Console(width=80, record=True)
     print_report(report, console)
     shown = console.export_text()
@@ -72,7 +72,7 @@ def test_gains_are_of_times_or_of_rates() -> None:
 
 
 def test_an_unknown_study_is_refused(model: str) -> None:
-    error = CliRunner().invoke(app, ["bench", "requests", "speed", "--model", model]).exception
+    error = CliRunner().invoke(study_app(requests), ["speed", "--model", model]).exception
     assert isinstance(error, ConfigError)
     assert "second-turn" in str(error)
 

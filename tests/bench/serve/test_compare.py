@@ -13,10 +13,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from headway.bench.serve.compare import Comparison, goodput, print_comparison, rates_of
-from headway.bench.serve.contenders import Contender
+from headway.bench.studies.servers.compare import Comparison, goodput, print_comparison, rates_of
+from headway.bench.studies.servers.contenders import ServerContender
 from headway.core.contract.errors import ConfigError
-from headway.testing.json_files import read_json
+from headway.core.system.json_files import read_json
 from sandbox import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +24,7 @@ WORK = ("--mix", "12/6", "--vocab-size", "300", "--warmup", "2", "--seconds", "0
 
 
 def compare(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headway.bench.serve.compare", *options]
+    command = [sys.executable, "-m", "headway.bench.studies.servers.compare", *options]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -92,4 +92,4 @@ def test_rates_are_numbers_or_shares() -> None:
         with pytest.raises(ConfigError, match="--rate"):
             rates_of([text], reference)
     with pytest.raises(ConfigError, match="--server"):
-        Contender.parse("headway serve {port}")
+        ServerContender.parse("headway serve {port}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headway import AsyncLLM
-from headway.bench.serve.overhead import measure, paced_driver
-from headway.engine_thread import EngineThread
+from headway.bench.studies.servers.overhead import measure, paced_driver
+from headway.hosting.thread_host import EngineThread
 
 
 def test_tokens_and_first_tokens_are_measured_against_the_stand_in() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grid import DTYPES, LAYOUTS
+from backend_cases import DTYPES, LAYOUTS
 from headway.backends.layouts import write_rows
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.metadata import AttentionMetadata
-from headway.core.contract.single_tokens import single_tokens
+from headway.integrations.dense import single_tokens
 
 
 @pytest.mark.parametrize("block_size", [1, 16])

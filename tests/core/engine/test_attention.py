@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from grid import spec
+from backend_cases import spec
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.core.engine.attention import PagedAttention
+from headway.core.engine.forward.attention import PagedAttention
+from headway.core.select.layer_specs import LayerSpecs
 
 BLOCK_SIZE = 4
 PLAIN, WRITING = spec(), spec(sliding_window=5)
@@ -53,7 +54,7 @@ class Steps:
         self.backends[WRITING].decode_writes = True
         geometry = CacheGeometry(8, BLOCK_SIZE, PLAIN.num_kv_heads, PLAIN.head_dim, PLAIN.dtype, PLAIN.device)
         caches = [NHD.allocate(geometry) for _ in range(2)]
-        self.attention = PagedAttention([PLAIN, WRITING], caches, lambda *_: self.calls.append("write"))
+        self.attention = PagedAttention(LayerSpecs([PLAIN, WRITING]), caches, lambda *_: self.calls.append("write"))
 
     def metadata(self, lens: list[tuple[int, int]], decode_query_len: int = 1) -> AttentionMetadata:
         queries, contexts = zip(*lens, strict=True)
@@ -96,7 +97,7 @@ def test_only_decode_of_one_token_each_is_written_by_the_backend(
 
 
 @pytest.mark.parametrize(("tokens", "call"), [(1, ["write_and_decode"]), (2, ["write", "decode"])])
-def test_so_is_a_captured_step(tokens: int, call: list[str]) -> None:
+def test_captured_decode_of_one_token_is_written_by_the_backend(tokens: int, call: list[str]) -> None:
     steps = Steps()
     steps.attention.begin_graph(steps.metadata([(tokens, 3)] * 2, decode_query_len=2), steps.backends)
     assert steps.run(1) == call

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from headway.core.engine.blocks import BlockManager
-from headway.core.engine.prepare import prepare
-from headway.core.engine.schedule import Schedule
-from headway.core.engine.scheduler import Scheduler
-from headway.core.engine.sequence import Sequence
-from headway.core.engine.step import NEWEST
+from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.scheduling.scheduler import Scheduler
+from headway.core.engine.scheduling.step_input import prepare
+from headway.core.engine.state.schedule import ScheduledStep
+from headway.core.engine.state.sequence import Sequence
+from headway.core.engine.state.step import NEWEST
 from headway.core.sampling.params import SamplingParams
 
 
@@ -24,25 +24,25 @@ def running(scheduler: Scheduler, lengths: list[int], max_tokens: int = 20) -> l
     return seqs
 
 
-def launch(scheduler: Scheduler) -> Schedule:
+def launch(scheduler: Scheduler) -> ScheduledStep:
     step = scheduler.schedule()
     prepare(step, scheduler.blocks.groups)
     scheduler.launched(step)
     return step
 
 
-def take(scheduler: Scheduler, step: Schedule) -> None:
+def take(scheduler: Scheduler, step: ScheduledStep) -> None:
     for seq in step.sampling:
-        scheduler.read(seq, [] if seq.finished else [7])
+        scheduler.append_sampled(seq, [] if seq.finished else [7])
     scheduler.remove_finished()
 
 
-def test_members_count_as_if_each_were_by_itself() -> None:
+def test_members_counters_equal_those_of_individual_sequences() -> None:
     scheduler = Scheduler(BlockManager(64, 4), 64, 4)
     seqs = running(scheduler, [3, 6])
     first = launch(scheduler)
     assert first.members == seqs
-    assert not first.apart
+    assert not first.individual
     second = launch(scheduler)  # before the first is read
     for seq, length in zip(seqs, (3, 6), strict=True):
         assert (seq.num_computed, seq.num_pending, seq.newest_at, seq.num_tokens) == (length + 2, 2, length + 2, length + 1)
@@ -50,13 +50,13 @@ def test_members_count_as_if_each_were_by_itself() -> None:
     assert first.context_lens.tolist() == [3, 6], "a step that was launched stays as it was"
     take(scheduler, first)
     assert [(seq.num_computed, seq.num_pending) for seq in seqs] == [(5, 1), (8, 1)]
-    scheduler.part()
+    scheduler.dissolve_batch()
     assert [(seq.num_computed, seq.num_pending, seq.newest_at) for seq in seqs] == [(5, 1, 5), (8, 1, 8)]
     take(scheduler, second)
     assert [(seq.num_pending, seq.num_to_compute) for seq in seqs] == [(0, 1), (0, 1)]
 
 
-def test_a_plain_step_tells_of_new_pages_alone() -> None:
+def test_step_of_members_names_only_their_new_pages() -> None:
     scheduler = Scheduler(BlockManager(64, 4), 64, 4)
     seqs = running(scheduler, [2, 3, 5])
     told = []
@@ -71,7 +71,7 @@ def test_a_plain_step_tells_of_new_pages_alone() -> None:
     assert [seq.num_computed for seq in seqs] == [6, 7, 9]
 
 
-def test_a_sequence_that_ends_or_gets_drafts_leaves_and_the_others_stay() -> None:
+def test_sequence_that_ends_or_gets_drafts_leaves_the_batch_alone() -> None:
     scheduler = Scheduler(BlockManager(64, 4), 64, 4)
     seqs = running(scheduler, [3, 3, 3])
     take(scheduler, launch(scheduler))
@@ -81,24 +81,24 @@ def test_a_sequence_that_ends_or_gets_drafts_leaves_and_the_others_stay() -> Non
     assert step.members == [seqs[0], seqs[2]]
     take(scheduler, step)
     seqs[2].draft_token_ids = [7, 7]
-    scheduler.part()
+    scheduler.dissolve_batch()
     step = launch(scheduler)
     assert step.members == [seqs[0]]
-    assert [(each.seq, each.num_draft_tokens) for each in step.apart] == [(seqs[2], 2)]
+    assert [(each.seq, each.num_draft_tokens) for each in step.individual] == [(seqs[2], 2)]
 
 
-def test_where_pages_run_out_the_youngest_gives_way_member_or_not() -> None:
+def test_youngest_sequence_is_preempted_from_the_batch_when_pages_run_out() -> None:
     scheduler = Scheduler(BlockManager(5, 4, enable_prefix_caching=False), 64, 4)
     old, young = running(scheduler, [7, 7], max_tokens=12)
     for _ in range(3):  # 4 pages hold 8 tokens of each; the ninth wants the fifth page, and the other's a sixth
         take(scheduler, launch(scheduler))
     assert (old.num_preemptions, young.num_preemptions) == (0, 1)
     assert old.num_computed == 10
-    assert not young.together
+    assert not young.in_decode_batch
     scheduler.blocks.check_integrity(scheduler.running)
 
 
-def test_a_step_too_small_for_all_that_run_looks_at_each() -> None:
+def test_budget_below_the_running_sequences_dissolves_the_batch() -> None:
     scheduler = Scheduler(BlockManager(64, 4), 64, 4)
     seqs = running(scheduler, [3, 3, 3])
     take(scheduler, launch(scheduler))
@@ -108,7 +108,7 @@ def test_a_step_too_small_for_all_that_run_looks_at_each() -> None:
     assert [each.seq for each in step] == seqs[:2]
 
 
-def test_a_member_is_not_changed_behind_the_batch() -> None:
+def test_changing_a_member_of_the_batch_is_refused() -> None:
     scheduler = Scheduler(BlockManager(64, 4), 64, 4)
     (seq,) = running(scheduler, [3])
     take(scheduler, launch(scheduler))

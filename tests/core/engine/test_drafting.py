@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from driving import drain, generate
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.drafting import COSTLY, MEASURING, Drafting, expected
-from headway.core.engine.engine import Engine
-from headway.core.engine.sequence import Sequence, Status
+from headway.core.engine.engine import make_engine
+from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting, expected
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.sequence import Sequence, Status
 from headway.core.sampling.params import SamplingParams
-from headway.core.speculation.times import PLAIN, UNGUESSED, StepTimes
+from headway.core.speculation.step_times import PLAIN, UNGUESSED, StepTimes
 from headway.registry import Registry
-from tiny import TinyModel
-from told import Told, told_of
+from proposer_stub import Told, told_of
+from run_engine import drain, generate
+from tiny_model import TinyModel
 
 SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -45,7 +45,7 @@ def times_of(plain: float, wide: float) -> StepTimes:
 
 
 @pytest.mark.parametrize(("wide", "pays"), [(1.05, True), (1.9, True), (4.0, True), (4.4, False)])
-def test_guesses_are_verified_where_they_give_more_tokens_a_second(wide: float, pays: bool) -> None:
+def test_guesses_are_verified_where_they_give_more_tokens_per_second(wide: float, pays: bool) -> None:
     """A new sequence is expected to accept four guesses of five: of seven 4.16 tokens a step come."""
     drafting = Drafting(Told(lambda _: [9] * 7), 50, times=times_of(1.0, wide))
     for count in (1, 64):
@@ -55,7 +55,7 @@ def test_guesses_are_verified_where_they_give_more_tokens_a_second(wide: float, 
         assert drafting.rests is not pays
 
 
-def test_what_is_refused_ends_the_guessing_and_a_rest_ends_with_a_trial() -> None:
+def test_refused_guesses_start_a_rest_which_ends_with_a_trial() -> None:
     drafting = Drafting(Told(lambda _: [9] * 7), 50, times=times_of(1.0, 1.2))
     (seq,) = sequences(1)
     drafted = []
@@ -84,7 +84,7 @@ def test_steps_without_guesses_are_measured_first() -> None:
     assert drafting.rests
 
 
-def test_a_slow_spell_ends_no_guesses_for_good() -> None:
+def test_guessing_resumes_after_a_slow_spell() -> None:
     """Only steps with guesses tell how long these take: what was measured under load would forbid them for ever."""
     times, (seq,), drafted = times_of(1e-3, 50e-3), sequences(1), 0
     drafting = Drafting(Told(lambda _: [9] * 7), 50, times=times)
@@ -128,9 +128,9 @@ def test_expected_tokens() -> None:
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3, max_tokens=24)], ids=["greedy", "sampled"])
 def test_measured_drafts_change_no_token(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
     config = replace(SMALL, async_scheduling=overlapped)
-    plain = [each.token_ids for each in generate(Engine(TinyModel(), registry, config), PROMPTS, params)]
+    plain = [each.token_ids for each in generate(make_engine(model=TinyModel(), source=registry, config=config), PROMPTS, params)]
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, plain, strict=True)]
-    engine = Engine(TinyModel(), registry, config, proposer=told_of(texts))
+    engine = make_engine(model=TinyModel(), source=registry, config=config, proposer=told_of(texts))
     for _ in range(2):
         assert [each.token_ids for each in generate(engine, PROMPTS, params)] == plain
     assert set(engine.stats.steps_without_drafts) <= {COSTLY, MEASURING, "no guess"}
@@ -139,11 +139,11 @@ def test_measured_drafts_change_no_token(registry: Registry, params: SamplingPar
 
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 def test_the_built_in_proposers_change_no_token(registry: Registry, name: str) -> None:
-    from headway.core.contract.proposers import ProposerOptions
+    from headway.core.contract.sampling_plugins import ProposerOptions
 
-    plain = [each.token_ids for each in generate(Engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
+    plain = [each.token_ids for each in generate(make_engine(model=TinyModel(), source=registry, config=SMALL), PROMPTS, GREEDY)]
     proposer = registry.proposer(name).make(ProposerOptions())
-    engine = Engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
+    engine = make_engine(model=TinyModel(), source=registry, config=SMALL, proposer=proposer, measured=False)
     for _ in range(2):
         assert [each.token_ids for each in generate(engine, PROMPTS, GREEDY)] == plain
     assert engine.stats.num_draft_tokens > 0
@@ -162,8 +162,8 @@ class Broken(Told):
 def test_a_broken_proposer_is_named_and_costs_no_request(
     registry: Registry, proposer: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = [each.token_ids for each in generate(Engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
-    engine = Engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
+    plain = [each.token_ids for each in generate(make_engine(model=TinyModel(), source=registry, config=SMALL), PROMPTS, GREEDY)]
+    engine = make_engine(model=TinyModel(), source=registry, config=SMALL, proposer=proposer, measured=False)
     with caplog.at_level("WARNING", "headway"):
         assert [each.token_ids for each in generate(engine, PROMPTS, GREEDY)] == plain
     assert len(caplog.records) == len(PROMPTS)
@@ -171,11 +171,11 @@ def test_a_broken_proposer_is_named_and_costs_no_request(
     assert engine.stats.num_draft_tokens == 0
 
 
-def test_an_abort_under_drafts_frees_everything(registry: Registry) -> None:
+def test_abort_during_verification_frees_every_page(registry: Registry) -> None:
     proposer = Told(lambda _: [1, 2, 3])
-    engine = Engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
+    engine = make_engine(model=TinyModel(), source=registry, config=SMALL, proposer=proposer, measured=False)
     for number, prompt in enumerate(PROMPTS):
-        engine.add_request(str(number), prompt, GREEDY)
+        engine.add_request(str(number), engine.limits.checked(prompt, GREEDY))
     for _ in range(4):
         engine.step()
     engine.abort("1")

@@ -11,30 +11,31 @@ from random import Random
 import pytest
 import torch
 
-from driving import Written, drain, generate
 from headway.backends.sdpa import SDPA
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.errors import ConfigError, PromptError, UnsupportedError
 from headway.core.contract.model import Attention
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
-from headway.core.engine.launched import Launched
-from headway.core.engine.step import Sampled
+from headway.core.engine.device.launched import Launched
+from headway.core.engine.engine import make_engine
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.step import Sampled
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
-from tiny import TinyModel
-from told import Told
+from proposer_stub import Told
+from run_engine import Written, drain, generate
+from tiny_model import TinyModel
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [5] * 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 
 
-def run(engine: Engine, params: SamplingParams | list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+def run(engine: EngineLoop, params: SamplingParams | list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     return [written.token_ids for written in generate(engine, prompts, params)]
 
 
-def one(engine: Engine, prompt: list[int], params: SamplingParams) -> Written:
+def one(engine: EngineLoop, prompt: list[int], params: SamplingParams) -> Written:
     (written,) = generate(engine, [prompt], params)
     return written
 
@@ -42,29 +43,35 @@ def one(engine: Engine, prompt: list[int], params: SamplingParams) -> Written:
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0, max_tokens=20), SamplingParams(seed=3, max_tokens=20)], ids=str)
 def test_batching_chunking_and_preemption_change_no_token(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
-    alone = [run(Engine(TinyModel(), registry, SMALL), params, [prompt])[0] for prompt in PROMPTS]
-    together = run(Engine(TinyModel(), registry, SMALL), params)
+    alone = [run(make_engine(model=TinyModel(), source=registry, config=SMALL), params, [prompt])[0] for prompt in PROMPTS]
+    together = run(make_engine(model=TinyModel(), source=registry, config=SMALL), params)
     overlap = replace(SMALL, async_scheduling=overlapped)
     chunked = replace(overlap, max_num_batched_tokens=6)
     tight = replace(overlap, max_model_len=64, kv_cache_memory=9 * 8 * 512, max_num_batched_tokens=16)
-    engine = Engine(TinyModel(), registry, tight)
-    assert run(Engine(TinyModel(), registry, overlap), params) == alone
+    engine = make_engine(model=TinyModel(), source=registry, config=tight)
+    assert run(make_engine(model=TinyModel(), source=registry, config=overlap), params) == alone
     assert together == alone
-    assert run(Engine(TinyModel(), registry, chunked), params) == alone
+    assert run(make_engine(model=TinyModel(), source=registry, config=chunked), params) == alone
     assert run(engine, params) == alone
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.stats.num_preemptions > 0
 
 
-def test_a_seed_repeats_and_another_differs(registry: Registry) -> None:
+def test_equal_seeds_repeat_tokens_and_other_seeds_differ(registry: Registry) -> None:
     first, again, other = (
-        run(Engine(TinyModel(), registry, SMALL), SamplingParams(seed=seed, temperature=2.0, max_tokens=20)) for seed in (1, 1, 2)
+        run(
+            make_engine(model=TinyModel(), source=registry, config=SMALL),
+            SamplingParams(seed=seed, temperature=2.0, max_tokens=20),
+        )
+        for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
 def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Registry) -> None:
-    def engine(seed: int) -> Engine:
-        return Engine(TinyModel(), registry, EngineConfig(block_size=8, kv_cache_memory=2**20, seed=seed))
+    def engine(seed: int) -> EngineLoop:
+        return make_engine(
+            model=TinyModel(), source=registry, config=EngineConfig(block_size=8, kv_cache_memory=2**20, seed=seed)
+        )
 
     params = SamplingParams(temperature=2.0, max_tokens=20)
     first, again, other = (run(engine(seed), params, [[1, 2, 3]] * 3) for seed in (1, 1, 2))
@@ -73,20 +80,20 @@ def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Reg
 
 
 def test_n_gives_n_completions(registry: Registry) -> None:
-    engine = Engine(TinyModel(), registry, SMALL)
-    engine.add_request("r", [1, 2, 3], SamplingParams(n=3, seed=2**63 - 1, temperature=2.0, max_tokens=12))
+    engine = make_engine(model=TinyModel(), source=registry, config=SMALL)
+    engine.add_request("r", engine.limits.checked([1, 2, 3], SamplingParams(n=3, seed=2**63 - 1, temperature=2.0, max_tokens=12)))
     written = drain(engine)
     assert sorted(written) == [("r", 0), ("r", 1), ("r", 2)]
     assert len({tuple(completion.token_ids) for completion in written.values()}) == 3
 
 
-def test_what_ends_a_sequence(registry: Registry) -> None:
+def test_stop_tokens_and_lengths_end_sequences(registry: Registry) -> None:
     greedy = GREEDY
-    (tokens,) = run(Engine(TinyModel(), registry, SMALL), greedy, [[1, 2, 3]])
+    (tokens,) = run(make_engine(model=TinyModel(), source=registry, config=SMALL), greedy, [[1, 2, 3]])
     at = next(n for n, token in enumerate(tokens) if token not in tokens[:n] and n > 2)
 
     def ended(params: SamplingParams, eos: frozenset[int] = frozenset(), config: EngineConfig = SMALL) -> tuple[int, str | None]:
-        written = one(Engine(TinyModel(), registry, config, eos), [1, 2, 3], params)
+        written = one(make_engine(model=TinyModel(), source=registry, config=config, eos_token_ids=eos), [1, 2, 3], params)
         return len(written.token_ids), written.finish_reason
 
     eos = frozenset({tokens[at]})
@@ -103,9 +110,9 @@ def test_what_ends_a_sequence(registry: Registry) -> None:
     [([], "at least one token"), ([1] * 128, "at most 127 tokens"), ([1, 50], "from 0 to 49, got 50"), ([-1], "got -1")],
 )
 def test_bad_prompts_are_refused_before_anything_is_queued(registry: Registry, prompt: list[int], words: str) -> None:
-    engine = Engine(TinyModel(), registry, SMALL)
+    engine = make_engine(model=TinyModel(), source=registry, config=SMALL)
     with pytest.raises(PromptError, match=words):
-        engine.add_request("r", prompt, SamplingParams())
+        engine.add_request("r", engine.limits.checked(prompt, SamplingParams()))
     assert not engine.has_unfinished
 
 
@@ -129,7 +136,7 @@ def test_bad_prompts_are_refused_before_anything_is_queued(registry: Registry, p
 )
 def test_options_that_cannot_work_are_refused(registry: Registry, options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Engine(TinyModel(), registry, EngineConfig(**options))
+        make_engine(model=TinyModel(), source=registry, config=EngineConfig(**options))
 
 
 class Failing(SDPA):
@@ -149,7 +156,7 @@ class FailingPlugin:
 def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: bool) -> None:
     registry = create_registry([FailingPlugin()], load_entry_points=False)
     config = replace(SMALL, attn_backend="failing", async_scheduling=overlapped)
-    engine = Engine(TinyModel(), registry, config)
+    engine = make_engine(model=TinyModel(), source=registry, config=config)
     message = r"backend failing failed in decode \(layer 0, q \[5, 4, 8\].*illegal memory access"
     for doomed in generate(engine, PROMPTS, SamplingParams(temperature=0, max_tokens=4)):
         assert doomed.finish_reason == "error"
@@ -161,9 +168,9 @@ def test_a_backend_that_raises_ends_its_step_and_the_engine_goes_on(overlapped: 
 
 
 def test_an_interrupt_while_the_host_waits_loses_no_token(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    (expected,) = run(Engine(TinyModel(), registry, SMALL), GREEDY, [[1, 2, 3]])
-    engine = Engine(TinyModel(), registry, replace(SMALL, async_scheduling=True))
-    engine.add_request("r", [1, 2, 3], GREEDY)
+    (expected,) = run(make_engine(model=TinyModel(), source=registry, config=SMALL), GREEDY, [[1, 2, 3]])
+    engine = make_engine(model=TinyModel(), source=registry, config=replace(SMALL, async_scheduling=True))
+    engine.add_request("r", engine.limits.checked([1, 2, 3], GREEDY))
     wait, calls = Launched.wait, []
 
     def interrupted(launched: Launched) -> Sampled:
@@ -197,11 +204,11 @@ class Greedy(TinyModel):
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
-def test_a_step_without_memory_makes_steps_smaller_and_ends_nobody(registry: Registry, overlapped: bool) -> None:
-    expected = run(Engine(TinyModel(), registry, SMALL), GREEDY)
+def test_out_of_memory_makes_steps_smaller_and_ends_no_request(registry: Registry, overlapped: bool) -> None:
+    expected = run(make_engine(model=TinyModel(), source=registry, config=SMALL), GREEDY)
     model = Greedy()
     model.largest = 3
-    engine = Engine(model, registry, replace(SMALL, async_scheduling=overlapped))
+    engine = make_engine(model=model, source=registry, config=replace(SMALL, async_scheduling=overlapped))
     assert run(engine, GREEDY) == expected
     assert engine.scheduler.max_num_batched_tokens <= 3
 
@@ -209,7 +216,7 @@ def test_a_step_without_memory_makes_steps_smaller_and_ends_nobody(registry: Reg
 def test_a_single_token_without_memory_is_an_error(registry: Registry) -> None:
     model = Greedy()
     model.largest = 0
-    engine = Engine(model, registry, SMALL)
+    engine = make_engine(model=model, source=registry, config=SMALL)
     seq = one(engine, [1, 2, 3], GREEDY)
     assert seq.finish_reason == "error"
     assert "out of memory" in (seq.error or "")
@@ -220,7 +227,7 @@ def test_nan_logits_end_that_request_only(registry: Registry, debug: str, monkey
     monkeypatch.setenv("HEADWAY_DEBUG", debug)
     model = Greedy()
     model.nan_for = 7
-    engine = Engine(model, registry, SMALL)
+    engine = make_engine(model=model, source=registry, config=SMALL)
     sick, well = generate(engine, [[7], [1, 2, 3]], GREEDY)
     assert (sick.finish_reason, sick.token_ids) == ("error", [])
     assert "hold a NaN" in (sick.error or "")
@@ -244,7 +251,7 @@ class SickPlugin:
 def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_DEBUG", "1")
     registry = create_registry([SickPlugin()], load_entry_points=False)
-    engine = Engine(TinyModel(), registry, replace(SMALL, attn_backend="sick"))
+    engine = make_engine(model=TinyModel(), source=registry, config=replace(SMALL, attn_backend="sick"))
     seq = one(engine, [1, 2, 3], GREEDY)
     assert seq.error is not None
     assert "the first came from sick, in attention layer 0" in seq.error
@@ -252,7 +259,7 @@ def test_the_layer_that_made_the_first_nan_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_the_attention_op_is_opaque_to_the_compiler(registry: Registry) -> None:
     """Shape inference runs the op without touching cache or data, as torch.compile and graph capture need."""
-    engine = Engine(TinyModel(), registry, SMALL)
+    engine = make_engine(model=TinyModel(), source=registry, config=SMALL)
     attention, caches = engine.executor.attention, engine.executor.caches
     with torch._subclasses.FakeTensorMode():
         q, kv = torch.empty(3, 4, 8), torch.empty(3, 2, 8)
@@ -265,16 +272,19 @@ def test_the_attention_op_is_opaque_to_the_compiler(registry: Registry) -> None:
 def test_an_fp8_cache_halves_the_memory_and_keeps_the_tokens_near(registry: Registry) -> None:
     """In the engine, through chunks, preemption and prefix copies; the pool obeys the type that was asked for."""
     half = replace(SMALL, kv_cache_dtype="fp8_e4m3")
-    plain, small = Engine(TinyModel(), registry, SMALL), Engine(TinyModel(), registry, half)
+    plain, small = (
+        make_engine(model=TinyModel(), source=registry, config=SMALL),
+        make_engine(model=TinyModel(), source=registry, config=half),
+    )
     assert {cache.key.dtype for cache in small.executor.caches} == {torch.float8_e4m3fn}
     assert small.capacity.pool.num_pages == 4 * plain.capacity.pool.num_pages
     expected, whole = run(plain, GREEDY), run(small, GREEDY)
     same = sum(a == b for wide, narrow in zip(expected, whole, strict=True) for a, b in zip(wide, narrow, strict=True))
     assert same > 20, "the first tokens of most prompts"
     tight = replace(half, max_model_len=64, kv_cache_memory=18 * 8 * 64, max_num_batched_tokens=16)
-    engine = Engine(TinyModel(), registry, tight)
+    engine = make_engine(model=TinyModel(), source=registry, config=tight)
     assert run(engine, GREEDY) == whole
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.stats.num_preemptions > 0
 
 
 class Half(SDPA):
@@ -291,14 +301,14 @@ class HalfPlugin:
 def test_a_cache_type_that_a_backend_does_not_read_is_refused_with_the_reason() -> None:
     registry = create_registry([HalfPlugin()], load_entry_points=False)
     with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs the layer's dtype, got fp8_e4m3"):
-        Engine(TinyModel(), registry, replace(SMALL, attn_backend="half", kv_cache_dtype="fp8_e4m3"))
+        make_engine(model=TinyModel(), source=registry, config=replace(SMALL, attn_backend="half", kv_cache_dtype="fp8_e4m3"))
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0, max_tokens=20), SamplingParams(seed=3, max_tokens=20)], ids=str)
 def test_drafts_change_no_token_and_spare_steps(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
     config = replace(SMALL, async_scheduling=overlapped)
-    plain = Engine(TinyModel(), registry, config)
+    plain = make_engine(model=TinyModel(), source=registry, config=config)
     expected = run(plain, params)
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
 
@@ -308,18 +318,24 @@ def test_drafts_change_no_token_and_spare_steps(registry: Registry, params: Samp
         guesses = text[len(token_ids) : len(token_ids) + 3]
         return guesses[:1] + [(guess + (len(token_ids) % 4 == 0)) % 50 for guess in guesses[1:]]
 
-    engine = Engine(TinyModel(), registry, config, proposer=Told(propose), measured=False)
+    engine = make_engine(model=TinyModel(), source=registry, config=config, proposer=Told(propose), measured=False)
     assert run(engine, params) == expected
     assert engine.stats.num_steps < plain.stats.num_steps / 2
-    assert run(Engine(TinyModel(), registry, config, proposer=Told(lambda _: [1, 2]), measured=False), params) == expected
+    assert (
+        run(
+            make_engine(model=TinyModel(), source=registry, config=config, proposer=Told(lambda _: [1, 2]), measured=False),
+            params,
+        )
+        == expected
+    )
     tight = replace(config, max_model_len=48, kv_cache_memory=12 * 8 * 256)
-    engine = Engine(TinyModel(), registry, tight, proposer=Told(propose), measured=False)
+    engine = make_engine(model=TinyModel(), source=registry, config=tight, proposer=Told(propose), measured=False)
     assert run(engine, params) == expected
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.stats.num_preemptions > 0
 
 
 @pytest.mark.parametrize(("layout", "kv_cache_dtype"), [("nhd", "fp8_e4m3"), ("hnd", "auto"), ("vllm_5d", "auto")])
-def test_a_hit_of_part_of_a_block_changes_no_token(registry: Registry, layout: str, kv_cache_dtype: str) -> None:
+def test_prefix_hit_of_part_of_a_block_changes_no_token(registry: Registry, layout: str, kv_cache_dtype: str) -> None:
     """Prompts that share beginnings of all lengths, of finished and of running sequences, in a pool that is short."""
     random = Random(0)
     texts = [[random.randrange(50) for _ in range(60)] for _ in range(3)]
@@ -327,37 +343,38 @@ def test_a_hit_of_part_of_a_block_changes_no_token(registry: Registry, layout: s
     config = replace(
         SMALL, block_size=32, kv_layout=layout, kv_cache_dtype=kv_cache_dtype, max_num_seqs=5, max_num_batched_tokens=64
     )
-    whole = Engine(TinyModel(), registry, replace(config, enable_prefix_caching=False))
+    whole = make_engine(model=TinyModel(), source=registry, config=replace(config, enable_prefix_caching=False))
     short = 8 * 32 * (256 if kv_cache_dtype == "auto" else 64)
-    engine = Engine(TinyModel(), registry, replace(config, kv_cache_memory=short, max_model_len=128))
+    engine = make_engine(model=TinyModel(), source=registry, config=replace(config, kv_cache_memory=short, max_model_len=128))
     params = SamplingParams(temperature=0, max_tokens=12)
     written = generate(engine, prompts, params)
     assert [each.token_ids for each in written] == run(whole, params, prompts)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.stats.num_preemptions > 0
     assert any(each.num_cached_tokens % 32 for each in written)
 
 
-def test_a_hit_counts_by_the_token_whatever_the_block_size(registry: Registry) -> None:
+def test_prefix_hits_count_by_the_token_at_any_block_size(registry: Registry) -> None:
     shared = [token % 50 for token in range(100)]
     for block_size in (8, 64, 128):
-        engine = Engine(TinyModel(), registry, replace(SMALL, block_size=block_size))
+        engine = make_engine(model=TinyModel(), source=registry, config=replace(SMALL, block_size=block_size))
         params = SamplingParams(temperature=0, max_tokens=4)
         first, again, longer = (one(engine, prompt, params) for prompt in (shared, shared, [*shared, 7, 7]))
         assert (first.num_cached_tokens, again.num_cached_tokens, longer.num_cached_tokens) == (0, 99, 100), block_size
         assert again.token_ids == first.token_ids
-        engine.add_request("running", [*shared[:50], *[3] * 20], SamplingParams(temperature=0, max_tokens=9))
+        nine = SamplingParams(temperature=0, max_tokens=9)
+        engine.add_request("running", engine.limits.checked([*shared[:50], *[3] * 20], nine))
         engine.step()  # a running sequence's block is shared as far as it is filled
-        engine.add_request("beside", [*shared[:50], *[3] * 15], params)
+        engine.add_request("beside", engine.limits.checked([*shared[:50], *[3] * 15], params))
         assert drain(engine)["beside", 0].num_cached_tokens == 64
 
 
-def test_requests_come_and_go_by_id(registry: Registry) -> None:
-    engine = Engine(TinyModel(), registry, replace(SMALL, async_scheduling=True))
+def test_requests_are_added_and_aborted_by_id(registry: Registry) -> None:
+    engine = make_engine(model=TinyModel(), source=registry, config=replace(SMALL, async_scheduling=True))
     expected = run(engine, GREEDY, PROMPTS[:2])
     for name in ("left", "stays", "half"):
-        engine.add_request(name, PROMPTS[name == "stays"], replace(GREEDY, n=2))
-    with pytest.raises(ConfigError, match="request_id: needs an id that no unfinished request has, got 'left'"):
-        engine.add_request("left", [1], GREEDY)
+        engine.add_request(name, engine.limits.checked(PROMPTS[name == "stays"], replace(GREEDY, n=2)))
+    with pytest.raises(ConfigError, match="request_id: needs an id not in use, got 'left'"):
+        engine.add_request("left", engine.limits.checked([1], GREEDY))
     early = engine.step() + engine.step()
     engine.abort("left")
     engine.abort("half", 1)
@@ -367,6 +384,6 @@ def test_requests_come_and_go_by_id(registry: Registry) -> None:
     first = {(delta.request_id, delta.completion): delta.new_token_ids for delta in early}
     for number, key in enumerate([("half", 0), ("stays", 0), ("stays", 1)]):
         assert [*first.get(key, ()), *written[key].token_ids] == expected[min(number, 1)]
-    engine.add_request("left", [1], GREEDY)  # the id is free again
+    engine.add_request("left", engine.limits.checked([1], GREEDY))  # the id is free again
     engine.abort_all()
     assert not engine.has_unfinished

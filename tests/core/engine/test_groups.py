@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from driving import generate
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
+from headway.core.engine.engine import make_engine
+from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
+from run_engine import generate
 
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [*range(20, 40), 9, 9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -73,7 +73,7 @@ class TwoKinds:
 )
 def test_each_group_has_its_layout_and_one_table_serves_all(registry: Registry, asked: str, layouts: list[str]) -> None:
     model = TwoKinds()
-    engine = Engine(model, registry, replace(CONFIG, kv_layout=asked))
+    engine = make_engine(model=model, source=registry, config=replace(CONFIG, kv_layout=asked))
     assert [cache.layout.name for cache in engine.executor.caches] == layouts
     pool = engine.capacity.pool
     assert pool.num_bytes == sum(t.nbytes for cache in engine.executor.caches for t in cache.tensors.values())
@@ -83,13 +83,13 @@ def test_each_group_has_its_layout_and_one_table_serves_all(registry: Registry, 
     assert [written.token_ids for written in again] == expected
     assert [written.num_cached_tokens for written in again] == [0, 19, 0, 24, 21]
     tight = replace(CONFIG, kv_layout=asked, kv_cache_memory=6 * pool.num_bytes // pool.num_pages, max_model_len=64)
-    short = Engine(model, registry, tight)
+    short = make_engine(model=model, source=registry, config=tight)
     assert [written.token_ids for written in generate(short, PROMPTS, GREEDY)] == expected
-    assert short.scheduler.num_preemptions > 0
+    assert short.stats.num_preemptions > 0
 
 
-def test_a_model_of_one_kind_is_refused_a_layout_of_the_other(registry: Registry) -> None:
+def test_layout_that_no_layer_can_use_is_refused(registry: Registry) -> None:
     model = TwoKinds()
     model.attention_specs = model.attention_specs[1:2]
     with pytest.raises(UnsupportedError, match="needs a layout that keeps the value inside the key, got nhd"):
-        Engine(model, registry, replace(CONFIG, kv_layout="nhd"))
+        make_engine(model=model, source=registry, config=replace(CONFIG, kv_layout="nhd"))

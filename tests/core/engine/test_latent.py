@@ -10,26 +10,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from driving import generate
+from graph_stub import AsItIs
 from headway.backends.sdpa import SDPAMath
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.errors import UnsupportedError
-from headway.core.contract.latent import phases_of, spec_in
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine import latent
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
+from headway.core.engine.engine import make_engine
+from headway.core.engine.forward import latent
+from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
+from headway.core.select.backend_request import BackendRequest
+from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.models.config import LatentConfig
-from headway.models.latent import PlainLatentLayer
+from headway.models.operations import PlainLatentLayer
 from headway.registry import Registry, create_registry
-from headway.testing.broken.plain import Plain, PlainPlan
-from registering import registering
-from taping import AsItIs
+from headway.testing.broken.plain import PlainBackend, PlainPlan
+from registries import registering
+from run_engine import generate
 
 HEADS = 3
 SIZES = LatentConfig(kv_lora_rank=24, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
@@ -122,7 +123,7 @@ def test_chunks_are_absorbed_or_their_contexts_expanded_and_nobody_can_tell(
     gathers: bool,
 ) -> None:
     monkeypatch.setattr(latent, "gathers", lambda view, cached, expanded: gathers)
-    engine = Engine(LatentModel(), registry, replace(CONFIG, attn_backend=backend))
+    engine = make_engine(model=LatentModel(), source=registry, config=replace(CONFIG, attn_backend=backend))
     assert [cache.layout.name for cache in engine.executor.caches] == ["latent", "nhd", "latent"]
     assert [written.token_ids for written in generate(engine, PROMPTS, GREEDY)] == expected
     assert calls.keys() == {("prefill", False), ("decode", False), ("extend", gathers)}
@@ -131,11 +132,11 @@ def test_chunks_are_absorbed_or_their_contexts_expanded_and_nobody_can_tell(
     assert sum(written.num_cached_tokens for written in again) > 80
 
 
-class Uniform(Plain):
+class Uniform(PlainBackend):
     """A paged backend that any decode can be captured with."""
 
     graph_level = GraphLevel.UNIFORM
-    capabilities = replace(Plain.capabilities, dense_prefill=True, v_head_dims=None, value_in_key=True)
+    capabilities = replace(PlainBackend.capabilities, dense_prefill=True, v_head_dims=None, value_in_key=True)
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None
@@ -151,7 +152,7 @@ class Uniform(Plain):
 
 def test_graphs_of_decodes_and_prompts_and_pieces_of_the_rest(expected: list[list[int]]) -> None:
     registry = registering(plain=Uniform)
-    engine = Engine(LatentModel(), registry, replace(CONFIG, attn_backend="plain"))
+    engine = make_engine(model=LatentModel(), source=registry, config=replace(CONFIG, attn_backend="plain"))
     engine.executor.capture(AsItIs())
     assert [written.token_ids for written in generate(engine, PROMPTS, GREEDY)] == expected
     alone = [generate(engine, [prompt], GREEDY)[0].token_ids for prompt in PROMPTS[:1]]
@@ -163,8 +164,8 @@ def test_graphs_of_decodes_and_prompts_and_pieces_of_the_rest(expected: list[lis
 def test_what_an_fp8_cache_holds_is_what_prompts_see(registry: Registry) -> None:
     """However a prompt is cut into chunks, its tokens are the same."""
     config = replace(CONFIG, attn_backend="sdpa.math", kv_cache_dtype="fp8_e4m3")
-    whole = Engine(LatentModel(), registry, replace(config, max_num_batched_tokens=96))
-    cut = Engine(LatentModel(), registry, replace(config, max_num_batched_tokens=10))
+    whole = make_engine(model=LatentModel(), source=registry, config=replace(config, max_num_batched_tokens=96))
+    cut = make_engine(model=LatentModel(), source=registry, config=replace(config, max_num_batched_tokens=10))
     written = [[one.token_ids for one in generate(engine, PROMPTS, GREEDY)] for engine in (whole, cut)]
     assert written[0] == written[1]
 
@@ -183,18 +184,18 @@ class NoPrompts(SDPAMath):
 
 def test_each_phase_asks_for_its_spec_alone() -> None:
     registry = registering(**{each.name: each for each in (NoLatents, NoPrompts)})
-    expanded = {ABSORBED: EXPANDED}
-    assert {phase: spec_in(phase, ABSORBED, expanded) for phase in Phase} == {
+    layers = LayerSpecs([ABSORBED], {ABSORBED: EXPANDED})
+    assert {phase: layers.in_phase(ABSORBED, phase) for phase in Phase} == {
         Phase.PREFILL: EXPANDED,
         Phase.EXTEND: ABSORBED,
         Phase.DECODE: ABSORBED,
     }
-    assert phases_of(ABSORBED, expanded) == {Phase.EXTEND, Phase.DECODE}
-    assert phases_of(EXPANDED, expanded) == {Phase.PREFILL}
-    assert phases_of(ABSORBED, {}) == set(Phase)
+    assert layers.phases_of(ABSORBED) == {Phase.EXTEND, Phase.DECODE}
+    assert layers.phases_of(EXPANDED) == {Phase.PREFILL}
+    assert LayerSpecs([ABSORBED]).phases_of(ABSORBED) == set(Phase)
 
     def select(request: str) -> Selector:
-        return Selector(registry, [ABSORBED], request, block_size=16, expanded=expanded)
+        return Selector(registry, layers, BackendRequest.parse(request), block_size=16)
 
     with pytest.raises(UnsupportedError, match="value_in_key: needs a backend that reads the value out of the key"):
         select("no-latents")
@@ -234,10 +235,10 @@ def test_a_gathered_plan_reads_the_blocks_of_its_sequences() -> None:
 def test_latent_caches_go_to_the_host_and_come_back(registry: Registry) -> None:
     model = LatentModel()
     prompts = [[*range(number, number + 30), *range(10)] for number in range(4)]
-    expected = [each.token_ids for each in generate(Engine(model, registry, CONFIG), prompts, GREEDY)]
-    pages = Engine(model, registry, CONFIG).capacity.pool.page_format
+    expected = [each.token_ids for each in generate(make_engine(model=model, source=registry, config=CONFIG), prompts, GREEDY)]
+    pages = make_engine(model=model, source=registry, config=CONFIG).capacity.pool.page_format
     tight = replace(CONFIG, kv_cache_memory=13 * pages.page_bytes, kv_offload_size="1MiB", preemption_mode="swap")
-    engine = Engine(model, registry, tight)
+    engine = make_engine(model=model, source=registry, config=tight)
     for _ in range(2):
         assert [each.token_ids for each in generate(engine, prompts, GREEDY)] == expected
     assert engine.stats.offload_hits > 0

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
+from headway.core.engine.cache.usage import OWN, RESERVED, SHARED
+from headway.core.engine.engine import make_engine
 from headway.core.engine.occupancy import occupancy
-from headway.core.engine.usage import OWN, RESERVED, SHARED
+from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from tiny import TinyModel
+from tiny_model import TinyModel
 
 
-def test_the_numbers_are_those_of_the_blocks(registry: Registry) -> None:
-    engine = Engine(TinyModel(), registry, EngineConfig(block_size=8, kv_cache_memory=2**20))
+def test_occupancy_agrees_with_cache_usage(registry: Registry) -> None:
+    engine = make_engine(model=TinyModel(), source=registry, config=EngineConfig(block_size=8, kv_cache_memory=2**20))
     params, prompt = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), list(range(1, 34))
-    engine.add_request("first", prompt, params)
+    engine.add_request("first", engine.limits.checked(prompt, params))
     for _ in range(3):
         engine.step()
-    engine.add_request("again", prompt, params)
-    engine.add_request("other", [40, 41, 42], params)
+    engine.add_request("again", engine.limits.checked(prompt, params))
+    engine.add_request("other", engine.limits.checked([40, 41, 42], params))
     for _ in range(9):
         engine.step()
         now, usage = occupancy(engine, most=8), engine.cache_usage()

@@ -9,18 +9,18 @@ import torch
 
 from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine import pool
-from headway.core.engine.blocks import BlockManager
-from headway.core.engine.groups import PageFormat, page_format
-from headway.core.engine.scheduler import Scheduler
-from headway.core.engine.sequence import Sequence
+from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.scheduling.scheduler import Scheduler
+from headway.core.engine.state import pool
+from headway.core.engine.state.groups import PageFormat, page_format
+from headway.core.engine.state.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
-from windowed import MODELS, Windowed
+from windowed_model import MODELS, Windowed
 
 
 @pytest.mark.parametrize("layout", [NHD, HND, VLLM_5D], ids=str)
 @pytest.mark.parametrize("name", ["one of six sees all", "two windows", "other heads", "a window of one"])
-def test_pages_share_the_memory_and_no_two_blocks_do(name: str, layout: CacheLayout) -> None:
+def test_groups_share_memory_by_pages_and_no_two_blocks_overlap(name: str, layout: CacheLayout) -> None:
     """Every block of every layer in every page, dealt out to the groups in turn, keeps what was written to it."""
     specs = MODELS[name].attention_specs
     layouts = [layout] * len(specs)
@@ -42,7 +42,7 @@ def test_pages_share_the_memory_and_no_two_blocks_do(name: str, layout: CacheLay
         assert all((tensor[block] == number + 1).all() for tensor in caches[layer].tensors.values())
 
 
-def test_with_one_kind_of_layer_each_has_memory_of_its_own_and_a_page_is_a_block() -> None:
+def test_layers_of_one_kind_have_separate_memory_and_pages_of_one_block() -> None:
     for windows in ([None] * 3, [12] * 3, [None, 256, 300]):  # no sequence leaves the last
         specs = Windowed(*[(window, 2) for window in windows]).attention_specs
         shared = page_format(specs, [NHD] * 3, 8, 256)
@@ -54,7 +54,7 @@ def test_with_one_kind_of_layer_each_has_memory_of_its_own_and_a_page_is_a_block
         assert len({tensor.data_ptr() for cache in caches for tensor in cache.tensors.values()}) == 6
 
 
-def test_layers_that_cannot_share_pages_keep_every_token_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_cannot_share_pages_keep_every_token_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     specs = Windowed((12, 2), (None, 2)).attention_specs
     fp8 = [replace(specs[0], kv_dtype=torch.float8_e4m3fn), specs[1]]
     uneven = [replace(specs[0], v_head_dim=4), specs[1]]
@@ -100,7 +100,7 @@ def test_at_16_sequences_of_8192_tokens_the_pool_holds_many_more(
         while step:
             scheduler.launched(step)
             step = scheduler.schedule()
-        assert scheduler.num_preemptions == 0
+        assert scheduler.stats.num_preemptions == 0
         assert len(scheduler.running) <= size.num_sequences(length)
         return len(scheduler.running)
 

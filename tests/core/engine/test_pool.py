@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grid import spec
+from backend_cases import spec
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
-from headway.core.engine import pool
-from headway.core.engine.groups import page_format
+from headway.core.engine.state import pool
+from headway.core.engine.state.groups import page_format
 
 LAYOUTS = [NHD] * 3
 SPECS = [spec()] * 3  # 2 kv heads x 32 x 4 bytes, key and value: 512 bytes a token and layer
@@ -35,7 +35,7 @@ def test_a_pool_too_small_for_one_sequence_says_what_fits_and_that_hint_works() 
     assert pool.longest_that_fits(FORMAT, 128, 1_000_000, at_most=4096) == fits
 
 
-def test_without_a_wish_the_pool_holds_at_least_one_sequence() -> None:
+def test_default_pool_holds_at_least_one_sequence() -> None:
     size = pool.pool_size(FORMAT, max_model_len=2048, max_num_seqs=4, chunk=128, memory=None)
     assert size.num_tokens(2048) >= 2048
     assert torch.device("cpu") == SPECS[0].device

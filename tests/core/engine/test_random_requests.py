@@ -7,16 +7,16 @@ from random import Random
 
 import pytest
 
-from driving import drain
 from fake_device import VOCABULARY, FakeDevice, History
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.executor import Capacity
-from headway.core.engine.groups import CacheGroup, PageFormat
-from headway.core.engine.limits import PromptLimits
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.pool import PoolSize
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.executor import Capacity
+from headway.core.engine.state.groups import CacheGroup, PageFormat
+from headway.core.engine.state.pool import PoolSize
+from headway.core.engine.state.request_limits import RequestLimits
 from headway.core.sampling.params import SamplingParams
-from worlds import FAULTS, MAX_MODEL_LEN, World
+from random_engines import FAULTS, MAX_MODEL_LEN, World
+from run_engine import drain
 
 
 class Always(Random):
@@ -27,31 +27,32 @@ class Always(Random):
 
 
 @pytest.mark.parametrize("ooms", [0, 1], ids=["launched", "without memory for it"])
-def test_what_followed_a_faulty_step_ends_with_it(ooms: int) -> None:
+def test_steps_launched_after_a_faulty_step_fail_with_it(ooms: int) -> None:
     prompt = [0, 1, 2] * 12
     histories = {seed: History(prompt, seed, MAX_MODEL_LEN) for seed in (8, 16, 24)}
     pool = PoolSize(64, PageFormat((CacheGroup(4),), 4, 1), MAX_MODEL_LEN)
     device = FakeDevice(Capacity(pool, 4, MAX_MODEL_LEN), histories, Always(), faults=1.0)
     config = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64, async_scheduling=True)
-    engine = EngineLoop(device, config, PromptLimits(MAX_MODEL_LEN, VOCABULARY, ""))
-    engine.add_request("first", prompt, SamplingParams(max_tokens=3, seed=8))
+    engine = EngineLoop(device, config, RequestLimits(MAX_MODEL_LEN, VOCABULARY, ""))
+    engine.add_request("first", engine.limits.checked(prompt, SamplingParams(max_tokens=3, seed=8)))
     assert engine.step() == []
     device.faults, device.ooms = 0.0, ooms
-    engine.add_request("second", prompt, SamplingParams(max_tokens=3, seed=16))  # finds the prompt of the first in the cache
+    # the second finds the prompt of the first in the cache
+    engine.add_request("second", engine.limits.checked(prompt, SamplingParams(max_tokens=3, seed=16)))
     ended = {delta.request_id: (delta.finish_reason, delta.error) for delta in engine.step()}
     assert ended == dict.fromkeys(["first", "second"], ("error", "a fault of the device"))
-    engine.add_request("third", prompt, SamplingParams(max_tokens=3, seed=24))
+    engine.add_request("third", engine.limits.checked(prompt, SamplingParams(max_tokens=3, seed=24)))
     written = drain(engine)["third", 0]
     assert (written.finish_reason, written.num_cached_tokens) == ("length", 0)
     assert written.token_ids == histories[24].tokens[36:39].tolist()
 
 
-def test_what_an_interrupt_kept_back_is_not_told_of_a_request_that_was_given_up() -> None:
+def test_deltas_kept_by_an_interrupt_are_dropped_for_an_aborted_request() -> None:
     pool = PoolSize(64, PageFormat((CacheGroup(4),), 4, 1), MAX_MODEL_LEN)
     device = FakeDevice(Capacity(pool, 4, MAX_MODEL_LEN), {8: History([0, 1], 8, MAX_MODEL_LEN)}, Random(0), interrupts=1.0)
     config = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64, async_scheduling=True)
-    engine = EngineLoop(device, config, PromptLimits(MAX_MODEL_LEN, VOCABULARY, ""))
-    engine.add_request("first", [0, 1], SamplingParams(max_tokens=9, seed=8))
+    engine = EngineLoop(device, config, RequestLimits(MAX_MODEL_LEN, VOCABULARY, ""))
+    engine.add_request("first", engine.limits.checked([0, 1], SamplingParams(max_tokens=9, seed=8)))
     assert engine.step() == []
     for _ in range(2):  # the second time after a step was read
         with pytest.raises(KeyboardInterrupt):

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from driving import Written, drain, generate
+from graph_backend import Again, WalkPlugin
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.processors import LogitsProcessorInfo
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
-from headway.core.engine.host_rows import HostRows
+from headway.core.contract.sampling_plugins import LogitsProcessorInfo
+from headway.core.engine.device.host_rows import HostRows
+from headway.core.engine.engine import make_engine
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry
-from taking import DRAWS_INSIDE, FILTERS_INSIDE
-from tiny import TinyModel
-from walking import Again, WalkPlugin
+from run_engine import Written, drain, generate
+from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
+from tiny_model import TinyModel
 
 SMALL = EngineConfig(block_size=8, kv_cache_memory=2**20)
 
@@ -78,8 +79,8 @@ NAMED = {
 }
 
 
-def engine(registry: Registry, config: EngineConfig, **options: Any) -> Engine:
-    return Engine(TinyModel(), registry, config, hosts=HostRows(None, NAMED), **options)
+def engine(registry: Registry, config: EngineConfig, **options: Any) -> EngineLoop:
+    return make_engine(model=TinyModel(), source=registry, config=config, hosts=HostRows(None, NAMED), **options)
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -143,7 +144,7 @@ def test_batches_chunks_preemption_graphs_and_drafts_change_nothing(
     written = generate(made, prompts, wishes)
     assert told(written) == told(alone)
     assert values(written) == pytest.approx(values(alone), abs=1e-4)
-    assert (made.scheduler.num_preemptions > 0) == (how == "tight" or graphs)
+    assert (made.stats.num_preemptions > 0) == (how == "tight" or graphs)
     assert (made.stats.num_graph_steps > 20) == graphs
     assert (made.stats.steps_in_pieces["prompt_logprobs"] > 0) == graphs
 
@@ -197,7 +198,7 @@ def test_a_name_that_nobody_registered_is_refused_before_anything_is_queued(regi
     with pytest.raises(
         ConfigError, match=r"logits_processors: needs a function, or a name that a plugin registered \(named, refuses\)"
     ):
-        made.add_request("r", [1], SamplingParams(logits_processors=["nameless"]))
+        made.add_request("r", made.limits.checked([1], SamplingParams(logits_processors=["nameless"])))
     assert not made.has_unfinished
 
 
@@ -216,7 +217,7 @@ def test_a_name_that_nobody_registered_is_refused_before_anything_is_queued(regi
 def test_what_the_model_does_not_have_is_refused(registry: Registry, wish: dict[str, Any], words: str) -> None:
     made = engine(registry, SMALL)
     with pytest.raises(ConfigError, match=words):
-        made.add_request("r", [1, 2], SamplingParams(**wish))
+        made.add_request("r", made.limits.checked([1, 2], SamplingParams(**wish)))
     assert not made.has_unfinished
 
 
@@ -264,7 +265,7 @@ def test_the_prompt_of_several_completions_is_computed_once(registry: Registry, 
     prompt, config = list(range(3, 42)), replace(SMALL, async_scheduling=overlapped)
     made = engine(registry, config)
     params = SamplingParams(n=5, seed=11, temperature=2.0, max_tokens=10)
-    made.add_request("r", prompt, params)
+    made.add_request("r", made.limits.checked(prompt, params))
     while not any(delta.completion for delta in made.step()):
         pass
     live = sorted(made.scheduler.running, key=lambda seq: seq.index)
@@ -276,7 +277,7 @@ def test_the_prompt_of_several_completions_is_computed_once(registry: Registry, 
     assert made.stats.num_prefill_tokens == len(prompt)
     assert made.stats.num_decode_tokens >= 4
     again = engine(registry, replace(config, enable_prefix_caching=False))
-    again.add_request("r", prompt, params)
+    again.add_request("r", again.limits.checked(prompt, params))
     expected = drain(again)
     assert again.stats.num_prefill_tokens == 5 * len(prompt)
     for key, one in written.items():
@@ -287,12 +288,12 @@ def test_completions_wait_for_no_sibling_that_is_gone(registry: Registry) -> Non
     """Aborted, finished at once, or failed: the others go on."""
     made = engine(registry, replace(SMALL, max_num_batched_tokens=8))
     params = SamplingParams(n=3, seed=1, max_tokens=4)
-    made.add_request("half", list(range(30)), params)
-    made.add_request("gone", list(range(20)), params)
+    made.add_request("half", made.limits.checked(list(range(30)), params))
+    made.add_request("gone", made.limits.checked(list(range(20)), params))
     made.step()
     made.abort("half", 0)
     made.abort("gone")
-    made.add_request("short", [1, 2, 3], replace(params, max_tokens=1))
+    made.add_request("short", made.limits.checked([1, 2, 3], replace(params, max_tokens=1)))
     written = drain(made)
     assert sorted(written) == [("half", 1), ("half", 2), *(("short", index) for index in range(3))]
     assert {len(one.token_ids) for key, one in written.items() if key[0] == "half"} == {4}
@@ -305,15 +306,16 @@ def test_random_requests_with_forks_and_aborts_leave_nothing_behind(registry: Re
     for number in range(60):
         wish, n = random.choice(WISHES), random.randint(1, 3)
         params = SamplingParams(n=n, best_of=n + random.randint(0, 1), seed=number, max_tokens=random.randint(9, 20), **wish)
+        prompt = [random.randrange(50) for _ in range(random.randint(1, 40))]
         with contextlib.suppress(ConfigError):
-            made.add_request(str(number), [random.randrange(50) for _ in range(random.randint(1, 40))], params)
+            made.add_request(str(number), made.limits.checked(prompt, params))
         for _ in range(random.randint(0, 6)):
             if made.has_unfinished:
                 made.step()
         if random.random() < 0.3:
             made.abort(str(random.randint(0, number)), random.choice([None, 0, 1]))
     drain(made, written)
-    assert made.scheduler.num_preemptions > 0
+    assert made.stats.num_preemptions > 0
 
 
 @pytest.mark.parametrize("overlapped", [False, True])

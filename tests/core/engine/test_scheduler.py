@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.contract.metadata import Phase
-from headway.core.engine.blocks import BlockManager
-from headway.core.engine.deterministic import IndependentScheduler
-from headway.core.engine.groups import CacheGroup
-from headway.core.engine.schedule import Schedule, ScheduledSequence
-from headway.core.engine.scheduler import Scheduler
-from scheduling import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Traffic, finish, room, sequence, step_through
+from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.scheduling.deterministic import IndependentScheduler
+from headway.core.engine.scheduling.scheduler import Scheduler
+from headway.core.engine.state.groups import CacheGroup
+from headway.core.engine.state.schedule import ScheduledSequence, ScheduledStep
+from random_schedules import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Traffic, finish, room, sequence, step_through
 
 
 @settings(max_examples=300, deadline=None)
@@ -59,7 +59,7 @@ def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
     scheduler = Scheduler(blocks, budget, max_num_seqs, chunked, priorities > 0)
     cache = Cache(blocks, failing)
 
-    def look(step: Schedule) -> None:
+    def look(step: ScheduledStep) -> None:
         assert sum(scheduled.num_new_tokens for scheduled in step) <= budget
         assert len(step) <= len(scheduler.running) <= max_num_seqs
         assert len({id(scheduled.seq) for scheduled in step}) == len(step)
@@ -110,7 +110,7 @@ def test_a_long_prompt_is_cut_into_chunks_beside_decodes() -> None:
     assert [(s.seq, s.phase) for s in scheduler.schedule()] == [(long, Phase.EXTEND), (short, Phase.DECODE)]
 
 
-def test_the_youngest_is_preempted_and_admitted_first_again() -> None:
+def test_youngest_sequence_is_preempted_and_admitted_first_again() -> None:
     scheduler = Scheduler(BlockManager(4, 4, enable_prefix_caching=False), max_num_batched_tokens=64, max_num_seqs=4)
     seqs = [sequence("old", [1] * 7, 9), sequence("young", [2] * 7, 9), sequence("waiting", [3] * 7, 9)]
     for seq in seqs:
@@ -123,7 +123,7 @@ def test_the_youngest_is_preempted_and_admitted_first_again() -> None:
     assert not seqs[1].tables
 
 
-def test_the_lowest_priority_is_preempted_and_waits_behind_the_higher() -> None:
+def test_lowest_priority_is_preempted_and_waits_behind_higher_ones() -> None:
     scheduler = Scheduler(BlockManager(4, 4, enable_prefix_caching=False), 64, 4, by_priority=True)
     seqs = [sequence("low", [1] * 7, 9), sequence("high", [2] * 7, 9), sequence("middle", [3] * 7, 9), sequence("second", [4], 9)]
     for number, (seq, priority) in enumerate(zip(seqs, [5, -1, 2, -1], strict=True)):
@@ -161,7 +161,7 @@ def test_a_whole_cached_prompt_still_computes_its_last_token() -> None:
     assert len(again.output_token_ids) == 1
 
 
-def test_the_least_recently_freed_content_is_given_up_first() -> None:
+def test_least_recently_freed_page_is_handed_out_first() -> None:
     blocks = BlockManager(6, 4)
     scheduler = Scheduler(blocks, 64, 4)
     finish(scheduler, sequence("a", [1] * 8, 1))
@@ -184,7 +184,7 @@ def test_forgotten_prefixes_are_not_found() -> None:
     blocks.check_integrity([])
 
 
-def test_a_token_under_way_is_scheduled_before_the_host_has_seen_it() -> None:
+def test_sampled_token_is_scheduled_before_the_host_has_read_it() -> None:
     scheduler = Scheduler(BlockManager(8, 4), 64, 4)
     seq = sequence("ahead", [1] * 4, 3)
     scheduler.add(seq)
@@ -241,7 +241,7 @@ def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
                 for scheduled in step:
                     steps[int(scheduled.seq.request_id)].append(scheduled.num_new_tokens)
             blocks.check_integrity(scheduler.running)
-        assert scheduler.num_preemptions == 0
+        assert scheduler.stats.num_preemptions == 0
         assert blocks.num_free == blocks.num_pages
         assert all(seq.finish_reason == "length" for seq in coming.values())
         return steps
@@ -250,21 +250,21 @@ def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
     assert all(steps_of([arrival])[0] == together[number] for number, arrival in enumerate(arrivals))
 
 
-def test_a_prompt_that_must_go_whole_goes_alone_where_lack_of_memory_has_left_less_of_a_step() -> None:
+def test_uncut_prompt_longer_than_the_reduced_budget_gets_a_step_of_its_own() -> None:
     scheduler = Scheduler(BlockManager(64, 4), 40, 4, enable_chunked_prefill=False)
     short, long = sequence("short", [1] * 4, 2), sequence("long", [2] * 20, 1)
-    scheduler.max_num_batched_tokens = 8  # see EngineLoop._recover
+    scheduler.max_num_batched_tokens = 8  # as after a step without memory
     finish(scheduler, short, long)
     assert [seq.finish_reason for seq in (short, long)] == ["length", "length"]
 
 
-def test_a_prompt_that_did_not_run_for_lack_of_memory_goes_whole_in_a_smaller_step() -> None:
+def test_uncut_prompt_is_scheduled_whole_again_after_a_lack_of_memory() -> None:
     scheduler = Scheduler(BlockManager(64, 4), 40, 4, enable_chunked_prefill=False)
     seqs = [sequence("short", [1] * 4, 2), sequence("long", [2] * 20, 1)]
     for seq in seqs:
         scheduler.add(seq)
     assert [scheduled.num_new_tokens for scheduled in scheduler.schedule()] == [4, 20]
-    scheduler.max_num_batched_tokens = 2  # nothing was launched; see EngineLoop._recover
+    scheduler.max_num_batched_tokens = 2  # nothing was launched, as after a step without memory
     steps = [[scheduled.num_new_tokens for scheduled in step] for step in finish(scheduler)]
     assert [seq.finish_reason for seq in seqs] == ["length", "length"]
     assert steps == [[4], [1], [20]]

@@ -9,22 +9,22 @@ from random import Random
 
 import pytest
 
-from driving import Written, generate
+from graph_stub import AsItIs
 from headway.core.contract.backend import GraphLevel
-from headway.core.engine.blocks import BlockManager
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.engine import Engine
-from headway.core.engine.groups import NULL_PAGE, CacheGroup
-from headway.core.engine.scheduler import Scheduler
-from headway.core.engine.sequence import Sequence
+from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.engine import make_engine
+from headway.core.engine.scheduling.scheduler import Scheduler
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.groups import NULL_PAGE, CacheGroup
+from headway.core.engine.state.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from headway.testing.broken.plain import Plain
-from registering import registering
-from scheduling import step_through
-from taping import AsItIs
-from told import Told
-from windowed import MODELS
+from headway.testing.broken.plain import PlainBackend
+from proposer_stub import Told
+from random_schedules import step_through
+from registries import registering
+from run_engine import Written, generate
+from windowed_model import MODELS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 CONFIG = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**20, max_num_batched_tokens=48)
@@ -54,11 +54,11 @@ def expected_of(name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", ["nhd", "vllm_5d"])
-def test_tokens_are_those_of_a_cache_that_keeps_all(registry: Registry, name: str, layout: str) -> None:
+def test_giving_pages_back_behind_windows_changes_no_token(registry: Registry, name: str, layout: str) -> None:
     """Sequences many times longer than the windows: chunks of prompts, prefix hits in part and whole, and preemption."""
     model = MODELS[name]
     config = replace(CONFIG, kv_layout=layout)
-    engine = Engine(model, registry, config)
+    engine = make_engine(model=model, source=registry, config=config)
     expected = expected_of(name)
     assert tokens(generate(engine, PROMPTS, GREEDY)) == expected
     assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
@@ -67,15 +67,15 @@ def test_tokens_are_those_of_a_cache_that_keeps_all(registry: Registry, name: st
     assert [each.num_cached_tokens for each in again] == [0, 89, 149, 0, 62, 90] + [0] * 8
     pages = engine.capacity.pool.page_format
     tight = replace(config, kv_cache_memory=(pages.pages_for(192, 55) + 2) * pages.page_bytes, max_model_len=192)
-    short = Engine(model, registry, replace(tight, async_scheduling=True))
+    short = make_engine(model=model, source=registry, config=replace(tight, async_scheduling=True))
     assert tokens(generate(short, PROMPTS, GREEDY)) == expected
-    assert short.scheduler.num_preemptions > 0
-    kept = Engine(model, registry, replace(config, free_window_blocks=False))
+    assert short.stats.num_preemptions > 0
+    kept = make_engine(model=model, source=registry, config=replace(config, free_window_blocks=False))
     assert tokens(generate(kept, PROMPTS, GREEDY)) == expected
     assert [usage.given_back for usage in kept.blocks.usage([])] == [0]
 
 
-class Uniform(Plain):
+class Uniform(PlainBackend):
     graph_level = GraphLevel.UNIFORM
 
 
@@ -84,7 +84,7 @@ def test_graphs_have_a_table_and_slots_for_each_group(name: str) -> None:
     """Replayed decodes, lone prompts and pieces write the tokens of the reference, overlapped."""
     registry = registering(plain=Uniform)
     config = replace(CONFIG, attn_backend="plain", async_scheduling=True, max_num_seqs=6)
-    engine = Engine(MODELS[name], registry, config)
+    engine = make_engine(model=MODELS[name], source=registry, config=config)
     engine.executor.capture(AsItIs())
     alone = generate(engine, PROMPTS[:1], GREEDY)
     assert engine.stats.num_graph_steps == engine.stats.num_steps
@@ -94,9 +94,9 @@ def test_graphs_have_a_table_and_slots_for_each_group(name: str) -> None:
     assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
 
 
-def test_the_null_page_stays_zero_and_no_table_names_what_lies_behind(registry: Registry) -> None:
-    engine = Engine(MODELS["two windows"], registry, CONFIG)
-    engine.add_request("a", PROMPTS[2], GREEDY)
+def test_null_page_stays_zero_and_tables_name_no_page_behind_the_window(registry: Registry) -> None:
+    engine = make_engine(model=MODELS["two windows"], source=registry, config=CONFIG)
+    engine.add_request("a", engine.limits.checked(PROMPTS[2], GREEDY))
     while engine.has_unfinished:
         engine.step()
         for seq in engine.scheduler.running:
@@ -143,7 +143,7 @@ def test_a_prefix_must_be_held_in_every_group_but_only_its_last_window_in_a_wind
     blocks.check_integrity([again])
 
 
-def test_without_its_last_window_a_prefix_is_shorter() -> None:
+def test_prefix_hit_is_shorter_without_its_last_window() -> None:
     """What a sequence gave back goes first, so a hit in its middle is lost while one at its end is not."""
     blocks = manager(18)
     seq = computed(blocks, list(range(40)), chunk=4)
@@ -154,7 +154,7 @@ def test_without_its_last_window_a_prefix_is_shorter() -> None:
     blocks.check_integrity([hog, *held])
 
 
-def test_a_chunk_is_cut_to_what_the_windowed_group_has_room_for() -> None:
+def test_chunk_is_cut_to_the_room_of_the_windowed_group() -> None:
     groups = [CacheGroup(16), CacheGroup(4, window=8)]
     blocks = BlockManager(30, 4, False, groups, smallest_chunk=8)
     scheduler = Scheduler(blocks, 1000, 4)
@@ -165,11 +165,11 @@ def test_a_chunk_is_cut_to_what_the_windowed_group_has_room_for() -> None:
     assert sum(counts) == 202
     assert max(counts) < 100
     assert counts[-2:] == [1, 1]
-    assert scheduler.num_preemptions == 0
+    assert scheduler.stats.num_preemptions == 0
 
 
 @pytest.mark.parametrize("name", ["two windows", "a window of one"])
-def test_drafts_that_are_refused_do_not_reach_behind_what_was_given_back(registry: Registry, name: str) -> None:
+def test_refused_drafts_need_no_page_that_was_given_back(registry: Registry, name: str) -> None:
     """Every other run of guesses goes wrong in its middle."""
     expected = expected_of(name)
 
@@ -183,16 +183,16 @@ def test_drafts_that_are_refused_do_not_reach_behind_what_was_given_back(registr
         return [token ^ (place == 3 and len(text) % 2) for place, token in enumerate(following)]
 
     config = replace(CONFIG, enable_prefix_caching=False)
-    engine = Engine(MODELS[name], registry, config, proposer=Told(guess), measured=False)
+    engine = make_engine(model=MODELS[name], source=registry, config=config, proposer=Told(guess), measured=False)
     assert tokens(generate(engine, PROMPTS[:3], GREEDY)) == expected[:3]
     assert engine.stats.num_steps < 40, "drafts held"
     assert sum(usage.given_back for usage in engine.cache_usage().groups) > 40
 
 
-def test_an_abort_in_the_middle_gives_everything_back(registry: Registry) -> None:
-    engine = Engine(MODELS["two windows"], registry, replace(CONFIG, async_scheduling=True))
+def test_abort_in_the_middle_frees_every_page(registry: Registry) -> None:
+    engine = make_engine(model=MODELS["two windows"], source=registry, config=replace(CONFIG, async_scheduling=True))
     for number, prompt in enumerate(PROMPTS[:6]):
-        engine.add_request(str(number), prompt, GREEDY)
+        engine.add_request(str(number), engine.limits.checked(prompt, GREEDY))
     for steps in range(30):
         engine.step()
         if steps % 5 == 4:

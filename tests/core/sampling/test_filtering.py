@@ -9,7 +9,7 @@ import torch
 
 from headway.core.sampling.filtering import NO_FILTER, TokenFilter, keep_above, keep_top
 from headway.core.sampling.params import SamplingParams
-from taking import DRAWS_INSIDE, FILTERS_INSIDE, choose
+from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE, choose
 
 
 def kept(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:

@@ -12,8 +12,8 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.filtering import keep_top
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, _exponential, _philox, keys_of
-from taking import take
+from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, exponential, keys_of, philox
+from sample_tokens import take
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -50.0])
 
@@ -160,12 +160,12 @@ def words(*values: int) -> tuple[torch.Tensor, ...]:
 )
 def test_the_noise_is_philox(counter: Sequence[int], key: Sequence[int], expected: Sequence[int]) -> None:
     """The known answers that its authors publish with Random123."""
-    assert tuple(int(word) for word in _philox(words(*counter), words(*key))) == expected  # type: ignore[arg-type]
+    assert tuple(int(word) for word in philox(words(*counter), words(*key))) == expected  # type: ignore[arg-type]
 
 
 def uniform(keys: torch.Tensor, count: int) -> torch.Tensor:
     """What the Exp(1) numbers were made of, float64 [rows, count]."""
-    return -torch.expm1(-_exponential(keys, count).double())
+    return -torch.expm1(-exponential(keys, count).double())
 
 
 def test_the_uniform_numbers_are_uniform_to_their_tails() -> None:
@@ -186,8 +186,8 @@ def test_the_uniform_numbers_are_uniform_to_their_tails() -> None:
 def test_the_extreme_bits_have_finite_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
     """A float32 rounds the largest 32 bits up to 2^32."""
     for bits, expected in ((0, 2.0**-33), (0xFFFFFFFF, 24 * math.log(2))):
-        monkeypatch.setattr("headway.core.sampling.sampler._philox", lambda *_, bits=bits: (torch.full((1, LANES), bits),) * 4)
-        noise = _exponential(torch.zeros(1, dtype=torch.int64), 4 * LANES)
+        monkeypatch.setattr("headway.core.sampling.sampler.philox", lambda *_, bits=bits: (torch.full((1, LANES), bits),) * 4)
+        noise = exponential(torch.zeros(1, dtype=torch.int64), 4 * LANES)
         torch.testing.assert_close(noise, torch.full_like(noise, expected))
         assert noise.log().isfinite().all()
 

@@ -8,19 +8,19 @@ import time
 import pytest
 
 from headway.core.contract.metadata import Phase
-from headway.core.select.chooser import Chooser
 from headway.core.select.costs import CostTable, Sample, Shape, StepCosts
+from headway.core.select.per_step import StepChooser
 from headway.core.select.workload import PRESETS, Workload
 
 BATCHES, LENGTHS = (1, 16, 256), (64, 1024, 16384)
 D = Phase.DECODE
 
 
-def chooser(noise: float = 0.02, **times: object) -> Chooser:
+def chooser(noise: float = 0.02, **times: object) -> StepChooser:
     """times: backend -> function of (batch, kv_len)."""
     shapes = [Shape(D, batch, 1, kv_len) for batch in BATCHES for kv_len in LENGTHS]
     samples = [Sample(s, name, "nhd", 16, law(s.batch, s.kv_len)) for s in shapes for name, law in times.items()]
-    return Chooser(StepCosts([(CostTable(samples, noise), 1)], "nhd", 16), {D: list(times)})
+    return StepChooser(StepCosts([(CostTable(samples, noise), 1)], "nhd", 16), {D: list(times)})
 
 
 def crossing(at: int, slope: float = 1.0) -> dict[str, object]:
@@ -82,7 +82,7 @@ def test_verification_runs_outside_graphs_and_may_take_a_third() -> None:
     lens = {"a": 64, "b": 1024, "c": 16384}
     shapes = [Shape(D, 1, query_len, kv_len) for query_len in (1, 8) for kv_len in LENGTHS]
     samples = [Sample(s, name, "nhd", 16, 1.0 if s.kv_len == own else 2.0) for s in shapes for name, own in lens.items()]
-    one = Chooser(StepCosts([(CostTable(samples, 0.02), 1)], "nhd", 16), {D: list(lens)})
+    one = StepChooser(StepCosts([(CostTable(samples, 0.02), 1)], "nhd", 16), {D: list(lens)})
     assert [one.choose(D, 1, 8, kv_len) for kv_len in LENGTHS] == ["a", "b", "c"]
 
 

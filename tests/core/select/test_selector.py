@@ -1,4 +1,4 @@
-"""The selector over a fake registry: what a wish means, what is chosen, what is refused and why."""
+"""The selector over a fake registry: what a request means, what is chosen, what is refused and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 import torch
 
-from grid import LAYOUTS, spec
+from backend_cases import LAYOUTS, spec
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import ConfigError, UnknownBackendError, UnsupportedError
@@ -18,12 +18,13 @@ from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout, LayoutI
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
+from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable, Sample, Shape
-from headway.core.select.request import parse_backend_request
-from headway.core.select.selection import Measured
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selection import MeasuredChoice
 from headway.core.select.selector import Selector
 from headway.core.select.workload import PRESETS, Workload
-from headway.tuning.points import grid
+from headway.tuning.measure.points import grid
 
 PREFILLS = frozenset({Phase.PREFILL, Phase.EXTEND})
 DECODES = frozenset({Phase.DECODE})
@@ -63,8 +64,8 @@ class Source:
         return list(candidates)
 
 
-def select(source: Source, wish: str = "auto", *specs: AttentionSpec, **options: object) -> Selector:
-    return Selector(source, specs or (spec(),), wish, **options)
+def select(source: Source, request: str = "auto", *specs: AttentionSpec, **options: object) -> Selector:
+    return Selector(source, LayerSpecs(specs or (spec(),)), BackendRequest.parse(request), **options)
 
 
 def names(selector: Selector) -> tuple[str, ...]:
@@ -92,8 +93,13 @@ def follow(source: Source, error: UnsupportedError, *specs: AttentionSpec) -> Se
         ("prefill=auto,decode=b", "auto", "b"),
     ],
 )
-def test_a_wish_is_read(text: str, prefill: str, decode: str) -> None:
-    assert parse_backend_request(text) == {Phase.PREFILL: prefill, Phase.EXTEND: prefill, Phase.DECODE: decode}
+def test_parse_backend_request(text: str, prefill: str, decode: str) -> None:
+    request = BackendRequest.parse(text)
+    assert request == BackendRequest(prefill, decode)
+    assert [request.name_for(phase) for phase in Phase] == [prefill, prefill, decode]
+    assert str(request) == text.strip(), "the user's words"
+    assert BackendRequest.parse(request) is request
+    assert BackendRequest.parse(BackendRequest(prefill, decode).text) == request
 
 
 @pytest.mark.parametrize(
@@ -113,9 +119,9 @@ def test_a_wish_is_read(text: str, prefill: str, decode: str) -> None:
         "extend=a",
     ],
 )
-def test_any_other_wish_is_refused_with_the_grammar(text: str) -> None:
+def test_any_other_text_is_refused_with_the_grammar(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape("auto, NAME, or prefill=NAME,decode=NAME")) as caught:
-        parse_backend_request(text)
+        BackendRequest.parse(text)
     assert repr(text.strip()) in str(caught.value)
 
 
@@ -148,10 +154,10 @@ def test_an_instance_is_made_for_each_distinct_layer_with_its_options() -> None:
     assert selector.backends_for(Phase.EXTEND) is selector.backends_for(Phase.PREFILL)
 
 
-@pytest.mark.parametrize("wish", ["nope", "prefill=nope", "prefill=a,decode=nope"])
-def test_an_unknown_name_is_refused(wish: str) -> None:
+@pytest.mark.parametrize("text", ["nope", "prefill=nope", "prefill=a,decode=nope"])
+def test_an_unknown_name_is_refused(text: str) -> None:
     with pytest.raises(UnknownBackendError, match="'nope'"):
-        select(Source(backend("a")), wish)
+        select(Source(backend("a")), text)
 
 
 def test_an_option_of_an_unknown_backend_is_refused() -> None:
@@ -165,14 +171,14 @@ def test_an_unknown_option_is_refused(name: str) -> None:
         select(Source(backend("a"), backend("b")), "a", options={name: {"split": "4"}})
 
 
-@pytest.mark.parametrize("wish", ["dead", "prefill=dead,decode=fine", "prefill=fine,decode=dead"])
-def test_an_explicit_name_never_falls_back(wish: str) -> None:
+@pytest.mark.parametrize("text", ["dead", "prefill=dead,decode=fine", "prefill=fine,decode=dead"])
+def test_an_explicit_name_never_falls_back(text: str) -> None:
     source = Source(backend("fine"), backend("dead"), unavailable=["dead"])
     with pytest.raises(UnsupportedError, match="attention backend .*dead.*cannot be used here") as caught:
-        select(source, wish)
+        select(source, text)
     assert "device: needs a GPU, got none" in str(caught.value)
     assert names(follow(source, caught.value)) == tuple(
-        name if name != "dead" else "fine" for name in parse_backend_request(wish).values()
+        BackendRequest.parse(text.replace("dead", "fine")).name_for(phase) for phase in Phase
     )
 
 
@@ -278,8 +284,9 @@ def table(us: Law, *backends: str, excluded: Mapping[str, str] | None = None) ->
     return CostTable(samples, 0.02, "the table", excluded)
 
 
-def measured(source: Source, costs: CostTable, wish: str = "auto", **options: object) -> Selector:
-    return Selector(source, (spec(), spec()), wish, costs={spec(): costs}, **options)
+def measured(source: Source, costs: CostTable, request: str = "auto", **options: object) -> Selector:
+    asked = BackendRequest.parse(request)
+    return Selector(source, LayerSpecs((spec(), spec())), asked, costs={spec(): costs}, **options)
 
 
 def test_with_a_table_the_cheapest_layout_and_block_size_are_chosen() -> None:
@@ -318,7 +325,8 @@ def test_noise_does_not_decide_the_block_size(noise: float, gain: float, chosen:
             return right * math.exp(draw.gauss(0.0, noise))
 
         samples = [Sample(s, name, "nhd", size, us(s, name, size)) for s in shapes for name in "ab" for _, size in places]
-        found = Measured([(CostTable(samples, noise), 32)], PRESETS["chat"], tuple(Phase)).select(places, lambda *_: ["a", "b"])
+        choice = MeasuredChoice([(CostTable(samples, noise), 32)], PRESETS["chat"], tuple(Phase))
+        found = choice.select(places, lambda *_: ["a", "b"])
         assert found is not None
         return found[0].block_size
 

@@ -8,10 +8,8 @@ from random import Random
 import pytest
 
 from headway.core.contract.errors import ConfigError, PluginError
-from headway.core.contract.proposers import ProposerInfo, ProposerOptions
-from headway.core.speculation.ngram import NgramProposer
-from headway.core.speculation.occurrences import Occurrences
-from headway.core.speculation.suffix import SuffixProposer
+from headway.core.contract.sampling_plugins import ProposerInfo, ProposerOptions
+from headway.core.speculation.proposers import NgramProposer, SuffixIndex, SuffixProposer
 from headway.registry import create_registry, hookimpl
 
 
@@ -64,7 +62,7 @@ def test_suffix_follows_the_most_frequent_child_as_a_suffix_tree_would() -> None
     random = Random(0)
     for vocabulary in (3, 8, 30):
         tokens = [random.randrange(vocabulary) for _ in range(5)]
-        index = Occurrences()
+        index = SuffixIndex()
         index.begin()
         index.append(tokens)
         for _ in range(20):  # few enough that every place is looked at
@@ -78,7 +76,7 @@ def test_suffix_follows_the_most_frequent_child_as_a_suffix_tree_would() -> None
             index.append(new)
 
 
-def test_suffix_remembers_finished_outputs_as_many_as_it_has_room_for() -> None:
+def test_suffix_keeps_as_many_finished_outputs_as_fit() -> None:
     proposer = SuffixProposer(ProposerOptions(suffix_decoding_max_cached_tokens=40))
     first, second = list(range(100, 120)), list(range(200, 220))
 
@@ -98,8 +96,8 @@ def test_suffix_remembers_finished_outputs_as_many_as_it_has_room_for() -> None:
     assert proposer.begin(1).propose([310], 4) == [311], "one token is guessed for a match of one"
 
 
-def test_what_is_dropped_leaves_nothing_behind() -> None:
-    index, random = Occurrences(), Random(3)
+def test_dropped_texts_leave_no_ngram_behind() -> None:
+    index, random = SuffixIndex(), Random(3)
     for _ in range(6):
         index.begin()
         index.append([random.randrange(4) for _ in range(200)])
@@ -110,7 +108,7 @@ def test_what_is_dropped_leaves_nothing_behind() -> None:
 
 def test_a_guess_is_cheap_however_long_the_text() -> None:
     """By what is looked at, not by the clock: the places of an n-gram are bounded."""
-    index = Occurrences()
+    index = SuffixIndex()
     index.begin()
     index.append([5] * 20000)
     looked: list[int] = []

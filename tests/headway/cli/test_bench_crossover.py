@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.testing.json_files import write_json
-from headway.tuning import store
-from headway.tuning.files import read_table
-from headway.tuning.schema import BackendRecord, CrossoverTable, SpecRecord
+from headway.core.system.json_files import write_json
+from headway.tuning.table.files import read_table, stored_tables, table_path
+from headway.tuning.table.schema import BackendRecord, CrossoverTable, SpecRecord
 from sandbox import Result, assert_refused
 from tables import SPEC, a_cell, a_device, a_table
 
@@ -48,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def kept() -> Path:
     """The table that auto would use for the tiny layer on this machine."""
-    place = store.table_path(a_device(), SpecRecord.of(SPEC))
+    place = table_path(a_device(), SpecRecord.of(SPEC))
     write_json(crossing(), place)
     return place
 
@@ -62,7 +61,7 @@ def test_a_small_table_is_measured_printed_exported_and_not_kept_for_auto(headwa
     assert "CROSSOVER ANALYSIS" in result.out
     assert "decode, batch size 2" in result.out
     assert "not kept" in result.out
-    assert store.stored() == []
+    assert stored_tables() == []
     assert all(file.exists() for file in files)
     path = tmp_path / "t.json"
     assert headway("bench", "crossover", *TINY, *grid, "--output", str(path)).code == 0
@@ -77,8 +76,8 @@ def test_a_small_table_is_measured_printed_exported_and_not_kept_for_auto(headwa
 def test_a_whole_grid_is_kept_for_auto(headway: Headway) -> None:
     result = headway("bench", "crossover", *TINY, "--layouts", "nhd", "--block-sizes", "16", "--budget", "0s")
     assert result.code == 0, result
-    (kept,) = store.stored()
-    assert kept == store.table_path(a_device(), SpecRecord.of(SPEC))
+    (kept,) = stored_tables()
+    assert kept == table_path(a_device(), SpecRecord.of(SPEC))
     assert not read_table(kept).complete
     assert str(kept) in result.out.replace("\n", "")
 

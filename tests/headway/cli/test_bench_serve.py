@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.serve.report import read_report
+from headway.bench.serve.results import ServeReport
 from ruled_server import ruled_server
 from sandbox import Result
 
@@ -34,7 +34,7 @@ def test_the_command_writes_what_it_shows_in_80_columns(url: str, headway: Calla
     result = headway("bench", "serve", "--url", url, *options, "--output", str(tmp_path / "r.json"))
     assert result.code == 0, result
     assert max(map(len, result.out.splitlines())) <= 80
-    report = read_report(tmp_path / "r.json")
+    report = ServeReport.read(tmp_path / "r.json")
     assert [cell.label for cell in report.cells] == ["20/s", "50/s", "offline", "naive"]
     assert [cell.completed for cell in report.cells] == [4, 4, 4, 2]
     assert (report.model, report.limits_ms) == ("ruled", {"ttft": 500, "tpot": 100})

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from headway.bench.generate.report import read_offline
+from headway.bench.generate.results import OfflineReport
 from headway.bench.generate.throughput import ThroughputReport
 from headway.cli.bench_throughput import throughput
 from headway.core.contract.errors import ConfigError, ModelError
@@ -32,7 +32,7 @@ def test_a_grid_of_random_work_is_one_command(folder: Path, tmp_path: Path) -> N
     engine = ("--kv-layout", "hnd", "--block-size", 32, "--attn-backend", "sdpa.math", "--max-num-seqs", 3, "--enforce-eager")
     answer = call(*small, *engine, "--batch-size", "1,3", "--input-len", 9, "--max-num-batched-tokens", 20)
     assert answer.exit_code == 0, answer.output
-    report = read_offline(path)
+    report = OfflineReport.read(path)
     assert [(cell.label, cell.temperature) for cell in report.cells] == [("1 x 9/9", 0), ("3 x 9/9", 0)]
     wanted = {
         "decode": "sdpa.math",
@@ -51,7 +51,7 @@ def test_a_grid_of_random_work_is_one_command(folder: Path, tmp_path: Path) -> N
         assert label in answer.output
     answer = call(*small, "--batch-size", 2, "--input-len", 5, "--output-len", 16, "--temperature", 0.5, "--profile", trace)
     assert answer.exit_code == 0, answer.output
-    assert read_offline(path).cells[0].temperature == 0.5
+    assert OfflineReport.read(path).cells[0].temperature == 0.5
     assert "traceEvents" in trace.read_text()
 
 

@@ -15,9 +15,7 @@ from sandbox import Result
 Headway = Callable[..., Result]
 
 
-def test_it_compiles_ahead_of_time_and_then_has_nothing_to_do(
-    headway: Headway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_compiles_ahead_of_time_once(headway: Headway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not find_compiler()[1]:
         pytest.skip("needs cuda-core with NVRTC")
     monkeypatch.delenv("HEADWAY_CACHE", raising=False)
@@ -42,7 +40,7 @@ def test_it_compiles_ahead_of_time_and_then_has_nothing_to_do(
     ],
     ids=str,
 )
-def test_what_it_cannot_build_it_says(headway: Headway, arguments: tuple[str, ...], message: str) -> None:
+def test_build_rejects_bad_arguments(headway: Headway, arguments: tuple[str, ...], message: str) -> None:
     answer = headway("build", *arguments)
     assert answer.code == 2
     assert message in re.sub(r"\s+", " ", answer.err)

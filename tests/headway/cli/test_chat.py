@@ -39,7 +39,7 @@ def chat(headway: Headway, chatty: Path, monkeypatch: pytest.MonkeyPatch) -> Hea
     return run
 
 
-def test_a_line_of_a_pipe_is_a_message_and_the_history_is_kept_until_a_reset(chat: Headway) -> None:
+def test_piped_lines_are_messages_of_one_conversation_until_reset(chat: Headway) -> None:
     result = chat(["the fox", "the dog", "/reset", "the fox", "", "/nothing", "/stats", "/exit", "the cat"], "--max-tokens", "8")
     assert result.code == 0, result
     alone, dog = (chat([line], "--max-tokens", "8").out for line in ("the fox", "the dog"))
@@ -67,7 +67,7 @@ def test_what_the_system_says_comes_first_and_a_seed_repeats(chat: Headway) -> N
     assert plain.out == again.out != told.out
 
 
-def test_a_message_that_is_too_long_ends_alone(chat: Headway) -> None:
+def test_too_long_message_is_refused_and_the_chat_goes_on(chat: Headway) -> None:
     result = chat(["the fox " * 4000, "the fox", "/stats"], "--max-tokens", "4", "--stats")
     assert result.code == 0, result
     assert len(result.out.splitlines()) == 1
@@ -77,7 +77,7 @@ def test_a_message_that_is_too_long_ends_alone(chat: Headway) -> None:
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_an_interrupt_stops_the_answer_and_not_the_program(chat: Headway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_the_answer_and_not_chat(chat: Headway, monkeypatch: pytest.MonkeyPatch) -> None:
     written = 0
 
     def interrupting(text: str, write: Callable[[str], int] = sys.stdout.write) -> int:
@@ -97,7 +97,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_program(chat: Headway, monkey
 
 
 @pytest.mark.slow
-def test_control_c_in_a_terminal_stops_the_answer_and_control_d_leaves(chatty: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves_chat(chatty: Path) -> None:
     arguments = ["-m", "headway", "chat", "--model", str(chatty), *OPTIONS, "--max-tokens", "4000", "--stats"]
     child, terminal = pty.fork()
     if child == 0:

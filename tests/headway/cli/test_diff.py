@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.diff.report import DiffReport
+from headway.bench.diff.results import DiffReport
 from headway.core.contract.metadata import Phase
 from sandbox import TOY, Result, assert_refused, install
 

@@ -16,8 +16,8 @@ from headway.cli.bench_crossover import crossover
 from headway.cli.options import requests_of
 from headway.contract import Phase
 from headway.core.contract.errors import ConfigError, PluginError
-from headway.core.select.request import request_for
-from headway.registry.given import GivenFile
+from headway.core.select.backend_request import BackendRequest
+from headway.registry.plugin_sources import PluginFile
 from sandbox import TOY, assert_refused, run_headway
 
 COMMANDS = (
@@ -90,14 +90,14 @@ def test_a_file_without_a_hook_is_told_its_class(tmp_path: Path) -> None:
         "from headway.contract import AttentionBackend\n\n\nclass Bare(AttentionBackend):\n    pass\n"
     )
     with pytest.raises(PluginError, match=r"name a class of it: .*bare\.py:Bare"):
-        GivenFile.of(str(tmp_path / "bare.py")).load()
+        PluginFile.of(str(tmp_path / "bare.py")).load()
 
 
 def test_a_backend_of_a_part_is_asked_for_beside_auto() -> None:
-    assert request_for("whole", Phase) == "whole"
-    assert request_for("half", {Phase.DECODE}) == "prefill=auto,decode=half"
-    assert request_for("half", {Phase.DECODE, Phase.EXTEND}) == "prefill=auto,decode=half"
-    assert request_for("half", {Phase.PREFILL, Phase.EXTEND}) == "prefill=half,decode=auto"
+    assert str(BackendRequest.for_backend("whole", Phase)) == "whole"
+    assert str(BackendRequest.for_backend("half", {Phase.DECODE})) == "prefill=auto,decode=half"
+    assert str(BackendRequest.for_backend("half", {Phase.DECODE, Phase.EXTEND})) == "prefill=auto,decode=half"
+    assert str(BackendRequest.for_backend("half", {Phase.PREFILL, Phase.EXTEND})) == "prefill=half,decode=auto"
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_decode_only_plugin_is_a_guest_in_every_command(toy: Path, tiny_model_
         ["generate", *model, *plugin, "--attn-backend", pair, "--no-autotune", "--max-tokens", "3", "the fox"],
         ["diff", pair, *model, *plugin, "--prompt", "the fox", "--max-tokens", "2"],
         ["backends", "explain", *plugin, "--attn-backend", pair],
-        ["bench", "kernel", *plugin, "--backends", "toy.decode", "--cases", "1q1s16", "--geometry", "4/2/64", "--no-peers"],
+        ["bench", "kernel", *plugin, "--backends", "toy.decode", "--cases", "1q1s16", "--geometry", "4/2/64"],
         ["check", "toy.decode", *plugin, "--only", "turns", "--quick"],
     ):
         done = run_headway(*command, cwd=here, columns=200)

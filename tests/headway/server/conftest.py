@@ -9,9 +9,9 @@ import pytest
 from openai import OpenAI
 
 from headway import LLM
-from headway.server.service import ServerOptions
+from headway.server.options import ServerOptions
 from sandbox import save_tiny_model
-from serving import Running, running
+from server_thread import Running, running
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from serving import Running, raw
+from server_thread import Running, raw
 
 ASK = [{"role": "user", "content": "the quick fox"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -80,7 +80,7 @@ def test_a_value_that_cannot_work_is_named(
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompt": "a"', b"\xff\xfe", b'{"prompt": NaNa}', b"[" * 100_000])
-def test_a_body_that_is_not_json_is_told_where(served: Running, http: httpx.Client, body: bytes) -> None:
+def test_invalid_json_is_answered_with_the_place(served: Running, http: httpx.Client, body: bytes) -> None:
     assert told(http.post(TEXT, content=body), 400)["type"] == "invalid_request_error"
 
 
@@ -112,7 +112,7 @@ def test_a_prompt_that_is_too_long_says_how_long_it_may_be(served: Running, clie
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_schema_that_cannot_be_compiled_is_the_callers_mistake(served: Running, http: httpx.Client) -> None:
+def test_invalid_schema_is_answered_400(served: Running, http: httpx.Client) -> None:
     pytest.importorskip("llguidance")
     for streamed in (False, True):
         body = {"prompt": "a", "structured_outputs": {"regex": "(a"}, "stream": streamed}
@@ -150,7 +150,7 @@ def test_what_is_not_http_is_refused(served: Running, http: httpx.Client) -> Non
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(2000, marks=pytest.mark.slow)])
-def test_many_connections_that_say_nothing_leave_room_for_those_that_do(served: Running, http: httpx.Client, count: int) -> None:
+def test_idle_connections_leave_room_for_requests(served: Running, http: httpx.Client, count: int) -> None:
     socks = [served.connect() for _ in range(count)]
     try:
         assert http.post(TEXT, json={"prompt": "a", "max_tokens": 2}).status_code == 200

@@ -21,12 +21,12 @@ import httpx
 import psutil
 import pytest
 
-import crowd
+import connection_crowd as crowd
 from headway import LLM
 from headway.server.launch import most_connections
-from headway.server.rounds import Rounds
-from headway.server.service import ServerOptions
-from serving import Running, raw, running
+from headway.server.options import ServerOptions
+from headway.server.protocol import PacedStarts
+from server_thread import Running, raw, running
 
 TEXT = "/v1/completions"
 
@@ -54,7 +54,7 @@ def crowded(served: Running, count: int, idle: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_everybody_in_a_crowd_is_answered_and_nothing_is_left(llm: LLM, count: int) -> None:
+def test_crowd_of_requests_is_answered_and_nothing_is_left(llm: LLM, count: int) -> None:
     count = min(count, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 1000)  # the clients are a process of their own
     with running(llm, ServerOptions(max_connections=2 * count, max_queue=max(count // 4, 100))) as served:
         crowded(served, 50, 5)
@@ -75,14 +75,14 @@ def test_everybody_in_a_crowd_is_answered_and_nothing_is_left(llm: LLM, count: i
         assert httpx.get(f"{served.url}/health").status_code == 200
 
 
-def test_a_crowd_beyond_the_limit_is_told_so_and_not_cut_off(llm: LLM) -> None:
+def test_surplus_connections_are_answered_503_and_not_reset(llm: LLM) -> None:
     with running(llm, ServerOptions(max_connections=40)) as served:
         found = crowded(served, 120, 30)
         assert found["statuses"].keys() <= {"200", "503"}
         assert (found["statuses"]["503"] >= 40, found["odd"]) == (True, 0)
 
 
-def test_descriptors_are_left_for_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_descriptors_are_kept_for_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.server.launch.most_connections", lambda: 10)
     with running(llm, ServerOptions(max_connections=1000)) as served:
         socks = [served.connect() for _ in range(10)]
@@ -101,8 +101,8 @@ def impatient(llm: LLM) -> Iterator[Running]:
         yield found
 
 
-def test_a_round_begins_a_few_requests_and_the_next_goes_on() -> None:
-    rounds, begun, loop = Rounds(), list[int](), asyncio.new_event_loop()
+def test_paced_starts_begin_eight_requests_per_round() -> None:
+    rounds, begun, loop = PacedStarts(), list[int](), asyncio.new_event_loop()
     sizes = []
     for number in range(150):
         rounds.begin(partial(begun.append, number), loop)
@@ -128,7 +128,7 @@ DRIPS = {
 
 
 @pytest.mark.parametrize(("first", "drip"), DRIPS.values(), ids=DRIPS)
-def test_who_sends_byte_by_byte_is_ended(impatient: Running, first: bytes, drip: bytes) -> None:
+def test_slow_sender_is_closed(impatient: Running, first: bytes, drip: bytes) -> None:
     with impatient.connect() as sock:
         sock.sendall(first)
         sock.setblocking(False)
@@ -148,7 +148,7 @@ def test_who_sends_byte_by_byte_is_ended(impatient: Running, first: bytes, drip:
         assert time.monotonic() - started < 5
 
 
-def test_who_asks_more_and_reads_nothing_is_ended(llm: LLM) -> None:
+def test_pipelining_client_that_never_reads_is_closed(llm: LLM) -> None:
     """A request behind one whose answer is not read does not give its client more time."""
     asked = {"prompt": [3], "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 8, "logprobs": 20}
     request = raw("POST", TEXT, json.dumps(asked).encode())

@@ -9,10 +9,10 @@ from weakref import ref
 import httpx
 
 from headway import LLM
-from serving import running
+from server_thread import running
 
 
-def test_a_server_that_has_ended_holds_no_engine(tiny_model_folder: Path) -> None:
+def test_stopped_server_frees_the_engine(tiny_model_folder: Path) -> None:
     llm = LLM(str(tiny_model_folder), kv_cache_memory="1MiB", num_threads=1)
     with running(llm) as served:
         assert httpx.get(f"{served.url}/v1/models", timeout=30).status_code == 200

@@ -13,15 +13,14 @@ from openai import OpenAI
 
 from headway import LLM
 from headway.server import protocol
-from headway.server.address import is_local
-from headway.server.service import ServerOptions
-from serving import raw, running
+from headway.server.options import ServerOptions, is_local
+from server_thread import raw, running
 
 LONG = {"prompt": [3], "max_tokens": 200, "ignore_eos": True}
 TEXT = "/v1/completions"
 
 
-def test_a_key_is_needed_where_there_is_one(llm: LLM) -> None:
+def test_api_key_is_required_if_set(llm: LLM) -> None:
     with running(llm, ServerOptions(api_key="secret")) as served, httpx.Client(base_url=served.url) as http:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Basic secret"}):
             answer = http.get("/v1/models", headers=headers)
@@ -33,7 +32,7 @@ def test_a_key_is_needed_where_there_is_one(llm: LLM) -> None:
         assert OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0).models.list().data
 
 
-def test_one_more_than_the_queue_holds_is_told_to_come_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_queue_answers_429_with_retry_after(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(llm, ServerOptions(max_queue=2)) as served, httpx.Client(base_url=served.url) as http:
         gate = threading.Event()
         step = llm.engine.step
@@ -68,7 +67,7 @@ def test_a_request_that_takes_too_long_is_ended(llm: LLM, monkeypatch: pytest.Mo
                 list(client.completions.create(**asked, stream=True))
 
 
-def test_a_client_that_never_finishes_its_request_is_given_up(llm: LLM) -> None:
+def test_client_that_never_finishes_its_request_is_closed(llm: LLM) -> None:
     with running(llm, ServerOptions(read_timeout=0.15)) as served:
         half_a_head, half_a_body = served.connect(), served.connect()
         half_a_head.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
@@ -107,7 +106,7 @@ def test_a_request_ends_with_its_clients_connection(llm: LLM, monkeypatch: pytes
         assert llm.engine.stats.num_output_tokens - before < 150
 
 
-def test_a_client_that_does_not_read_is_given_up(llm: LLM) -> None:
+def test_client_that_never_reads_a_stream_is_closed(llm: LLM) -> None:
     import socket
 
     with running(llm, ServerOptions(write_timeout=0.2)) as served:
@@ -120,7 +119,7 @@ def test_a_client_that_does_not_read_is_given_up(llm: LLM) -> None:
             served.wait_idle(30)
 
 
-def test_a_server_that_is_told_to_stop_lets_requests_end(llm: LLM) -> None:
+def test_shutdown_lets_running_requests_end(llm: LLM) -> None:
     texts: list[str] = []
     with running(llm, ServerOptions(shutdown_timeout=20)) as served:
         ask = threading.Thread(target=lambda: texts.append(httpx.post(f"{served.url}{TEXT}", json=LONG, timeout=20).text))
@@ -134,10 +133,8 @@ def test_a_server_that_is_told_to_stop_lets_requests_end(llm: LLM) -> None:
     assert '"completion_tokens":200' in texts[0]
 
 
-def test_and_does_not_wait_for_requests_that_never_came_nor_for_answers_that_nobody_reads(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(protocol, "_LINGER", 0.2)
+def test_shutdown_drops_idle_connections_and_unread_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER", 0.2)
     with running(llm, ServerOptions(shutdown_timeout=20)) as served:
         idle, half, unread = (served.connect() for _ in range(3))
         for sock in (idle, unread):
@@ -163,7 +160,7 @@ def test_and_does_not_wait_for_requests_that_never_came_nor_for_answers_that_nob
         idle.close()
 
 
-def test_and_ends_them_when_their_time_is_over(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_aborts_requests_after_the_timeout(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.05), step())[1])
     found: list[httpx.Response] = []
@@ -177,7 +174,7 @@ def test_and_ends_them_when_their_time_is_over(llm: LLM, monkeypatch: pytest.Mon
     assert (found[0].status_code, found[0].json()["error"]["code"]) == (503, "aborted")
 
 
-def test_a_dead_engine_is_told_by_the_probe(llm: LLM) -> None:
+def test_health_answers_503_for_a_dead_engine(llm: LLM) -> None:
     with running(llm) as served, httpx.Client(base_url=served.url) as http:
         served.llm.shutdown()
         for answer in (http.get("/health"), http.post(TEXT, json={"prompt": "a"}), http.get("/metrics")):

@@ -10,7 +10,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from headway import LLM, SamplingParams
-from serving import Running
+from server_thread import Running
 
 ASK = [{"role": "user", "content": "the quick fox"}]
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -160,7 +160,7 @@ def test_texts_to_tokens_and_back(llm: LLM, served: Running, http: httpx.Client)
     assert chat["tokens"] == llm.chat_prompt(ASK)["prompt_token_ids"]  # type: ignore[index]
 
 
-def test_usage_may_come_with_every_chunk(served: Running, client: OpenAI) -> None:
+def test_continuous_usage_is_in_every_chunk(served: Running, client: OpenAI) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked = {"model": "tiny", "prompt": "the", "max_tokens": 5, "stream": True, "stream_options": options, **GREEDY}
     counts = [chunk.usage.completion_tokens for chunk in client.completions.create(**asked) if chunk.usage]

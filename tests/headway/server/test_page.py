@@ -10,14 +10,14 @@ import httpx
 import pytest
 
 from headway import LLM
+from headway.core.system.json_files import write_json
+from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS
-from headway.server.service import ServerOptions
-from headway.testing.json_files import write_json
-from serving import Running, running
+from server_thread import Running, running
 from tables import a_page_table
 
 
-def test_the_page_is_for_everybody_and_the_data_are_not(llm: LLM) -> None:
+def test_page_files_need_no_api_key_and_its_data_do(llm: LLM) -> None:
     with running(llm, ServerOptions(api_key="secret")) as served, httpx.Client(base_url=served.url) as http:
         assert 'data-key="required"' in http.get("/").text
         assert {http.get(path).status_code for path in ASSETS} == {200}
@@ -63,11 +63,11 @@ def test_the_state_is_the_engines(served: Running, http: httpx.Client, monkeypat
     assert now["time"] > before["time"]
 
 
-def test_many_pages_cost_the_engine_one_look(served: Running, http: httpx.Client) -> None:
+def test_open_pages_share_one_reading_of_the_engine(served: Running, http: httpx.Client) -> None:
     assert len({http.get("/headway/state").json()["time"] for _ in range(20)}) <= 2
 
 
-def test_what_cannot_be_looked_up_is_refused(http: httpx.Client) -> None:
+def test_explain_refuses_invalid_shapes(http: httpx.Client) -> None:
     for query in (
         "phase=guess",
         "phase=decode&batch=0",

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from headway import LLM
-from headway.server.service import ServerOptions
-from headway.testing.json_files import write_json
-from serving import Running, running
+from headway.core.system.json_files import write_json
+from headway.server.options import ServerOptions
+from server_thread import Running, running
 from tables import a_page_table
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright, which drives a browser", exc_type=ImportError)
@@ -113,7 +113,7 @@ def test_an_answer_streams_and_is_kept_as_a_turn(page: sync_api.Page) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_enabled(timeout=SECONDS)
 
 
-def test_stop_ends_the_request_in_the_engine(page: sync_api.Page, served: Running) -> None:
+def test_stop_button_ends_the_request_in_the_engine(page: sync_api.Page, served: Running) -> None:
     ask(page, "ban ben", tokens=150)
     expect(page.locator("#log article.assistant .text")).not_to_be_empty(timeout=SECONDS)
     page.get_by_role("button", name="Stop").click()
@@ -255,7 +255,7 @@ def test_a_key_is_asked_for_and_kept_by_the_tab_alone(browser: sync_api.Browser,
         context.close()
 
 
-def test_what_a_model_or_a_server_says_is_text(page: sync_api.Page) -> None:
+def test_page_shows_answers_and_errors_as_plain_text(page: sync_api.Page) -> None:
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     events = f'data: {{"choices": [{{"delta": {{"content": "{evil}"}}, "finish_reason": "stop"}}]}}\n\ndata: [DONE]\n\n'
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=events))

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from headway import LLM
-from headway.bench.serve.report import read_report
-from headway.core.engine.marks import PARTS, no_mark
-from headway.server.service import ServerOptions
+from headway.bench.serve.results import ServeReport
+from headway.core.engine.state.profiler_ranges import PARTS, no_ranges
+from headway.server.options import ServerOptions
 from sandbox import Result
-from serving import running
+from server_thread import running
 
 LOAD = ("--modes", "offline", "--num-requests", "3", "--mix", "9/12", "--vocab-size", "200", "--profile")
 
@@ -30,19 +30,19 @@ def test_a_load_tells_where_the_time_of_steps_goes(llm: LLM, headway: Callable[.
         short = headway("bench", "serve", *options)
         assert "no trace" in short.out
         assert httpx.post(f"{served.url}/stop_profile").status_code == 409
-    assert llm.engine.mark is no_mark
+    assert llm.engine.clock.enter_range is no_ranges
     (trace,) = (tmp_path / "traces").iterdir()
     with gzip.open(trace) as file:
         ranges = Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
     assert {part: ranges[f"headway.{part}"] >= 4 for part in PARTS} == dict.fromkeys(PARTS, True)
-    profile = read_report(report).cells[0].profile
+    profile = ServeReport.read(report).cells[0].profile
     assert profile is not None
     assert (profile.traced_steps, profile.trace) == (0, None)
     assert profile.output_tokens == 3 * 12
     assert sum(profile.parts_ms.values()) == pytest.approx(profile.step_ms, rel=1e-3)
 
 
-def test_a_server_without_a_folder_takes_none(llm: LLM, headway: Callable[..., Result]) -> None:
+def test_profile_is_refused_without_a_folder(llm: LLM, headway: Callable[..., Result]) -> None:
     with running(llm) as served:
         for path in ("/start_profile", "/stop_profile"):
             answer = httpx.post(f"{served.url}{path}")

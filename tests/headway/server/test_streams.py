@@ -16,14 +16,14 @@ import httpx
 import psutil
 import pytest
 
-from clients import PLANS, ask_all, work
 from headway import LLM, SamplingParams
 from sandbox import save_tiny_model
-from serving import Running
+from server_clients import PLANS, ask_all, work
+from server_thread import Running
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(300, marks=pytest.mark.slow)])
-def test_streams_with_random_aborts_are_neither_lost_nor_doubled_nor_mixed_up(llm: LLM, served: Running, count: int) -> None:
+def test_random_aborts_lose_duplicate_or_mix_no_tokens(llm: LLM, served: Running, count: int) -> None:
     prompts, tokens = work(count)
     params = [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for most in tokens]
     alone = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -41,7 +41,7 @@ def test_streams_with_random_aborts_are_neither_lost_nor_doubled_nor_mixed_up(ll
 
 
 @pytest.mark.slow
-def test_the_command_serves_for_a_while_in_the_same_memory_and_stops_when_told(tmp_path: Path) -> None:
+def test_serve_command_keeps_its_memory_and_stops_on_a_signal(tmp_path: Path) -> None:
     """HEADWAY_SOAK_SECONDS=300 is the long form."""
     seconds = float(os.environ.get("HEADWAY_SOAK_SECONDS", "40"))
     folder = save_tiny_model(tmp_path / "model", chat=True)

@@ -16,14 +16,14 @@ import pytest
 
 from fake_device import STOP, VOCABULARY, WORDS, FakeDevice, History
 from headway import LLM
-from headway.core.engine.config import EngineConfig
-from headway.core.engine.executor import Capacity
-from headway.core.engine.groups import CacheGroup, PageFormat
-from headway.core.engine.limits import PromptLimits
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.pool import PoolSize
-from headway.driver import EngineDriver
-from serving import Running, running
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.executor import Capacity
+from headway.core.engine.state.groups import CacheGroup, PageFormat
+from headway.core.engine.state.pool import PoolSize
+from headway.core.engine.state.request_limits import RequestLimits
+from headway.hosting.driver import EngineDriver
+from server_thread import Running, running
 
 MAX_MODEL_LEN = 96
 PLANS = ("read", "read", "whole", "whole", "close", "cancel")
@@ -41,9 +41,9 @@ class World:
         capacity = Capacity(PoolSize(60, pages, 48), 24, MAX_MODEL_LEN)  # five of the longest: sequences are preempted
         self.device = FakeDevice(capacity, self.histories, Random(seed))
         config = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=48, max_num_seqs=24, async_scheduling=True)
-        limits = PromptLimits(MAX_MODEL_LEN, VOCABULARY, "")
+        limits = RequestLimits(MAX_MODEL_LEN, VOCABULARY, "")
         self.engine = EngineLoop(self.device, config, limits, frozenset({STOP}))
-        self.engine.executor = llm.engine.executor  # type: ignore[attr-defined]  # whose selector the page asks
+        self.device.selector, self.device.selection = llm.engine.executor.selector, llm.engine.selection  # which the page asks
         assembly = llm.driver.assembly._replace(engine=cast(Any, self.engine))
         self.llm = cast(LLM, SimpleNamespace(driver=EngineDriver(assembly)))
 
@@ -107,7 +107,7 @@ async def ask(http: httpx.AsyncClient, plan: str, body: dict[str, Any], draw: Ra
 
 
 @pytest.mark.parametrize("number", [30, pytest.param(1000, marks=pytest.mark.slow)])
-def test_every_answer_is_its_own_to_the_token(world: tuple[World, Running], number: int) -> None:
+def test_concurrent_answers_hold_their_own_tokens(world: tuple[World, Running], number: int) -> None:
     made, served = world
     plans: Counter[str] = Counter()
 

@@ -18,7 +18,7 @@ from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import take_experts
 from headway.models.names import ExpertNames
 from headway.models.weights import Weights
-from released import needs
+from transformers_release import needs
 
 HIDDEN = 32
 SIZES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts import CONFIGS, HIDDEN, Layer
+from expert_layers import CONFIGS, HIDDEN, Layer
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.routing import Routing
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from experts import CONFIGS, HIDDEN, SMALL, Layer
+from expert_layers import CONFIGS, HIDDEN, SMALL, Layer
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.routing import route, sort_by_expert
 
@@ -19,14 +19,14 @@ UNEVEN = dataclasses.replace(SMALL, intermediate_size=24, num_experts=5, top_k=2
 
 def way_of(method: str, config: ExpertsConfig, router: object) -> object:
     """A method of few and large programs, which the interpreter runs one after the other."""
-    from headway.models.experts.methods import RowCut, Rows, Tiles, Tiling
+    from headway.models.experts.methods import ExpertTiling, RowCut, RowMethod, TileMethod
 
     if method == "rows":
-        return Rows(config, router, CPU, RowCut(gate_rows=16, down_rows=16, down_chunk=32))
-    swapped = Tiling(16, 64, 32, 4, 2, swapped=True, group_m=2)
-    tilings = {"tiles": Tiling(16, 32, 64, 4, 2), "swapped": swapped}
-    tilings |= {"whole": Tiling(16, 32, 64, 4, 2, whole=True), "whole.swapped": dataclasses.replace(swapped, whole=True)}
-    return Tiles(tilings[method], config, router, CPU)
+        return RowMethod(config, router, CPU, RowCut(gate_rows=16, down_rows=16, down_chunk=32))
+    swapped = ExpertTiling(16, 64, 32, 4, 2, swapped=True, group_m=2)
+    tilings = {"tiles": ExpertTiling(16, 32, 64, 4, 2), "swapped": swapped}
+    tilings |= {"whole": ExpertTiling(16, 32, 64, 4, 2, whole=True), "whole.swapped": dataclasses.replace(swapped, whole=True)}
+    return TileMethod(tilings[method], config, router, CPU)
 
 
 def check(config: ExpertsConfig, num_tokens: int, method: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:

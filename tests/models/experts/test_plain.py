@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from experts import CONFIGS, HIDDEN, SMALL, Layer
+from expert_layers import CONFIGS, HIDDEN, SMALL, Layer
 from headway.core.contract.errors import ModelError
 from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, nearest, rule
 from headway.models.experts.config import ExpertsConfig

@@ -27,10 +27,10 @@ from transformers import (
 
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
-from headway.models.operations import Plain
+from headway.models.operations import TorchOperations
 from headway.models.rope import rope_tables
 from headway.models.weights import Weights
-from operations import Inputs, Sizes, ropes
+from operation_inputs import Inputs, Sizes, ropes
 
 pytestmark = pytest.mark.gpu
 
@@ -93,7 +93,7 @@ def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypat
     inputs = Inputs(sizes, dtype)
     tables = ropes(sizes.head_dim)
     fused = dict(inputs.results(Fused(*(table.cuda() for table in tables)), dtype, "cuda"))
-    for step, expected in inputs.results(Plain(*tables), torch.float64, "cpu"):
+    for step, expected in inputs.results(TorchOperations(*tables), torch.float64, "cpu"):
         error = float((fused[step] - expected).norm() / expected.norm())
         assert error < TOLERANCE[dtype], (step, error)
 
@@ -127,7 +127,7 @@ def test_logits_equal_those_of_the_plain_path(
     with torch.inference_mode():
         model = decoder(name, tmp_path, dtype)
         logits = model.compute_logits(model(ids, positions, causal))
-        model.operations = Plain(*rope_tables(model.config.ropes, torch.device("cuda")))
+        model.operations = TorchOperations(*rope_tables(model.config.ropes, torch.device("cuda")))
         expected = model.compute_logits(model(ids, positions, causal))
     assert logits.dtype == expected.dtype == dtype
     error = float((logits - expected).float().norm() / expected.float().norm())

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from headway.models.linear import Linear
-from headway.models.operations import Norm, Plain
-from operations import Inputs, Sizes, ropes
+from headway.models.operations import Norm, TorchOperations
+from operation_inputs import Inputs, Sizes, ropes
 
 pytest.importorskip("triton")
 try:
-    from headway.models.fused.launch import INTERPRETED, Launcher
+    from headway.backends.triton.launch import FixedLauncher
+    from headway.backends.triton.layer import INTERPRETED
     from headway.models.fused.operations import Fused
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
@@ -76,7 +77,7 @@ def test_every_step_equals_the_plain_one(name: str, rows: int, dtype: torch.dtyp
     sizes = Sizes(rows, **MODELS[name])
     inputs, tables = Inputs(sizes, dtype), ropes(sizes.head_dim, *THETAS.get(name, (1e4,)))
     fused = dict(inputs.results(Fused(*tables), dtype, "cpu"))
-    plain = dict(inputs.results(Plain(*tables), torch.float64, "cpu"))
+    plain = dict(inputs.results(TorchOperations(*tables), torch.float64, "cpu"))
     assert fused.keys() == plain.keys()
     for step, expected in plain.items():
         error = (fused[step] - expected).norm() / expected.norm()
@@ -101,14 +102,14 @@ def test_a_norm_goes_into_the_product_after_it_where_it_may() -> None:
 @pytest.mark.parametrize("name", TILED)
 def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     grids = []
-    launch = Launcher.__call__
+    launch = FixedLauncher.__call__
 
-    def seen(self: Launcher, grid: tuple[int, int, int], *arguments: object) -> None:
+    def seen(self: FixedLauncher, grid: tuple[int, int, int], *arguments: object) -> None:
         if self.kernel.__name__ == "tiled_product":
             grids.append(grid)
         launch(self, grid, *arguments)
 
-    monkeypatch.setattr(Launcher, "__call__", seen)
+    monkeypatch.setattr(FixedLauncher, "__call__", seen)
     list(Inputs(Sizes(17, **MODELS[name]), torch.bfloat16).results(Fused(*ropes(16)), torch.bfloat16, "cpu"))
     assert grids
     assert max(splits for _, splits, _ in grids) == (2 if "split" in name else 1)

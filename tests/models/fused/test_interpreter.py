@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from interpreter import passed_in_the_interpreter
+from triton_interpreter import passed_in_the_interpreter
 
 pytest.importorskip("triton")
-NAMES = "test_interpreted.py", "test_latent_interpreted.py", "test_draw.py", "test_filter.py"
-FILES = tuple(Path(__file__).with_name(name) for name in NAMES)
+FILES = tuple(Path(__file__).with_name(name) for name in ("test_interpreted.py", "test_latent_interpreted.py"))
 
 
 def test_kernels_are_right_in_the_interpreter() -> None:

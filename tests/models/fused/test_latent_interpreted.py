@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from headway.models.config import LatentConfig
-from headway.models.operations import Plain
+from headway.models.operations import TorchOperations
 from latent_steps import LITE, ODD, latent_steps
-from operations import ropes
+from operation_inputs import ropes
 
 pytest.importorskip("triton")
 try:
-    from headway.models.fused.launch import INTERPRETED
+    from headway.backends.triton.layer import INTERPRETED
     from headway.models.fused.operations import Fused
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
@@ -35,7 +35,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 def test_every_step_equals_the_plain_one(config: LatentConfig, heads: int, rows: int, dtype: torch.dtype) -> None:
     tables = ropes(config.qk_rope_head_dim)
     fused = latent_steps(Fused(*tables), config, heads, rows, dtype, "cpu")
-    plain = latent_steps(Plain(*tables), config, heads, rows, torch.float64, "cpu")
+    plain = latent_steps(TorchOperations(*tables), config, heads, rows, torch.float64, "cpu")
     assert fused.keys() == plain.keys()
     for step, expected in plain.items():
         error = (fused[step] - expected).norm() / expected.norm()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 try:
-    from headway.models.fused.tiles import Tiling, tiling
+    from headway.models.fused.tiles import ProductTiling, tiling
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
 
@@ -18,18 +18,18 @@ H200 = 132
 @pytest.mark.parametrize(
     ("rows", "shape", "cut"),
     [
-        (17, (4096, 1024), Tiling(32, 1, 128, 5)),
-        (64, (3072, 1024), Tiling(32, 1, 128, 5)),
-        (64, (1024, 2048), Tiling(32, 4, 64, 5)),
-        (64, (1024, 3072), Tiling(32, 3, 64, 5)),
-        (128, (4096, 1024), Tiling(64, 1, 128, 3)),
-        (128, (1024, 3072), Tiling(32, 2, 64, 5)),
-        (64, (4000, 1024), Tiling(32, 1, 128, 5)),
+        (17, (4096, 1024), ProductTiling(32, 1, 128, 5)),
+        (64, (3072, 1024), ProductTiling(32, 1, 128, 5)),
+        (64, (1024, 2048), ProductTiling(32, 4, 64, 5)),
+        (64, (1024, 3072), ProductTiling(32, 3, 64, 5)),
+        (128, (4096, 1024), ProductTiling(64, 1, 128, 3)),
+        (128, (1024, 3072), ProductTiling(32, 2, 64, 5)),
+        (64, (4000, 1024), ProductTiling(32, 1, 128, 5)),
         (64, (4010, 1024), None),
         (64, (4096, 1000), None),
     ],
 )
-def test_the_cuts_that_were_measured(rows: int, shape: tuple[int, int], cut: Tiling | None) -> None:
+def test_the_cuts_that_were_measured(rows: int, shape: tuple[int, int], cut: ProductTiling | None) -> None:
     assert tiling(rows, *shape, H200) == cut
 
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.engine.blocks import BlockManager
-from headway.core.engine.groups import CacheGroup
-from headway.core.engine.offload.costs import Costs
+from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.offload.costs import OffloadCosts
 from headway.core.engine.offload.offloader import Offloader
-from headway.core.engine.scheduler import Scheduler
-from headway.core.engine.sequence import Sequence
-from headway.core.engine.stats import EngineStats
-from moving import Later, Moving
-from scheduling import ARRIVALS, GROUPS, Arrival, Cache, Traffic, finish, room, sequence
+from headway.core.engine.scheduling.scheduler import Scheduler
+from headway.core.engine.state.groups import CacheGroup
+from headway.core.engine.state.sequence import Sequence
+from headway.core.engine.state.stats import EngineStats
+from page_copier_stub import Later, Moving
+from random_schedules import ARRIVALS, GROUPS, Arrival, Cache, Traffic, finish, room, sequence
 
 PAGE_BYTES = 1000
 
@@ -63,12 +63,12 @@ def test_no_page_leaks_none_is_mixed_up_and_every_request_finishes(
 ) -> None:
     groups = grouped(block_size)
     blocks = BlockManager(room(groups, 6) + spare, block_size, True, groups, 6)
-    scheduler, cache, stats = Scheduler(blocks, budget, max_num_seqs), Cache(blocks, failing), EngineStats()
+    cache, stats = Cache(blocks, failing), EngineStats()
     mover = Moving(cache, num_slots, Random(seed), max_stored, faults=faults, rate=rate)
-    costs = Costs(mover.rates, PAGE_BYTES, budget)
+    costs = OffloadCosts(mover.rates, PAGE_BYTES, budget)
     costs.note_step(64, 0, 0.064)
     offloader = Offloader(blocks, mover, costs, stats, mode, lookahead)
-    scheduler.offloader = offloader
+    scheduler = Scheduler(blocks, budget, max_num_seqs, offloader=offloader, stats=stats)
 
     def forget(time: int) -> None:
         if time == 20 and failing:
@@ -91,11 +91,12 @@ class Tiers:
         self, num_pages: int, num_slots: int, mode: str = "auto", lookahead: int = 0, rate: float = 1e12, max_stored: int = 0
     ) -> None:
         blocks = BlockManager(num_pages, 4)
-        self.scheduler, self.cache, self.stats = Scheduler(blocks, 64, 4), Cache(blocks, False), EngineStats()
+        self.cache, self.stats = Cache(blocks, False), EngineStats()
         self.mover = Moving(self.cache, num_slots, Random(0), max_stored, rate=rate)
-        costs = Costs(self.mover.rates, PAGE_BYTES, 64)
+        costs = OffloadCosts(self.mover.rates, PAGE_BYTES, 64)
         costs.note_step(64, 0, 0.064)
-        self.offloader = self.scheduler.offloader = Offloader(blocks, self.mover, costs, self.stats, mode, lookahead)
+        self.offloader = Offloader(blocks, self.mover, costs, self.stats, mode, lookahead)
+        self.scheduler = Scheduler(blocks, 64, 4, offloader=self.offloader, stats=self.stats)
 
     def finish(self, *seqs: Sequence) -> list[int]:
         """Run sequences to their ends; returns how many were in each step."""
@@ -123,15 +124,15 @@ def test_an_evicted_prefix_comes_back_and_counts_as_a_hit() -> None:
     ("mode", "rate", "kind"),
     [("auto", 1e12, "swap"), ("auto", 1e3, "recompute"), ("swap", 1e3, "swap"), ("recompute", 1e12, "recompute")],
 )
-def test_preemption_takes_what_costs_less_or_what_was_asked_for(mode: str, rate: float, kind: str) -> None:
+def test_preemption_swaps_or_recomputes_by_cost_or_by_option(mode: str, rate: float, kind: str) -> None:
     tiers = Tiers(num_pages=10, num_slots=16, mode=mode, rate=rate)
     tiers.finish(*(sequence(str(n), [n] * 16, 20) for n in range(2)))
-    assert set(tiers.scheduler.preemptions) == {kind}
+    assert set(tiers.stats.preemptions_by_kind) == {kind}
     assert (tiers.mover.moved_back > 0) == (kind == "swap")
     tiers.offloader.tier.check_integrity(idle=True)
 
 
-def test_a_tier_without_room_loses_pages_and_says_so() -> None:
+def test_host_tier_without_room_loses_pages() -> None:
     tiers = Tiers(num_pages=8, num_slots=2)
     tiers.finish(sequence("first", [1] * 24, 1), sequence("second", [2] * 30, 1))
     again = sequence("again", [1] * 25, 1)
@@ -142,7 +143,9 @@ def test_a_tier_without_room_loses_pages_and_says_so() -> None:
 
 @pytest.mark.parametrize("broken", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("max_stored", [0, 50])
-def test_copies_that_fail_cost_time_alone(broken: float, max_stored: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_copies_are_recomputed_counted_and_logged_once(
+    broken: float, max_stored: int, caplog: pytest.LogCaptureFixture
+) -> None:
     tiers = Tiers(num_pages=8, num_slots=16, mode="swap", max_stored=max_stored)
     tiers.finish(sequence("kept", [1] * 24, 1), sequence("in its place", [2] * 30, 1))
     tiers.settle()
@@ -160,7 +163,7 @@ def test_copies_that_fail_cost_time_alone(broken: float, max_stored: int, caplog
     assert len(told) == bool(lost)
 
 
-def test_a_page_whose_copy_failed_late_is_found_nowhere_and_the_others_are() -> None:
+def test_page_whose_copy_failed_late_is_not_found() -> None:
     tiers = Tiers(num_pages=8, num_slots=16, max_stored=50)
     tiers.finish(sequence("first", [1] * 24, 1))
     real = tiers.mover.move_out
@@ -178,18 +181,18 @@ def test_a_page_whose_copy_failed_late_is_found_nowhere_and_the_others_are() -> 
 
 
 @pytest.mark.parametrize("asked", [0, 9], ids=["has failed", "under way"])
-def test_a_copy_back_that_has_failed_is_counted_though_its_load_is_called_off(asked: int) -> None:
+def test_failed_copy_back_is_counted_when_its_restore_is_cancelled(asked: int) -> None:
     tiers = Tiers(num_pages=8, num_slots=16)
     tiers.finish(sequence("first", [1] * 24, 1), sequence("in its place", [2] * 30, 1))
     tiers.settle()
     tiers.mover.move_back = lambda moves: Later(None, asked, RuntimeError("an event has failed"))
-    again, loads = sequence("again", [1] * 25, 1), tiers.offloader.loads
-    assert tiers.offloader.bring_back(again)
-    assert loads.move(tiers.mover) == 6
-    assert loads.give_up()
+    again, restores = sequence("again", [1] * 25, 1), tiers.offloader.restores
+    assert tiers.offloader.restore(again)
+    assert restores.move(tiers.mover) == 6
+    assert restores.give_up()
     failed = asked == 0
     assert tiers.stats.offload_failures["not copied back"] == 6 * failed
-    assert (again in loads.unlucky) == failed
-    assert loads.arrived() == [again]
-    assert not loads.occupied
+    assert (again in restores.failed) == failed
+    assert restores.take_returned() == [again]
+    assert not restores.pending
     tiers.offloader.tier.check_integrity(idle=True)

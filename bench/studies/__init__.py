@@ -1,0 +1,1 @@
+"""Measurements for this repository's own pages; no part of the wheel."""

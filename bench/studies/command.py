@@ -1,0 +1,27 @@
+"""A study as a command, `python -m headway.bench.studies.NAME`: an error of Headway is one line and exit code 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from headway.core.contract.errors import HeadwayError
+from headway.core.system.terminal import Terminal
+
+
+def study_app(command: Callable[..., Any]) -> typer.Typer:
+    """The command as an application of its own; an error of Headway passes through it."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    return app
+
+
+def run_study(command: Callable[..., Any]) -> None:
+    """Read the options of a command from the command line and call it."""
+    try:
+        study_app(command)()
+    except HeadwayError as error:
+        Terminal(stderr=True, soft_wrap=True).print(f"headway: error: {error}", highlight=False)
+        raise SystemExit(2) from None

@@ -1,0 +1,140 @@
+"""One decode step of a model with random weights, from a CUDA graph: microseconds, and the share of what the memory allows.
+
+python -m headway.bench.studies.decode_step --model qwen3-0.6b --batch-size 1,16,64 --context 512
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+from torch import Tensor
+
+from headway.bench.generate.roofline import Roofline
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.model import Attention
+from headway.core.engine.forward.attention import PagedAttention
+from headway.core.engine.state import pool
+from headway.core.select.backend_request import BackendRequest
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selector import Selector
+from headway.core.system.terminal import Terminal
+from headway.models.config import DecoderConfig
+from headway.models.decoder import Decoder
+from headway.models.families import read_decoder_config
+from headway.models.loader import read_config
+from headway.models.locate import locate, shape_names
+from headway.models.weights import DummyWeights
+from headway.tuning.isolated.trial import create_registry
+from headway.tuning.measure.device import identify_device, resolve_device
+from headway.tuning.measure.timing import Timer
+
+BLOCK_SIZE = 256
+
+
+def shapes(model: str) -> DecoderConfig:
+    """The configuration of one of the models whose shapes ship with Headway."""
+    return read_decoder_config(read_config(locate(model, weights=False)))
+
+
+class CapturedDecode:
+    """A graph of one greedy decode step, its next tokens included."""
+
+    def __init__(self, model: Decoder, batch_size: int, attention: Attention, context: int) -> None:
+        self._model, self._attention = model, attention
+        self._ids = torch.randint(0, model.vocab_size, (batch_size,), device="cuda", dtype=torch.int32)
+        self._positions = torch.full_like(self._ids, context)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compile, and let libraries set themselves up
+                self._step()
+        stream.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.tokens = self._step()
+
+    def _step(self) -> Tensor:
+        return self._model.compute_logits(self._model(self._ids, self._positions, self._attention)).argmax(dim=-1)
+
+    def __call__(self) -> None:
+        """Run it."""
+        self._graph.replay()
+
+
+def paged_attention(model: Decoder, backend: str, batch_size: int, context: int) -> PagedAttention:
+    """Attention over a random cache, ready for one decode step of sequences with `context` cached tokens."""
+    registry, specs = create_registry(), model.attention_specs
+    selector = Selector(registry, LayerSpecs(specs), BackendRequest.parse(backend), kv_layout="nhd", block_size=BLOCK_SIZE)
+    blocks = -(-(context + 1) // BLOCK_SIZE)
+    caches = pool.allocate_layers(specs, [registry.layout("nhd").layout] * len(specs), batch_size * blocks, BLOCK_SIZE)
+    for layer in caches:
+        layer.key.normal_()
+        layer.value.normal_()
+    attention = PagedAttention(LayerSpecs(specs), caches, registry.layout("nhd").load_writer(specs[0].device))
+    tables = torch.randperm(batch_size * blocks).view(batch_size, blocks).tolist()
+    metadata = AttentionMetadata.build([1] * batch_size, [context] * batch_size, tables, BLOCK_SIZE, specs[0].device)
+    attention.begin(metadata, selector.backends_for(Phase.PREFILL), selector.backends_for(Phase.DECODE))
+    return attention
+
+
+def step_bytes(model: Decoder, batch_size: int, context: int) -> int:
+    """Bytes a step cannot avoid reading: every weight once (an embedding table that is not the lm_head apart), K and V once.
+
+    Of experts, those that tokens touch which choose each as often as the others.
+    """
+    roofline = Roofline(model.config, model.attention_specs)
+    weights = roofline.weight_bytes + int(roofline.expert_bytes(batch_size))
+    return weights + batch_size * (context + 1) * roofline.kv_bytes
+
+
+def main(
+    model: Annotated[str, typer.Option(help=", ".join(shape_names()))] = "qwen3-0.6b",
+    batch_size: Annotated[str, typer.Option(help="Sequences, several with commas.")] = "1,16,64",
+    context: Annotated[int, typer.Option(min=1, help="Cached tokens of each.")] = 512,
+    attn_backend: Annotated[str, typer.Option(help="auto, NAME, or none: a step without attention and cache.")] = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="As in deterministic mode.")] = False,
+    read_gbps: Annotated[float, typer.Option(help="What the memory reads, GB/s.")] = 4192.0,
+) -> None:
+    """Print a table."""
+    if model not in shape_names():
+        raise typer.BadParameter(f"--model: needs {' or '.join(shape_names())}, got {model!r}")
+    sizes = batch_size.split(",")
+    if not all(size.isdigit() and int(size) for size in sizes):
+        raise typer.BadParameter(f"--batch-size: needs positive numbers with commas, got {batch_size!r}")
+    device = resolve_device(None)
+    if device.type != "cuda":
+        raise typer.BadParameter("needs a CUDA GPU, got none")
+    with torch.inference_mode():
+        decoder = Decoder(shapes(model), DummyWeights(torch.bfloat16, device), deterministic)
+        rows = [_measure(decoder, attn_backend, int(size), context, read_gbps) for size in sizes]
+    who = identify_device(device)
+    mode = ", deterministic" if deterministic else ""
+    title = f"{model}, bfloat16, context {context}, attention {attn_backend}{mode}; {who.name}, torch {who.torch}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("batch", "us a step", "floor us", "share", "tokens/s"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Terminal(width=110).print(table)
+
+
+def _measure(decoder: Decoder, backend: str, batch_size: int, context: int, read_gbps: float) -> Sequence[str]:
+    if backend == "none":
+        spec = decoder.attention_specs[0]
+        out = torch.randn(batch_size, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
+        num_bytes, step = step_bytes(decoder, batch_size, -1), CapturedDecode(decoder, batch_size, lambda *_: out, context)
+    else:
+        attention = paged_attention(decoder, backend, batch_size, context)
+        num_bytes, step = step_bytes(decoder, batch_size, context), CapturedDecode(decoder, batch_size, attention, context)
+    median = Timer().time(step, torch.device("cuda")).median_us
+    floor = num_bytes / read_gbps / 1e3
+    return str(batch_size), f"{median:.0f}", f"{floor:.0f}", f"{floor / median:.0%}", f"{1e6 * batch_size / median:.0f}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,224 @@
+"""Times layers of experts, each answer held to a float32 reference first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from headway.backends.compile_ahead import compile_ahead
+from headway.bench.generate.roofline import measure_read_gbps
+from headway.bench.studies.experts.peers import ExpertsPeer, installed
+from headway.bench.studies.experts.results import ExpertsCell, ExpertsReport
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.system.provenance import Origin
+from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.fused import FusedExperts
+from headway.models.experts.methods import Method
+from headway.models.experts.plain import PlainExperts
+from headway.models.experts.router import Routed
+from headway.models.experts.routing import Routing
+from headway.models.experts.weights import ExpertWeights
+from headway.models.operations import Norm
+from headway.tuning.measure.device import describe_device
+from headway.tuning.measure.experts import choose_experts
+from headway.tuning.measure.timing import Timer
+
+Products = Callable[[], Tensor]
+TOLERANCE = 2e-2
+"""Relative to the answer's norm, in half precision."""
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """A layer's sizes."""
+
+    name: str
+    hidden_size: int
+    config: ExpertsConfig
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        ExpertsShape("qwen3-30b-a3b", 2048, ExpertsConfig(128, 8, 768)),
+        ExpertsShape("deepseek-v2-lite", 2048, ExpertsConfig(64, 6, 1408, 2816, renormalize=False)),
+        ExpertsShape("mixtral-8x7b", 4096, ExpertsConfig(8, 2, 14336)),
+        ExpertsShape(
+            "gpt-oss-20b", 2880, ExpertsConfig(32, 4, 2880, router_bias=True, biases=True, swiglu_alpha=1.702, swiglu_limit=7.0)
+        ),
+    )
+}
+
+
+def parse_shape(text: str) -> ExpertsShape:
+    """A name of SHAPES, or num_experts/top_k/intermediate_size/hidden_size.
+
+    :raises ConfigError: neither.
+    """
+    parts = text.split("/")
+    if text in SHAPES:
+        return SHAPES[text]
+    if len(parts) != 4 or not all(part.isdigit() and int(part) for part in parts):
+        raise ConfigError(
+            "shape", f"{', '.join(SHAPES)}, or experts/top_k/intermediate/hidden such as 128/8/768/2048", repr(text)
+        )
+    num_experts, top_k, inner, hidden = map(int, parts)
+    return ExpertsShape(text, hidden, ExpertsConfig(num_experts, top_k, inner))
+
+
+def run_experts_bench(
+    shapes: Sequence[ExpertsShape],
+    tokens: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    timer: Timer,
+    budget: float = 60.0,
+    command: str = "",
+    tell: Callable[[str], None] = lambda what: None,
+) -> ExpertsReport:
+    """Time all of Headway's methods and all peers that are installed.
+
+    budget: seconds that choosing among Headway's methods may take for a shape that has not been measured here.
+
+    :raises ConfigError: no GPU.
+    """
+    if device.type != "cuda":
+        raise ConfigError("headway.bench.studies.experts", "a GPU", device.type)
+    peers, versions = installed()
+    described, read_gbps = describe_device(device, dtype, timer), measure_read_gbps(device, timer)
+    chosen: dict[str, str] = {}
+    cells: list[ExpertsCell] = []
+    for shape in shapes:
+        tell(shape.name)
+        layer = RandomLayer(shape, dtype, device)
+        choose_experts([layer.kind], budget, compile_ahead(device))
+        chosen[shape.name] = layer.kind.describe()
+        for count in tokens:
+            tell(f"{shape.name}, {count} tokens")
+            cells += layer.cells(count, peers, timer, read_gbps, described.matrix_tflops)
+        del layer
+        torch.cuda.empty_cache()
+    return ExpertsReport(
+        command=command,
+        origin=Origin.here(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        dtype=DTYPE_NAMES[dtype],
+        device=described,
+        read_gbps=read_gbps,
+        libraries=versions,
+        chosen=chosen,
+        cells=cells,
+    )
+
+
+class RandomLayer:
+    """Random weights of a shape, and what computes them."""
+
+    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> None:
+        config, hidden, inner = shape.config, shape.hidden_size, shape.config.intermediate_size
+        self._shape, self._generator = shape, torch.Generator(device).manual_seed(0)
+
+        def draw(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
+            scale = sizes[-1] ** -0.5 if len(sizes) > 1 else 0.1
+            return torch.empty(sizes, dtype=dtype, device=device).normal_(0, scale, generator=self._generator)
+
+        self._weights = ExpertWeights(
+            router=draw(config.num_logits, hidden),
+            router_bias=draw(config.num_logits, dtype=torch.float32) if config.router_bias else None,
+            correction_bias=draw(config.num_experts, dtype=torch.float32) if config.correction_bias else None,
+            gate_up=draw(config.num_all, 2 * inner, hidden),
+            gate_up_bias=draw(config.num_all, 2 * inner) if config.biases else None,
+            down=draw(config.num_all, hidden, inner),
+            down_bias=draw(config.num_all, hidden) if config.biases else None,
+        )
+        self._norm = Norm(torch.ones(hidden, dtype=dtype, device=device), 1e-6)
+        self.kind = FusedExperts(config, dtype, device)
+        self.kind.layer(self._weights, self._norm)
+        self._plain = PlainExperts(config, self._weights)
+
+    def cells(
+        self, count: int, peers: Sequence[ExpertsPeer], timer: Timer, read_gbps: float, tflops: float
+    ) -> Iterator[ExpertsCell]:
+        """One number of tokens."""
+        config, kind = self._shape.config, self.kind
+        hidden, inner = self._shape.hidden_size, config.intermediate_size
+        x = torch.empty(count, hidden, dtype=kind.dtype, device=kind.device).normal_(generator=self._generator)
+        methods = [method for method in kind.methods.values() if method.takes(count, kind.dtype)]
+        ahead = compile_ahead(kind.device)
+        with ahead() if ahead is not None else nullcontext():
+            for method in methods:
+                method.add(x.clone(), method.route(x, self._norm, self._weights), self._weights)
+        routed = {method.name: method.route(x, self._norm, self._weights) for method in methods}
+        given = next(iter(routed.values()))
+        touched = len(set(given.experts.flatten().tolist()))
+        floor_bytes = touched * 3 * hidden * inner * x.itemsize / read_gbps * 1e-3
+        floor_operations = given.experts.numel() * 6 * hidden * inner / tflops * 1e-6
+        empty = ExpertsCell(way="", peer=False, shape=self._shape.name, tokens=count, touched=touched)
+
+        def timed(name: str, call: Products, routed: Routed, layer: Callable[[], object] | None) -> ExpertsCell:
+            cell = empty.model_copy(update={"way": name, "peer": layer is None})
+            try:
+                error = self._error(call(), routed)
+                if not error < TOLERANCE:
+                    return cell.model_copy(update={"relative_error": error, "reason": "wrong answer"})
+                us = timer.time(_captured(call), kind.device).median_us
+                whole = None if layer is None else timer.time(_captured(layer), kind.device).median_us
+            except Exception as raised:  # a library's failure is its result
+                return cell.model_copy(update={"reason": " ".join(f"{type(raised).__name__}: {raised}".split())[:300]})
+            shares = {"bytes_share": floor_bytes / us, "operations_share": floor_operations / us}
+            return cell.model_copy(update={"median_us": us, "layer_us": whole, "relative_error": error, **shares})
+
+        for method in methods:
+            yield timed(method.name, *self._calls(method, x, routed[method.name]))
+        for peer in peers:
+            refusal = peer.refusal(config)
+            if refusal:
+                yield empty.model_copy(update={"way": peer.name, "peer": True, "reason": refusal})
+            else:
+                yield timed(peer.name, partial(peer.make(config, self._weights), given), given, None)
+
+    def _calls(self, method: Method, x: Tensor, routed: Routed) -> tuple[Products, Routed, Callable[[], object]]:
+        """A method's products alone, and the whole layer. Both add to what is there, so the first sum is the answer."""
+        sums, stream = torch.zeros_like(x), x.clone()
+
+        def products() -> Tensor:
+            method.add(sums, routed, self._weights)
+            return sums
+
+        def layer() -> None:
+            method.add(stream, method.route(stream, self._norm, self._weights), self._weights)
+
+        return products, routed, layer
+
+    def _error(self, found: Tensor, routed: Routed) -> float:
+        """Beside the same experts computed in float32, the weights rounded as they are."""
+        routing = Routing(routed.experts, routed.weights)
+
+        def product(rows: Tensor, one: object) -> Tensor:
+            bias = getattr(one, "bias", None)
+            return linear(rows.float(), one.weight.float(), None if bias is None else bias.float())  # type: ignore[attr-defined]
+
+        expected = self._plain.apply(routed.x.float(), routing, product)
+        return float((found.float() - expected).norm() / expected.norm())
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], None]:
+    """A CUDA graph of a call."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # compile, and let libraries set themselves up
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

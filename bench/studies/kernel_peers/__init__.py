@@ -1,0 +1,1 @@
+"""Kernels of other attention libraries, called without Headway, beside its backends."""

@@ -1,0 +1,58 @@
+"""Why models/linear.py packs weights: F.linear beside the packed product, at the row counts of decode and prefill.
+
+python -m headway.bench.studies.linear_layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
+
+import torch
+from rich import box
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import linear
+
+from headway.core.system.terminal import Terminal
+from headway.machine.threads import set_threads
+from headway.models.linear import Linear
+from headway.tuning.measure.timing import Timer
+
+SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "lm_head": (49152, 576)}
+"""(out_features, in_features) of SmolLM2-135M."""
+ROWS = (1, 4, 16, 64, 256)
+_COPIES = 12
+"""Weights taken in turn, so that each comes from memory as it does in a model."""
+
+
+def main() -> None:
+    """Print the table."""
+    threads, cpu, timer = set_threads(), torch.device("cpu"), Timer()
+    table = Table(
+        title=f"float32 product, ms (F.linear / packed), {threads} threads, torch {torch.__version__}", box=box.SIMPLE_HEAD
+    )
+    table.add_column("layer")
+    for rows in ROWS:
+        table.add_column(f"{rows} rows", justify="right")
+    for name, (out_features, in_features) in track(SHAPES.items(), "timing", console=Terminal(stderr=True), transient=True):
+        weights = [torch.randn(out_features, in_features) for _ in range(_COPIES if out_features < 10000 else 1)]
+        row = []
+        for rows in ROWS:
+            x = torch.randn(rows, in_features)
+            plain = timer.time(_in_turn([partial(linear, weight=w) for w in weights], x), cpu)
+            packed = timer.time(_in_turn([Linear(w) for w in weights], x), cpu)
+            row.append(f"{1e-3 * plain.median_us:.2f} / {1e-3 * packed.median_us:.2f}")
+        table.add_row(name, *row)
+    Terminal().print(table)
+
+
+def _in_turn(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[], Tensor]:
+    turn = cycle(layers)
+    return lambda: next(turn)(x)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Servers side by side, and what ours costs."""

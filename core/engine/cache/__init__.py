@@ -1,0 +1,1 @@
+"""The paged KV cache on the host: blocks, free pages, prefixes."""

@@ -1,0 +1,297 @@
+"""Hands pages to sequences: reference counts, reuse of equal prefixes, and a free list in least-recently-used order."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from functools import partial
+from typing import NamedTuple
+
+from headway.core.engine.cache.free_pages import FreePages, PageKeeper
+from headway.core.engine.cache.prefix_lookup import GroupPrefixes, KeptElsewhere
+from headway.core.engine.state.groups import NULL_PAGE, CacheGroup
+from headway.core.engine.state.pool import SMALLEST_CHUNK
+from headway.core.engine.state.sequence import PageTable, PrefixCopy, Sequence
+
+SHORTEST_FIRST_HIT = 8
+"""Fewest tokens that a prefix hit must spare where no whole page is shared. With a hit a prompt extends a context instead of
+being a plain prefill, and that costs more than the few tokens which any two prompts share by chance or through their template."""
+_NEVER = sys.maxsize
+"""A number of tokens that no sequence reaches."""
+
+
+class PagesUsed(NamedTuple):
+    """Counts of one group's pages."""
+
+    used: int
+    """Pages that sequences hold."""
+    cached: int
+    """Pages that no sequence holds and whose content can be found."""
+    given_back: int
+    """Pages that sequences have given back behind the window since the start."""
+
+
+class BlockManager:
+    """Hands pages of the pool to sequences, in one table for each cache group. With one group a page is a block.
+
+    A full page is named by the hash of its tokens and of all before it. A freed page keeps its content and name until it is
+    handed out again, to whichever group, so an equal prefix finds it; the page that was freed longest ago goes first (after
+    vLLM's automatic prefix caching). Shared pages are full, hence never written again. Where a page agrees only in part, that
+    part is copied into a page of the sequence's own (copy on write; SGLang's radix cache splits its nodes instead), so prefix
+    hits count by the token, whatever the page size.
+
+    A windowed group gives a page back as soon as no later query sees any of it; the null page takes its place in the table.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        groups: Items[CacheGroup] | None = None,
+        smallest_chunk: int = SMALLEST_CHUNK,
+    ) -> None:
+        """num_pages: the null page included, where a group is windowed. smallest_chunk: see SMALLEST_CHUNK."""
+        self.groups = tuple(groups or (CacheGroup(block_size),))
+        self.enable_prefix_caching = enable_prefix_caching
+        self._smallest_chunk = smallest_chunk
+        self._windowed = [number for number, group in enumerate(self.groups) if group.window is not None]
+        self._unwindowed = [number for number, group in enumerate(self.groups) if group.window is None]
+        first = NULL_PAGE + 1 if self._windowed else 0
+        self.num_pages = num_pages - first
+        """Pages that sequences may hold."""
+        self._pages = FreePages(num_pages, first)
+        self.keeper: PageKeeper | None = None
+        """Keeps contents of free pages beyond the pool; None: nothing does."""
+        self.prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
+        self._given_back = [0] * len(self.groups)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that no sequence holds, those with a reusable content included."""
+        return len(self._pages)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that no sequence holds and whose content can be found."""
+        return sum(self._pages.num_among(prefixes.index) for prefixes in self.prefixes)
+
+    def num_holders(self, page: int) -> int:
+        """Number of sequences that hold a page."""
+        return self._pages.ref_counts[page]
+
+    def usage(self, holders: Iterable[Sequence]) -> list[PagesUsed]:
+        """The pages that each group uses. holders: all sequences with pages."""
+        tables = [seq.tables for seq in holders]
+        used = [len({page for each in tables for page in each[number].held}) for number in range(len(self.groups))]
+        cached = [self._pages.num_among(prefixes.index) for prefixes in self.prefixes]
+        return [PagesUsed(*counts) for counts in zip(used, cached, self._given_back, strict=True)]
+
+    def attach_prefix(self, seq: Sequence, partly: bool = True) -> int:
+        """Give a sequence without pages those that already hold its start. Returns the number of tokens spared.
+
+        A prefix must be held in every group. partly: the part of a further page that agrees counts as well; it is noted in
+        `seq.prefix_copies` and must be copied before the step that computes the rest; the sequence holds the source until then.
+        At least the last token is left to compute, since its logits are wanted.
+        """
+        assert not seq.tables, "a sequence is given its prefix before anything else"
+        seq.tables = [PageTable(group.page_size) for group in self.groups]
+        hits = self.enable_prefix_caching and not seq.computes_whole_prompt
+        length = seq.num_computed = self.longest_hit(seq, partly) if hits else 0
+        if length == 0:
+            return 0
+        for number, (prefixes, table) in enumerate(zip(self.prefixes, seq.tables, strict=True)):
+            first, pages, source, count = prefixes.hit(seq, length)
+            table.pages = [NULL_PAGE] * first + pages
+            table.num_given_back, table.num_published = first, len(table.pages)
+            if table.pages:
+                seq.table_changes.append((number, 0, list(table.pages)))
+            for page in pages:
+                self.take(page)
+            if count:
+                self.take(source)
+                seq.prefix_copies.append(PrefixCopy(number, source, count))
+        return length
+
+    def longest_hit(self, seq: Sequence, partly: bool, also: KeptElsewhere | None = None) -> int:
+        """Length in tokens of the longest start of a sequence that every group holds: each group may shorten that of the others.
+
+        also: which pages count as held although they are not in the pool.
+        """
+        length = before = seq.num_tokens - 1
+        while True:
+            for number, prefixes in enumerate(self.prefixes):
+                length = prefixes.longest(seq, length, partly, None if also is None else partial(also, number))
+            if length == before or len(self.prefixes) == 1:
+                break
+            before = length
+        return length if length >= min(SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)) else 0
+
+    def fitting(self, seq: Sequence, count: int) -> int:
+        """Tokens, up to `count`, of a sequence's next chunk.
+
+        The chunk is cut where the groups that keep every token have room for all of it and the windowed ones have not: these need
+        room for the chunk only until it is computed.
+        """
+        if not self._windowed or count <= self._smallest_chunk:
+            return count
+        free = self.num_free - sum(self._missing(seq, count, number) for number in self._unwindowed)
+        if free < 0:
+            return count
+
+        def missing(tokens: int) -> int:
+            return sum(self._missing(seq, tokens, number) for number in self._windowed)
+
+        return max(bisect_right(range(count + 1), free, key=missing) - 1, self._smallest_chunk)
+
+    def has_room(self, seq: Sequence, num_new_tokens: int, beside: int = 0) -> bool:
+        """Whether there are pages for this many more tokens of a sequence, if they are computed in the smallest chunks, and
+        `beside` further pages."""
+        missing = beside
+        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+            most = group.most_pages(seq.num_computed + num_new_tokens, self._smallest_chunk) - len(table.held)
+            missing += min(self._missing(seq, num_new_tokens, number), max(most, 0))
+        return missing <= self.num_free
+
+    def _missing(self, seq: Sequence, num_new_tokens: int, number: int) -> int:
+        """Pages of a group that a sequence lacks for its next tokens."""
+        pages = -(-(seq.num_computed + num_new_tokens) // self.groups[number].page_size)
+        return max(pages - len(seq.tables[number].pages), 0)
+
+    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """Make room for the next tokens of a sequence; False, and nothing changed, if there are too few free pages."""
+        end, missing, capacity = seq.num_computed + num_new_tokens, 0, _NEVER
+        for table in seq.tables:
+            count = -(-end // table.page_size) - len(table.pages)
+            if count > 0:
+                missing += count
+        if missing > len(self._pages):
+            return False
+        for number, table in enumerate(seq.tables):
+            pages, held = table.pages, len(table.pages)
+            count = -(-end // table.page_size) - held
+            if count > 0:
+                new = [self.hand_out() for _ in range(count)]
+                seq.table_changes.append((number, held, new))
+                pages += new
+                held += count
+            if held * table.page_size < capacity:
+                capacity = held * table.page_size
+        seq.capacity = capacity
+        return True
+
+    def advance(self, seq: Sequence, partly: bool = False) -> None:
+        """Name the pages that the computed tokens have filled, so that others may share them, and give back what lies behind a
+        window. Must be called after every step that reaches `seq.next_boundary`.
+
+        partly: name the last pages as well, as far as they are filled: after a part of a prompt.
+        """
+        boundary = self._publish(seq, partly)
+        if self._windowed:
+            boundary = min(boundary, self._give_back(seq))
+        seq.next_boundary = boundary
+
+    def _give_back(self, seq: Sequence) -> int:
+        """Give back the pages behind the windows; returns how many tokens must be known before there is more to give back."""
+        known, boundary = seq.num_known, _NEVER
+        for number in self._windowed:
+            group, table = self.groups[number], seq.tables[number]
+            first, behind = table.num_given_back, group.num_behind(known)
+            if first < behind:
+                for page in table.pages[first:behind]:
+                    self.give(page)
+                table.pages[first:behind] = [NULL_PAGE] * (behind - first)
+                seq.table_changes.append((number, first, table.pages[first:behind]))
+                self._given_back[number] += behind - first
+                table.num_given_back = behind
+            boundary = min(boundary, group.first_behind(behind + 1))
+        return boundary
+
+    def copies_launched(self, seq: Sequence) -> None:
+        """Give back the pages that a sequence's prefix was copied from: the copies have been launched."""
+        for copy in seq.prefix_copies:
+            self.give(copy.source)
+        seq.prefix_copies = []
+
+    def release(self, seq: Sequence) -> None:
+        """Take all pages of a sequence back, its end first: a start is shared more often, so it should be kept longer."""
+        if seq.error is None and not seq.prefix_copies:  # else its last pages may not hold what they should
+            self._publish(seq, partly=True)
+        self.copies_launched(seq)
+        for table in seq.tables:
+            for page in reversed(table.held):
+                self.give(page)
+        seq.tables = []
+        seq.table_changes = []
+        seq.started = False
+        seq.capacity = seq.num_computed = seq.num_unverified = 0
+        seq.next_boundary = 0
+        seq.newest_at = -1
+
+    def forget_prefixes(self, everywhere: bool = False) -> None:
+        """Make every cached content unfindable; pages that sequences hold stay theirs. everywhere: on disk too."""
+        if self.keeper is not None:
+            self.keeper.forgotten(everywhere)
+        for prefixes in self.prefixes:
+            for page in prefixes.index:
+                if page in self._pages:  # nothing to reuse any more: hand it out first
+                    self._pages.put_first(page)
+            prefixes.index.clear()
+
+    def _publish(self, seq: Sequence, partly: bool) -> int:
+        """Name the pages that are filled; returns how many tokens must be known before there is another to name."""
+        if not self.enable_prefix_caching:
+            return _NEVER
+        known, boundary = min(seq.num_computed, len(seq.token_ids)), _NEVER
+        for table, prefixes in zip(seq.tables, self.prefixes, strict=False):  # a sequence that holds nothing has no tables
+            size = table.page_size
+            full = known // size
+            for number in range(table.num_published, full):
+                prefixes.name(seq, number, table.pages[number], size)
+            table.num_published = full
+            if partly and known % size:
+                prefixes.name(seq, full, table.pages[full], known % size)
+            if (full + 1) * size < boundary:
+                boundary = (full + 1) * size
+        return boundary
+
+    def take(self, page: int) -> None:
+        """Hold a page for its content."""
+        if self._pages.take(page) and self.keeper is not None:
+            self.keeper.taken(page)
+
+    def give(self, page: int) -> None:
+        """Hold a page no longer."""
+        if self._pages.give(page):
+            groups = [number for number, prefixes in enumerate(self.prefixes) if page in prefixes.index]
+            if not groups:  # nothing to reuse
+                self._pages.put_first(page)
+            elif self.keeper is not None:
+                self.keeper.freed(page, groups[0])
+
+    def hand_out(self) -> int:
+        """Hand out a free page, whose former content is forgotten."""
+        page = self._pages.hand_out()
+        if self.keeper is not None:
+            self.keeper.handed_out(page)
+        for prefixes in self.prefixes:
+            prefixes.index.discard(page)
+        return page
+
+    def check_integrity(self, holders: list[Sequence]) -> None:
+        """Assert that every page is free or held exactly as often as `holders` (all sequences with pages) hold it."""
+        pages, group_of = list[int](), dict[int, int]()
+        for seq in holders:
+            held = [(number, page) for number, table in enumerate(seq.tables) for page in table.held]
+            assert len({page for _, page in held}) == len(held), f"{seq.request_id} holds a page twice"
+            for number, page in [*held, *((copy.group, copy.source) for copy in seq.prefix_copies)]:
+                assert group_of.setdefault(page, number) == number, f"page {page} belongs to two groups"
+                pages.append(page)
+        self._pages.check_integrity(pages)
+        named: list[int] = []
+        for prefixes in self.prefixes:
+            prefixes.index.check_integrity()
+            named += prefixes.index
+        assert len(set(named)) == len(named), "a page is named in two groups"

@@ -1,0 +1,228 @@
+"""Finds the longest start of a sequence that the cache of one group of layers still holds."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import numpy
+
+from headway.core.engine.state.groups import CacheGroup
+from headway.core.engine.state.sequence import Sequence
+
+_WIDTH = array("i").itemsize
+
+
+def packed(token_ids: Items[int]) -> bytes:
+    """The tokens as the index compares them: numbers of a fixed width, one after the other."""
+    return array("i", token_ids).tobytes()
+
+
+class PrefixIndex:
+    """Finds blocks by their content.
+
+    A full block is named by its digest, the chained hash of its tokens and of all before it. Below the digest of what comes
+    before (the parent; b"" at the start of a sequence) the tokens of each block, full or not, are kept sorted. The block that
+    agrees longest with given tokens is then a neighbour of the place where those would stand: a search costs O(log n).
+    """
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._children: dict[bytes, list[tuple[bytes, int]]] = {}
+        self._place_of: dict[int, tuple[bytes, bytes]] = {}  # parent and tokens of each block
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._place_of
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._place_of)
+
+    def find(self, digest: bytes, tokens: bytes) -> int | None:
+        """Return the full block of this name, if the block holds these tokens: a chance collision of names is told apart here."""
+        block = self._block_of.get(digest)
+        return block if block is not None and self._place_of[block][1] == tokens else None
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether any block has this name, whatever tokens the block holds."""
+        return digest in self._block_of
+
+    def digest_of(self, block: int) -> bytes | None:
+        """The name of a block; None: the block has none, or is not full."""
+        return self._digest_of.get(block)
+
+    def tokens_of(self, block: int) -> bytes:
+        """The tokens of a block that can be found, packed."""
+        return self._place_of[block][1]
+
+    def longest(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
+        """The block below `parent` that agrees with the most of `tokens`, and the number of these; (-1, 0): none agrees."""
+        children = self._children.get(parent, ())
+        at = bisect_left(children, (tokens, -1))
+        best, most = -1, 0
+        for held, block in children[max(at - 1, 0) : at + 1]:
+            count = _agreement(held, tokens)
+            if count > most:
+                best, most = block, count
+        return best, most
+
+    def add(self, block: int, parent: bytes, tokens: bytes, digest: bytes | None = None) -> None:
+        """Make a block's tokens findable, in place of what the block held before. digest: its name, if it is full.
+
+        Where another block holds the same tokens and perhaps more, that one serves, and this one gets no name.
+        """
+        self.discard(block)
+        children = self._children.setdefault(parent, [])
+        at = bisect_left(children, (tokens, -1))
+        if at < len(children) and children[at][0].startswith(tokens):
+            return
+        children.insert(at, (tokens, block))
+        self._place_of[block] = parent, tokens
+        if digest is not None:
+            self._block_of[digest], self._digest_of[block] = block, digest
+
+    def discard(self, block: int) -> None:
+        """Forget the content of a block that will be overwritten."""
+        place = self._place_of.pop(block, None)
+        if place is None:
+            return
+        parent, tokens = place
+        children = self._children[parent]
+        del children[bisect_left(children, (tokens, block))]
+        if not children:
+            del self._children[parent]
+        digest = self._digest_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for held in (self._block_of, self._digest_of, self._children, self._place_of):
+            held.clear()
+
+    def check_integrity(self) -> None:
+        """Assert that names and blocks are one to one, and that what is below each parent is in order."""
+        assert {block: digest for digest, block in self._block_of.items()} == self._digest_of, "names are not one to one"
+        entries = {block: (parent, held) for parent, children in self._children.items() for held, block in children}
+        assert entries == self._place_of, "a block stands in two places, or in none"
+        assert all(children == sorted(children) and children for children in self._children.values())
+
+
+def _agreement(held: bytes, tokens: bytes) -> int:
+    """Number of tokens with which both begin."""
+    size = min(len(held), len(tokens))
+    if held[:size] == tokens[:size]:
+        return size // _WIDTH
+    differs = numpy.frombuffer(held, numpy.intc, size // _WIDTH) != numpy.frombuffer(tokens, numpy.intc, size // _WIDTH)
+    return int(differs.argmax())
+
+
+KeptElsewhere = Callable[[int, bytes], bool]
+"""Whether the content of a page is kept outside the pool, by the group and the digest of the page."""
+
+
+class PrefixHit(NamedTuple):
+    """The pages of one group that hold the start of a sequence."""
+
+    first: int
+    """Index of the first page that is needed: those before it lie behind the window."""
+    pages: list[int]
+    """Whole pages from there on."""
+    source: int
+    """A page whose first `num_tokens` tokens follow on these; they must be copied."""
+    num_tokens: int
+    """Tokens to copy; 0: none."""
+
+
+class GroupPrefixes:
+    """Finds the pages of one group by their content.
+
+    A page is named by the chained hash of all tokens to its end, so one chain over the blocks names the pages of every group. A
+    group that keeps every token holds a prefix if it holds all pages of the prefix; a windowed one, if it holds those that the
+    next token sees.
+    """
+
+    def __init__(self, group: CacheGroup, block_size: int) -> None:
+        self.group = group
+        self.index = PrefixIndex()
+        self._block_size = block_size
+        self._blocks_per_page = group.page_size // block_size
+
+    def longest(self, seq: Sequence, at_most: int, partly: bool, also: Callable[[bytes], bool] | None = None) -> int:
+        """Length in tokens of the longest start of a sequence, up to `at_most`, that is held.
+
+        partly: its last page need not be whole. also: whether a page of this digest counts as held without being in the pool.
+        """
+
+        def lacks(page: int) -> bool:
+            return self.find(seq, page) is None and (also is None or not also(self.digest(seq, page)))
+
+        size, group = self.group.page_size, self.group
+        end = at_most // size
+        if group.window is None:  # from the start on, to the first page that is missing
+            end = next((page for page in range(end) if lacks(page)), end)
+            return end * size + self._part(seq, end, at_most - end * size, partly)[1]
+        while True:  # from the end back, to the first place before which all that its query sees is held
+            length = end * size + self._part(seq, end, at_most - end * size, partly)[1]
+            held = range(end - 1, group.num_behind(length) - 1, -1)
+            missing = next((page for page in held if lacks(page)), None)
+            if missing is None:
+                return length
+            end = missing
+
+    def hit(self, seq: Sequence, length: int) -> PrefixHit:
+        """The pages of a start of this length, which must be held."""
+        first, end = self.group.num_behind(length), length // self.group.page_size
+        pages = [self.find(seq, page) for page in range(first, end)]
+        rest = length - end * self.group.page_size
+        source, count = self._part(seq, end, rest, True)
+        assert count == rest, "the start of a sequence is no longer held"
+        assert None not in pages
+        return PrefixHit(first, [page for page in pages if page is not None], source, count)
+
+    def name(self, seq: Sequence, number: int, page: int, count: int) -> None:
+        """Make the first `count` tokens of a sequence's page findable, unless an equal page already is."""
+        size, digest = self.group.page_size, None
+        first, parent = number * size, self.digest(seq, number - 1)
+        tokens = packed(seq.token_ids[first : first + count])
+        if count == size:
+            if size == self._block_size and len(seq.block_hashes) == number:  # packed once: this is done for each block
+                seq.block_hashes.append(_chained(parent, tokens))
+            digest = self.digest(seq, number)
+            if self.index.knows(digest):
+                return
+        self.index.add(page, parent, tokens, digest)
+
+    def find(self, seq: Sequence, number: int) -> int | None:
+        """The page of the pool that holds the `number`-th whole page of a sequence."""
+        size = self.group.page_size
+        return self.index.find(self.digest(seq, number), packed(seq.token_ids[number * size : (number + 1) * size]))
+
+    def _part(self, seq: Sequence, number: int, most: int, partly: bool) -> tuple[int, int]:
+        """The page that agrees longest with a sequence's page, over at most this many tokens, and over how many."""
+        first, most = number * self.group.page_size, min(most, self.group.page_size)
+        if not partly or most <= 0:
+            return -1, 0
+        return self.index.longest(self.digest(seq, number - 1), packed(seq.token_ids[first : first + most]))
+
+    def digest(self, seq: Sequence, number: int) -> bytes:
+        """The chained hash of a sequence to the end of a full page; b"" before the first.
+
+        A block's hash is computed once: tokens of a sequence never change. 128 bits make chance collisions negligible.
+        """
+        index, hashes = (number + 1) * self._blocks_per_page - 1, seq.block_hashes
+        while len(hashes) <= index:
+            size = self._block_size
+            first = len(hashes) * size
+            parent = hashes[-1] if hashes else b""
+            tokens = packed(seq.token_ids[first : first + size])
+            hashes.append(_chained(parent, tokens))
+        return hashes[index] if index >= 0 else b""
+
+
+def _chained(parent: bytes, tokens: bytes) -> bytes:
+    return hashlib.blake2b(parent + tokens, digest_size=16).digest()

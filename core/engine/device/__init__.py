@@ -1,0 +1,1 @@
+"""What runs on the device: model runner, sampler, memory, warm-up."""

@@ -1,0 +1,202 @@
+"""Rows whose next logits depend on tokens that the host must have seen: grammars and logits processors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.sampling_plugins import LogitsProcessorInfo
+from headway.core.engine.state.step import Sampled, StartedRow
+from headway.core.sampling.grammar import Grammar, GrammarCompiler, GrammarError
+from headway.core.sampling.params import LogitsProcessor, SamplingParams
+
+_COMPILERS = 2
+"""Threads that compile grammars; each holds the interpreter for a part of its time."""
+
+
+class Waitable(Protocol):
+    """A launched step."""
+
+    def wait(self) -> Sampled:
+        """Wait for the tokens of the step."""
+
+
+@dataclass
+class HostRow:
+    """The part of a completion that the host has seen."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    grammar: Grammar | None = None
+    processors: list[LogitsProcessor] = field(default_factory=list)
+    """Functions of (prompt_token_ids, token_ids, logits)."""
+    error: str | None = None
+    """Why the completion cannot go on."""
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Take in tokens that have come."""
+        self.token_ids += tokens
+        try:
+            for token in tokens:
+                if self.grammar is not None and self.error is None:
+                    self.grammar.accept(token)
+        except GrammarError as error:
+            self.error = str(error)
+
+
+class HostRows:
+    """Compiles what requests need, follows their completions, and changes logits when a step's model is already under way."""
+
+    def __init__(self, grammars: GrammarCompiler | None, processors: Mapping[str, LogitsProcessorInfo]) -> None:
+        """grammars: None where no form can be compiled, for want of a tokenizer. processors: those that requests may name."""
+        self._grammars, self._infos = grammars, processors
+        self._makers: dict[str, Callable[[Mapping[str, Any]], Callable[..., Any]]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._rows: dict[int, HostRow] = {}
+        self._unread: list[tuple[Waitable, list[tuple[int, HostRow]]]] = []
+        """Launched steps whose tokens have not been taken, and which of their sequences are in which row."""
+
+    def prepare(self, params: SamplingParams) -> Future[None] | None:
+        """Begin what a request needs before its first step; None: nothing. The future fails with a GrammarError.
+
+        :raises ConfigError: a logits processor that is not registered, or forms cannot be compiled here.
+        """
+        for each in params.logits_processors or ():
+            if isinstance(each, str) and each not in self._makers:
+                self._makers[each] = self._load(each)
+        form = params.structured_outputs
+        if form is None:
+            return None
+        if self._grammars is None:
+            raise ConfigError("structured_outputs", "a model with a tokenizer", "none")
+        self._grammars.check()
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_COMPILERS, "headway-grammar")
+        return self._threads.submit(self._grammars.warm, form)
+
+    def _load(self, name: str) -> Callable[[Mapping[str, Any]], Callable[..., Any]]:
+        if name not in self._infos:
+            known = ", ".join(self._infos) or "none"
+            raise ConfigError("logits_processors", f"a function, or a name that a plugin registered ({known})", repr(name))
+        try:
+            return self._infos[name].load()
+        except (Exception, SystemExit) as error:
+            raise ConfigError("logits_processors", f"{name!r} to load", f"{type(error).__name__}: {error}") from error
+
+    def start(self, started: StartedRow, wanted: bool) -> None:
+        """A sequence begins in a row. wanted: it has a grammar or logits processors."""
+        self._rows.pop(started.row, None)
+        if not wanted:
+            return
+        params = started.params
+        row = self._rows[started.row] = HostRow(list(started.token_ids[: started.num_prompt_tokens]), started.num_prompt_tokens)
+        try:
+            if params.structured_outputs is not None:
+                assert self._grammars is not None, "prepare() has refused it"
+                row.grammar = self._grammars.compile(params.structured_outputs)
+            for each in params.logits_processors or ():
+                function = self._makers[each](params.extra_args or {}) if isinstance(each, str) else each
+                row.processors.append(_with_prompt(function))
+        except (Exception, SystemExit) as error:  # a plugin's own code may raise what it likes
+            row.error = str(error) if isinstance(error, GrammarError) else _named(error)
+        row.take(started.token_ids[started.num_prompt_tokens :])
+
+    def refuse(self, started: StartedRow, why: str) -> None:
+        """A sequence begins in a row, and is to end with its first token, for this reason."""
+        self._rows[started.row] = HostRow(list(started.token_ids), started.num_prompt_tokens, error=why)
+
+    def launched(self, step: Waitable, rows: NDArray[numpy.int32]) -> None:
+        """A step was launched that samples in these rows, in its own order."""
+        if self._rows:
+            members = [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
+            if members:
+                self._unread.append((step, members))
+
+    def catch_up(self) -> None:
+        """Take the tokens of all steps that were launched; waits for the device."""
+        while self._unread:
+            step, members = self._unread[0]
+            try:
+                tokens = step.wait().token_lists()
+            except Exception:  # the engine ends the step's sequences; an interrupt loses nothing
+                self._unread.pop(0)
+                raise
+            self._unread.pop(0)
+            for index, row in members:
+                if all(token >= 0 for token in tokens[index]):
+                    row.take(tokens[index])
+
+    def masks(
+        self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]]
+    ) -> tuple[list[int], NDArray[numpy.int32] | None]:
+        """Indices of the rows of logits that a grammar masks, and the masks (see `GrammarCompiler.masks`).
+
+        rows: the executor's row of each. lens: the tokens before its token. drafts: by executor's row, the guesses that a step
+        verifies, for whose logits a row stands here more than once.
+        """
+        which, grammars = [], []
+        for number, (row, length) in enumerate(zip(rows, lens, strict=True)):
+            own = self._rows[row]
+            if own.grammar is None or own.error is not None:
+                continue
+            guessed = length - len(own.token_ids)
+            grammar = own.grammar.ahead(drafts[row][:guessed]) if guessed else own.grammar
+            if grammar is not None:  # else the draft before will be refused, and this token is not read
+                which.append(number)
+                grammars.append(grammar)
+        if not which:
+            return [], None
+        assert self._grammars is not None
+        masks = self._grammars.masks(grammars)
+        for number, grammar in zip(which, grammars, strict=True):
+            if grammar.fault:
+                self._rows[rows[number]].error = f"structured_outputs: nothing can follow ({grammar.fault})"
+        return which, masks
+
+    def process(
+        self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]], logits: Tensor
+    ) -> dict[int, str]:
+        """Let processors change rows of logits [rows, vocab_size] in place. Returns why some of them cannot go on.
+
+        Their logits become NaN. rows, lens, drafts: see `masks`.
+        """
+        failed = {}
+        for number, (row, length) in enumerate(zip(rows, lens, strict=True)):
+            own = self._rows[row]
+            output = own.token_ids[own.num_prompt_tokens :]
+            output += drafts.get(row, ())[: length - len(own.token_ids)]
+            try:
+                for processor in own.processors if own.error is None else ():
+                    changed = processor(own.token_ids[: own.num_prompt_tokens], output, logits[number])
+                    if not isinstance(changed, Tensor) or changed.shape != logits[number].shape:
+                        found = f"a tensor of shape {list(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
+                        raise TypeError(f"it must return logits of shape {list(logits[number].shape)}, not {found}")
+                    logits[number] = changed
+            except (Exception, SystemExit) as error:  # whatever a processor raises
+                own.error = _named(error)
+            if own.error is not None:
+                logits[number] = torch.nan
+                failed[number] = own.error
+        return failed
+
+
+def _with_prompt(function: Callable[..., Any]) -> LogitsProcessor:
+    """The function as one of (prompt_token_ids, token_ids, logits)."""
+    try:
+        count = len(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # built in
+        count = 2
+    return function if count == 3 else lambda prompt, output, logits: function(output, logits)
+
+
+def _named(error: BaseException) -> str:
+    return f"logits processor: {type(error).__name__}: {error}"

@@ -1,0 +1,115 @@
+"""Attention of a latent layer, composed: the products around a backend that serves one of its specs (core.contract.model)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import AttentionBackend, Plan
+from headway.core.contract.layout import LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.model import LatentLayer
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.transfer import upload
+
+GATHERED_BYTES = 2**29
+"""Most bytes of the expanded keys and values of one step's contexts, which lie in memory while one layer is computed."""
+FLOPS_PER_BYTE = 150
+"""Multiplications and additions that take as long as moving a byte: gathering moves memory where attention multiplies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The plan of an EXTEND whose contexts are gathered and expanded, and the instance that attends to them."""
+
+    backend: AttentionBackend
+    plan: Plan
+    slots: Tensor
+    """int64 [blocks * block_size]: every slot of every block that the sequences hold, one block after the other."""
+    new: Tensor
+    """int64 [n]: indices of this step's tokens among those slots."""
+
+
+def attend(
+    heads: LatentLayer,
+    phase: Phase,
+    backend: AttentionBackend,
+    plan: Plan,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cache: LayerCache,
+    slots: Tensor,
+    writes: bool,
+) -> None:
+    """Attention of one part of a step, whose latents are in the cache already unless the backend `writes` them.
+
+    tensors: q [n, num_heads, expanded head_dim], latent [n, 1, cached head_dim], out [n, num_heads, expanded v_head_dim];
+    slots: int64 [n], where the latents lie.
+    """
+    q, latent, out = tensors
+    if phase is Phase.PREFILL:
+        if cache.geometry.dtype != latent.dtype:  # as decode will read them, however a prompt is cut into chunks
+            latent = _cached(cache, slots.clamp_min(0), latent.dtype)
+        backend.prefill(q, *heads.expand(latent), cache, plan, out)
+        return
+    if isinstance(plan, Gathered):
+        k, v = heads.expand(_cached(cache, plan.slots, latent.dtype))
+        spec, layout, size = plan.backend.spec, plan.backend.layout, plan.backend.block_size
+        blocks = {name: t.view(-1, size, *t.shape[1:]) for name, t in (("key", k), ("value", v))}
+        own = LayerCache.wrap(blocks, layout, spec)
+        plan.backend.prefill(q, k.index_select(0, plan.new), v.index_select(0, plan.new), own, plan.plan, out)
+        return
+    queries, value_dim = heads.absorb(q), cache.geometry.v_head_dim
+    attended = queries.new_empty(*queries.shape[:2], value_dim)
+    value = latent[..., :value_dim]
+    if writes:
+        backend.write_and_decode(queries, latent, value, cache, plan, attended)
+    elif phase is Phase.DECODE:
+        backend.decode(queries, cache, plan, attended)
+    else:
+        backend.prefill(queries, latent, value, cache, plan, attended)
+    heads.project(attended, out)
+
+
+def gathers(view: AttentionMetadata, cached: AttentionSpec, expanded: AttentionSpec) -> bool:
+    """Whether an EXTEND is computed sooner with its contexts expanded than absorbed, and their keys and values find room.
+
+    Absorbed, a query and a key cost as many products as a latent is long; expanded, fewer, once each key was expanded: the more
+    new tokens, the better. Elements of the latent are those of the absorbed value.
+    """
+    heads, latent = expanded.num_heads, cached.v_head_dim
+    elements = expanded.head_dim + expanded.v_head_dim
+    keys = sum(-(-kv_len // view.block_size) * view.block_size for kv_len in view.kv_lens)
+    num_bytes = keys * heads * elements * expanded.dtype.itemsize
+    pairs = sum(n * (kv_len - n) + n * (n + 1) // 2 for n, kv_len in zip(view.query_lens, view.kv_lens, strict=True))
+    saved = 2 * heads * pairs * (cached.head_dim + cached.v_head_dim - elements)
+    expanding = 2 * keys * latent * heads * (elements - cached.head_dim + latent) + 2 * FLOPS_PER_BYTE * num_bytes
+    return num_bytes <= GATHERED_BYTES and saved > expanding
+
+
+def plan_gathered(view: AttentionMetadata, backend: AttentionBackend) -> Gathered:
+    """The plan of a view whose sequences' blocks lie one after the other in memory of their own."""
+    size = view.block_size
+    counts = [-(-kv_len // size) for kv_len in view.kv_lens]
+    ends = numpy.cumsum(counts)
+    table = numpy.zeros(view.block_table_cpu.shape, dtype=numpy.int32)
+    blocks, new = numpy.empty(int(ends[-1]), dtype=numpy.int64), []
+    known = view.block_table_cpu.numpy()
+    for row, (count, end) in enumerate(zip(counts, ends.tolist(), strict=True)):
+        table[row, :count] = numpy.arange(end - count, end)
+        blocks[end - count : end] = known[row, :count]
+        last = (end - count) * size + view.kv_lens[row]
+        new.append(numpy.arange(last - view.query_lens[row], last))
+    slots = (blocks[:, None] * size + numpy.arange(size)).reshape(-1)
+    device, host = view.block_table.device, torch.from_numpy(table)
+    indices = upload(torch.from_numpy(numpy.concatenate(new)), device)
+    own = replace(view, block_table=upload(host, device), block_table_cpu=host, slot_mapping=indices, num_blocks=len(blocks))
+    return Gathered(backend, backend.plan(own), upload(torch.from_numpy(slots), device), indices)
+
+
+def _cached(cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Latents [len(slots), 1, head_dim] as they are cached, in the layer's element type."""
+    rows, _ = cache.gather(slots)
+    return rows if rows.dtype == dtype else (rows.float() * cache.k_scale).to(dtype)

@@ -1,0 +1,157 @@
+"""The host's memory for pages: which slot holds which page (`HostTier`), and the slots' bytes (`HostSlots`)."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+import psutil
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.state.page_mover import PageName
+
+
+class HostTier:
+    """Maps names of pages to slots, least recently used first. It never touches a page's bytes.
+
+    A name may be locked, whether it has a slot or not: a locked page keeps its slot once it has one, because it is being copied,
+    or belongs to a sequence that was preempted.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slots: OrderedDict[PageName, int] = OrderedDict()
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._locks: Counter[PageName] = Counter()
+        self._orphans: dict[PageName, list[int]] = {}
+        """Slots of names that were forgotten while they were locked."""
+
+    def __contains__(self, name: PageName) -> bool:
+        return name in self._slots
+
+    def __iter__(self) -> Iterator[PageName]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_unlocked(self) -> int:
+        """Slots that no locked name has or will need."""
+        return self.num_slots - len(self._locks) - sum(map(len, self._orphans.values()))
+
+    def find(self, name: PageName) -> int | None:
+        """The slot of a name, which becomes the most recently used."""
+        slot = self._slots.get(name)
+        if slot is not None:
+            self._slots.move_to_end(name)
+        return slot
+
+    def put(self, name: PageName) -> int | None:
+        """A slot for a name that has none; the least recently used name makes room. None: all are locked."""
+        assert name not in self._slots
+        if not self._free:
+            oldest = next((held for held in self._slots if held not in self._locks), None)
+            if oldest is None:
+                return None
+            self._free.append(self._slots.pop(oldest))
+        slot = self._slots[name] = self._free.pop()
+        return slot
+
+    def drop(self, name: PageName) -> None:
+        """Forget a name."""
+        slot = self._slots.pop(name, None)
+        if slot is None:
+            return
+        if name in self._locks:
+            self._orphans.setdefault(name, []).append(slot)
+        else:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Forget every name."""
+        for name in list(self._slots):
+            self.drop(name)
+
+    def lock(self, names: Iterable[PageName]) -> None:
+        """Lock names once more."""
+        self._locks.update(names)
+
+    def unlock(self, names: Iterable[PageName]) -> None:
+        """Undo one `lock` of each name."""
+        for name in names:
+            self._locks[name] -= 1
+            if not self._locks[name]:
+                del self._locks[name]
+                self._free += self._orphans.pop(name, ())
+
+    def check_integrity(self, idle: bool) -> None:
+        """Assert that every slot is free or has one name; idle: that no name is locked."""
+        orphans = [slot for slots in self._orphans.values() for slot in slots]
+        slots = sorted([*self._free, *self._slots.values(), *orphans])
+        assert slots == list(range(self.num_slots)), "a slot leaked or has two names"
+        assert not idle or not self._locks, "a name is still locked"
+
+
+_LARGEST_SLAB = 256 * 2**20
+"""Bytes of memory allocated at once: torch pins a power of two."""
+
+
+class HostSlots:
+    """Memory of the host with room for one page in each slot; pinned where a GPU copies to it."""
+
+    def __init__(self, memory: Sequence[Tensor], num_slots: int) -> None:
+        """memory: see `page_memory`.
+
+        :raises ConfigError: the host has not as much memory.
+        """
+        self.num_slots = num_slots
+        page_bytes = sum(view[:, 0].nbytes for view in memory)
+        free = psutil.virtual_memory().available
+        if num_slots * page_bytes > free:
+            raise ConfigError(
+                "kv_offload_size", f"at most what the host has free, {free // 2**20} MiB", f"{num_slots * page_bytes}"
+            )
+        pinned = memory[0].device.type == "cuda"
+        self._per_slab = max(_LARGEST_SLAB // page_bytes, 1)
+        self._slabs: list[list[Tensor]] = []
+        """For each view of the memory: uint8 [slots of a slab, count, bytes]."""
+        try:
+            for view in memory:
+                shape = view.shape[0], view.shape[2]
+                counts = [min(self._per_slab, num_slots - first) for first in range(0, num_slots, self._per_slab)]
+                self._slabs.append([torch.empty((count, *shape), dtype=torch.uint8, pin_memory=pinned) for count in counts])
+        except RuntimeError as error:
+            raise ConfigError(
+                "kv_offload_size", "memory that can be pinned for the GPU", f"{num_slots * page_bytes} bytes: {error}", "lower it"
+            ) from error
+
+    def write(self, slots: Sequence[int], staging: Sequence[Tensor]) -> None:
+        """Copy the first pages of the staging memory into slots, on the current stream."""
+        for slabs, staged in zip(self._slabs, staging, strict=True):
+            for number, first, at, count in self._runs(slots):
+                slabs[number][first : first + count].view(staged.dtype).copy_(staged[at : at + count], non_blocking=True)
+
+    def read(self, slots: Sequence[int], staging: Sequence[Tensor]) -> None:
+        """Copy slots into the first pages of the staging memory, on the current stream."""
+        for slabs, staged in zip(self._slabs, staging, strict=True):
+            for number, first, at, count in self._runs(slots):
+                staged[at : at + count].copy_(slabs[number][first : first + count].view(staged.dtype), non_blocking=True)
+
+    def parts(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot, to be read or written by the host."""
+        number, place = divmod(slot, self._per_slab)
+        return [slabs[number][place].numpy().data.cast("B") for slabs in self._slabs]
+
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Runs of consecutive slots: number of the slab, first slot in it, first index into `slots`, and length."""
+        at = 0
+        while at < len(slots):
+            number, first = divmod(slots[at], self._per_slab)
+            count = 1
+            while at + count < len(slots) and slots[at + count] == slots[at] + count and first + count < self._per_slab:
+                count += 1
+            yield number, first, at, count
+            at += count

@@ -1,0 +1,285 @@
+"""Copies pages between the pool, the host's memory and a folder: the `PageMover` of one process."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import LayerCache
+from headway.core.contract.transfer import upload
+from headway.core.engine.offload.disk_tier import DiskStore
+from headway.core.engine.offload.host_tier import HostSlots
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.page_mover import STAGING_BYTES, KeptPage, LinkRates, PageName, Pending
+from headway.core.engine.state.pool import PoolSize, page_memory
+from headway.core.engine.state.step import StepInput
+
+
+class _State(Enum):
+    UNDER_WAY = 0
+    MADE = 1
+    FAILED = 2
+
+
+def _state_of(event: torch.cuda.Event) -> _State:
+    try:
+        return _State.MADE if event.query() else _State.UNDER_WAY  # type: ignore[no-untyped-call]
+    except RuntimeError:  # raised where the event is waited for
+        return _State.FAILED
+
+
+class CopyInFlight:
+    """Copies that have been begun; see `Pending`."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether the copies have been made, or have failed."""
+        return self._event is None or _state_of(self._event) is not _State.UNDER_WAY
+
+    def result(self) -> None:
+        """Wait for the copies."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class _Copied(NamedTuple):
+    """A chunk of pages that is being copied."""
+
+    event: torch.cuda.Event
+    pages: Sequence[int]
+    slots: Sequence[int]
+
+
+class CopyEvents:
+    """The events of copies that may be under way, by the pages and slots that they touch."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[_Copied] = deque()
+        self._of_page: dict[int, torch.cuda.Event] = {}
+        self._of_slot: dict[int, torch.cuda.Event] = {}
+
+    def add(self, event: torch.cuda.Event, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Note copies between these pages and slots, which have been made once the event has happened."""
+        self._under_way.append(_Copied(event, pages, slots))
+        self._of_page.update(dict.fromkeys(pages, event))
+        self._of_slot.update(dict.fromkeys(slots, event))
+
+    def of_pages(self, pages: Iterable[int]) -> list[torch.cuda.Event]:
+        """The events of the last copies that touch these pages, each once."""
+        return _distinct(map(self._of_page.get, pages)) if self._of_page else []
+
+    def of_copies(self, pages: Iterable[int], slots: Iterable[int]) -> list[torch.cuda.Event]:
+        """The events of the last copies that touch these pages or slots, each once."""
+        return _distinct([*map(self._of_page.get, pages), *map(self._of_slot.get, slots)])
+
+    def wait_for_slot(self, slot: int) -> None:
+        """Wait, on the host, until what was copied into a slot is there and what was copied out of it has left.
+
+        :raises RuntimeError: the last copy has failed.
+        """
+        event = self._of_slot.get(slot)
+        if event is not None:
+            event.synchronize()
+
+    def forget_done(self) -> None:
+        """Forget copies that have ended; a failed one stays known for its slots, where the failure is yet to be raised."""
+        for _ in range(len(self._under_way)):
+            copied = self._under_way.popleft()
+            state = _state_of(copied.event)
+            if state is _State.UNDER_WAY:
+                self._under_way.append(copied)
+                continue
+            for page in copied.pages:
+                if self._of_page.get(page) is copied.event:
+                    del self._of_page[page]
+            for slot in copied.slots if state is _State.MADE else ():
+                if self._of_slot.get(slot) is copied.event:
+                    del self._of_slot[slot]
+
+
+def _distinct(events: Iterable[torch.cuda.Event | None]) -> list[torch.cuda.Event]:
+    return list({id(event): event for event in events if event is not None}.values())
+
+
+class Transfers:
+    """Moves pages on a side stream for each direction; on a CPU at once.
+
+    Events keep the order that `PageMover` promises: copies begin after the steps launched before them, copies that touch the same
+    page or slot follow each other, and a step waits for the copies of its new pages, and for no others.
+    """
+
+    def __init__(self, memory: Sequence[Tensor], slots: HostSlots) -> None:
+        """memory: see `page_memory`."""
+        self._device = memory[0].device
+        self._slots = slots
+        wide = all(view.shape[-1] % 8 == 0 for view in memory)
+        words = [view.view(torch.int64) if wide else view for view in memory]
+        self._pages = [view.transpose(0, 1) for view in words]  # [num_pages, count, words]
+        page_bytes = sum(view[:, 0].nbytes for view in words)
+        self._chunk = max(min(STAGING_BYTES // page_bytes, slots.num_slots, len(self._pages[0])), 1)
+        gpu = self._device.type == "cuda"
+        self._out, self._back = (_Lane(self._pages, self._chunk, gpu) for _ in range(2))
+        self._events = CopyEvents()
+        self.wait_for_slot = self._events.wait_for_slot
+        self.rates = self._measure(page_bytes)
+
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> CopyInFlight:
+        """See PageMover."""
+        return self._copy(self._out, moves, True)
+
+    def move_back(self, moves: Sequence[tuple[int, int]]) -> CopyInFlight:
+        """See PageMover."""
+        return self._copy(self._back, [(page, slot) for slot, page in moves], False)
+
+    def before(self, step: StepInput) -> None:
+        """Have a step wait for the copies of all pages that the step uses or overwrites for the first time."""
+        if step.new_pages:
+            for event in self._events.of_pages(page for new in step.new_pages for page in new.pages):
+                torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _copy(self, lane: _Lane, moves: Sequence[tuple[int, int]], out: bool) -> CopyInFlight:
+        """Copy pages, given as (page, slot), after the steps that have been launched."""
+        self._events.forget_done()
+        launched: list[torch.cuda.Event] = []
+        event = None
+        if lane.stream is not None:
+            launched.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            launched[0].record()
+        for first in range(0, len(moves), self._chunk):
+            pages, slots = zip(*moves[first : first + self._chunk], strict=True)
+            if lane.stream is not None:
+                for before in (*launched, *self._events.of_copies(pages, slots)):
+                    lane.stream.wait_event(before)
+            with nullcontext() if lane.stream is None else torch.cuda.stream(lane.stream):
+                index = upload(torch.tensor(pages), self._device)
+                if out:
+                    lane.gather(self._pages, index)
+                    self._slots.write(slots, lane.staging)
+                else:
+                    self._slots.read(slots, lane.staging)
+                    lane.scatter(self._pages, index)
+            if lane.stream is not None:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(lane.stream)
+                self._events.add(event, pages, slots)
+        return CopyInFlight(event)
+
+    def _measure(self, page_bytes: int) -> LinkRates:
+        """Measure the link by copying some pages out and back unchanged, twice: the first time is slower."""
+        moves = [(number, number) for number in range(self._chunk)]
+        seconds = [0.0, 0.0]
+        for _ in range(2):
+            for direction, move in enumerate((self.move_out, self.move_back)):
+                began = time.perf_counter()
+                move(moves).result()
+                seconds[direction] = time.perf_counter() - began
+        self._events.forget_done()
+        rate_out, rate_back = (self._chunk * page_bytes / max(each, 1e-9) for each in seconds)
+        return LinkRates(rate_out, rate_back)
+
+
+class _Lane:
+    """The stream of one direction (None on a CPU), and its staging memory."""
+
+    def __init__(self, pages: Sequence[Tensor], chunk: int, gpu: bool) -> None:
+        self.stream = torch.cuda.Stream(pages[0].device) if gpu else None  # type: ignore[no-untyped-call]
+        self.staging = [torch.empty((chunk, *view.shape[1:]), dtype=view.dtype, device=view.device) for view in pages]
+
+    def gather(self, pages: Sequence[Tensor], index: Tensor) -> None:
+        """Copy pages of the pool into the staging memory. index: int64 [count]."""
+        for view, staged in zip(pages, self.staging, strict=True):
+            torch.index_select(view, 0, index, out=staged[: len(index)])
+
+    def scatter(self, pages: Sequence[Tensor], index: Tensor) -> None:
+        """Copy the staging memory into pages of the pool. index: int64 [count]."""
+        for view, staged in zip(pages, self.staging, strict=True):
+            view.index_copy_(0, index, staged[: len(index)])
+
+
+_VERSION = 1
+"""Counts changes of what a page's bytes on disk mean."""
+
+
+class PageCopier:
+    """Keeps pages in the host's memory, and in a folder where the options name one; see `PageMover`."""
+
+    def __init__(self, caches: Sequence[LayerCache], size: PoolSize, config: EngineConfig, weights: str) -> None:
+        """weights: identifies the model's weights among all others; needed for a folder alone.
+
+        :raises ConfigError: caches whose blocks are not one piece of memory, or a tier that the host has no room for.
+        """
+        scattered = {cache.layout.name for cache in caches if not cache.layout.contiguous_blocks}
+        if scattered:
+            raise ConfigError(
+                "kv_offload_size", "a cache whose blocks are one piece of memory each", f"layout {sorted(scattered)}"
+            )
+        num_bytes, disk_bytes = config.offload_bytes
+        page_bytes = size.page_format.page_bytes
+        if num_bytes < page_bytes:
+            raise ConfigError("kv_offload_size", f"at least the {page_bytes} bytes of a block of all layers", num_bytes)
+        memory = page_memory(caches, size)
+        slots = HostSlots(memory, num_bytes // page_bytes)
+        self._transfers = Transfers(memory, slots)
+        self._disk: DiskStore | None = None
+        if config.kv_offload_dir is not None:
+            if not weights:
+                raise ConfigError("kv_offload_dir", "a model whose weights can be told from others", "none")
+            salt = _salt(caches, size, weights)
+            folder = Path(config.kv_offload_dir).expanduser()
+            self._disk = DiskStore(folder, salt, page_bytes, disk_bytes, slots.parts, self._transfers.wait_for_slot)
+        self.num_slots, self.rates = slots.num_slots, self._transfers.rates
+        self.stored: Sequence[PageName] = self._disk.stored if self._disk is not None else ()
+        self.max_stored = self._disk.max_stored if self._disk is not None else 0
+
+    def before(self, step: StepInput) -> None:
+        """Must be called before a step is launched; see `Transfers.before`."""
+        self._transfers.before(step)
+
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> Pending[object]:
+        """See PageMover."""
+        return self._transfers.move_out(moves)
+
+    def move_back(self, moves: Sequence[tuple[int, int]]) -> Pending[object]:
+        """See PageMover."""
+        return self._transfers.move_back(moves)
+
+    def store(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
+        """See PageMover."""
+        assert self._disk is not None
+        return self._disk.store(pages)
+
+    def fetch(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
+        """See PageMover."""
+        assert self._disk is not None
+        return self._disk.fetch(pages)
+
+    def discard(self, names: Sequence[PageName]) -> None:
+        """See PageMover."""
+        assert self._disk is not None
+        self._disk.discard(names)
+
+
+def _salt(caches: Sequence[LayerCache], size: PoolSize, weights: str) -> str:
+    """A digest of everything that gives a page's bytes their meaning."""
+    layers = [
+        (sorted(cache.layout.tensors.items()), cache.layout.pack_bytes, str(cache.geometry.dtype), cache.k_scale, cache.v_scale)
+        for cache in caches
+    ]
+    shapes = [
+        (each.geometry.block_size, each.geometry.num_kv_heads, each.geometry.head_dim, each.geometry.v_head_dim)
+        for each in caches
+    ]
+    what = _VERSION, torch.__version__, weights, layers, shapes, size.page_format
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()

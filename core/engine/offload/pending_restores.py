@@ -1,0 +1,265 @@
+"""Sequences whose start is being brought back into the pool."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.cache.prefix_lookup import packed
+from headway.core.engine.offload.costs import OffloadFailures
+from headway.core.engine.offload.disk_tier import DiskTier
+from headway.core.engine.offload.host_tier import HostTier
+from headway.core.engine.state.groups import NULL_PAGE
+from headway.core.engine.state.page_mover import KeptPage, PageMover, PageName, Pending
+from headway.core.engine.state.sequence import PageTable, Sequence
+from headway.core.engine.state.stats import EngineStats
+
+
+class AbsentPage(NamedTuple):
+    """A page of a sequence whose content is to be brought into the pool."""
+
+    group: int
+    place: int
+    """Index in the sequence's table."""
+    page: int
+    """Page of the pool that the content is to be copied into."""
+
+
+def attach_pages(blocks: BlockManager, seq: Sequence, length: int) -> list[AbsentPage] | None:
+    """Give a sequence without pages those of its first `length` tokens, whole ones in every group.
+
+    Pages that the pool holds are shared; the others are new and returned, for the caller to fill. Until the caller sets
+    `num_computed` to length, nothing of the sequence counts as computed. None, and nothing changed: there is not enough room.
+    """
+    seq.tables, seq.num_computed = [PageTable(group.page_size) for group in blocks.groups], length
+    taken: list[int] = []
+    absent: list[tuple[int, int]] = []
+    for number, (group, prefixes, table) in enumerate(zip(blocks.groups, blocks.prefixes, seq.tables, strict=True)):
+        first, end = group.num_behind(length), length // group.page_size
+        table.pages = [NULL_PAGE] * end
+        table.num_given_back = table.num_published = first
+        for place in range(first, end):
+            page = prefixes.find(seq, place)
+            if page is None:
+                absent.append((number, place))
+            else:
+                table.pages[place] = page
+                taken.append(page)
+                blocks.take(page)
+    able = blocks.has_room(seq, seq.num_to_compute, beside=len(absent))
+    seq.num_computed = 0
+    if not able:
+        for page in reversed(taken):
+            blocks.give(page)
+        seq.tables = []
+        return None
+    made = [AbsentPage(number, place, blocks.hand_out()) for number, place in absent]
+    for number, place, page in made:
+        seq.tables[number].pages[place] = page
+    seq.table_changes = [(number, 0, list(table.pages)) for number, table in enumerate(seq.tables) if table.pages]
+    return made
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """A sequence whose pages are coming back; its tables hold all of them."""
+
+    seq: Sequence
+    length: int
+    """Tokens that its pages will hold."""
+    spared: int
+    """Tokens among them that the pool did not hold."""
+    moves: list[tuple[int, int]]
+    """Slot of the host tier and page of the pool, for each page that comes back."""
+    names: list[PageName]
+    """The same pages by name, locked until the restore ends."""
+    to_fetch: list[KeptPage]
+    """Pages to be read from the disk. A slot may be one that a page is yet to be copied into, so this comes after the step's
+    copies."""
+    fetching: Pending[frozenset[PageName]] | None = None
+    """The read from the disk, while it is under way."""
+    moving: Pending[object] | None = None
+    """The copies from the host's memory, which begin after it."""
+    followers: list[Sequence] = field(default_factory=list)
+    """Sequences that wait for some of the same pages, and hold none."""
+
+
+class PendingRestores:
+    """The restores under way, the oldest first."""
+
+    def __init__(
+        self, blocks: BlockManager, tier: HostTier, disk: DiskTier, stats: EngineStats, failures: OffloadFailures
+    ) -> None:
+        self._blocks, self._tier, self._disk, self._stats, self._failures = blocks, tier, disk, stats, failures
+        self._restores: list[Restore] = []
+        self._returned: list[Sequence] = []
+        """Sequences that have stopped waiting since they were last asked for."""
+        self.failed: set[Sequence] = set()
+        """Sequences whose restore failed; they are recomputed, and leave the set when they run."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a sequence is here that the scheduler's queues do not hold."""
+        return bool(self._restores or self._returned)
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """Sequences that hold pages while these come back."""
+        return [restore.seq for restore in self._restores]
+
+    def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
+        """Bring the pages `names` of a sequence's first `length` tokens back; False: there is no room.
+
+        spared: see Restore.
+        """
+        on_disk = [name for name in names if name not in self._tier]
+        self._tier.lock(names)
+        made = attach_pages(self._blocks, seq, length) if self._tier.num_unlocked >= 0 or not on_disk else None
+        if made is None:
+            self._tier.unlock(names)
+            return False
+        place_of = dict(zip(names, made, strict=True))
+        to_fetch = []
+        for name in on_disk:
+            slot = self._tier.put(name)
+            assert slot is not None, "there was a slot that is not locked"
+            size, place = self._blocks.groups[name[0]].page_size, place_of[name].place
+            to_fetch.append(KeptPage(name, packed(seq.token_ids[place * size : (place + 1) * size]), slot))
+        moves = [(self._slot(name), each.page) for name, each in zip(names, made, strict=True)]
+        self._restores.append(Restore(seq, length, spared, moves, names, to_fetch))
+        return True
+
+    def join(self, seq: Sequence, names: list[PageName]) -> bool:
+        """Have a sequence wait for pages that come back for another one; False: none of its pages does."""
+        wanted = set(names)
+        coming = next((restore for restore in self._restores if not wanted.isdisjoint(restore.names)), None)
+        if coming is not None:
+            coming.followers.append(seq)
+        return coming is not None
+
+    def move(self, mover: PageMover) -> int:
+        """Begin to copy back the pages that are in the host's memory; returns how many."""
+        begun = [each for each in self._restores if not each.to_fetch and each.fetching is None and each.moving is None]
+        moves = [move for restore in begun for move in restore.moves]
+        if not moves:
+            return 0
+        try:
+            moving = mover.move_back(moves)
+        except Exception as error:
+            for restore in begun:
+                self._fail(restore, "not copied back", len(restore.moves), error)
+            return 0
+        for restore in begun:
+            restore.moving = moving
+        return len(moves)
+
+    def fetch(self) -> None:
+        """Begin to read pages from the disk."""
+        for restore in [restore for restore in self._restores if restore.to_fetch]:
+            try:
+                restore.fetching, restore.to_fetch = self._disk.fetch(restore.to_fetch), []
+            except Exception as error:
+                self._fail(restore, "not read from disk", len(restore.to_fetch), error)
+
+    def update(self, copying: Set[PageName]) -> None:
+        """Take note of the pages that have come back.
+
+        copying: pages on their way into their slots: until these copies have ended nobody knows whether the slots hold them.
+        """
+        for restore in list(self._restores):
+            if restore.fetching is not None and restore.fetching.done():
+                if self._disk.end_fetch(restore.fetching):
+                    restore.fetching = None
+                    self._cancel(restore)
+                    continue
+                restore.fetching = None
+            if restore.moving is not None and restore.moving.done() and copying.isdisjoint(restore.names):
+                try:
+                    restore.moving.result()
+                except Exception as error:
+                    self._fail(restore, "not copied back", len(restore.moves), error)
+                    continue
+                restore.seq.num_computed = restore.length
+                self._blocks.advance(restore.seq)
+                self._stats.offload_hits += restore.spared
+                self._end(restore)
+
+    def take_returned(self) -> list[Sequence]:
+        """Sequences that have stopped waiting: with the pages that came for them, or with none where something failed."""
+        returned, self._returned = self._returned, []
+        return returned
+
+    def wait(self) -> None:
+        """Wait until the oldest restore has come a step further; `update` takes note of it."""
+        if self._restores and not self._returned:
+            restore = self._restores[0]
+            pending = restore.moving if restore.fetching is None else restore.fetching
+            assert pending is not None, "flush() first"
+            with contextlib.suppress(Exception):
+                pending.result()
+
+    def give_up(self) -> bool:
+        """Cancel the newest restore, because a running sequence needs its pages; False: there is none."""
+        if not self._restores:
+            return False
+        self._cancel(self._restores[-1])
+        return True
+
+    def forget_lost(self, names: Iterable[PageName]) -> None:
+        """Cancel the restores that read slots which do not hold these pages."""
+        lost = set(names)
+        for restore in [restore for restore in self._restores if not lost.isdisjoint(restore.names)]:
+            self._cancel(restore)
+
+    def cancel_all(self) -> None:
+        """Cancel every restore."""
+        for restore in list(self._restores):
+            self._cancel(restore)
+
+    def remove_finished(self) -> None:
+        """Forget sequences that have ended."""
+        for restore in list(self._restores):
+            restore.followers = [seq for seq in restore.followers if not seq.finished]
+            if restore.seq.finished:
+                self._cancel(restore)
+        self._returned = [seq for seq in self._returned if not seq.finished]
+        self.failed = {seq for seq in self.failed if not seq.finished}
+
+    def _slot(self, name: PageName) -> int:
+        slot = self._tier.find(name)
+        assert slot is not None, "a locked name has left the tier"
+        return slot
+
+    def _fail(self, restore: Restore, what: str, num_pages: int, error: Exception) -> None:
+        """End a restore whose copies fail, and would fail again."""
+        self._failures.count(what, num_pages, error)
+        self.failed.add(restore.seq)
+        self._release(restore)
+
+    def _cancel(self, restore: Restore) -> None:
+        """End a restore whose pages are not wanted any more."""
+        if restore.moving is not None and restore.moving.done():
+            try:
+                restore.moving.result()
+            except Exception as error:  # which `update` has not seen yet
+                self._fail(restore, "not copied back", len(restore.moves), error)
+                return
+        self._release(restore)
+
+    def _release(self, restore: Restore) -> None:
+        """Take the pages back from a sequence, and end its restore."""
+        for page in restore.to_fetch:
+            self._tier.drop(page.name)
+        if restore.fetching is not None:
+            self._disk.abandon(restore.fetching)
+        self._blocks.release(restore.seq)
+        self._end(restore)
+
+    def _end(self, restore: Restore) -> None:
+        """Let a restore's sequence and its followers go back to the queue."""
+        self._restores.remove(restore)
+        self._tier.unlock(restore.names)
+        self._returned += [seq for seq in (restore.seq, *restore.followers) if not seq.finished]

@@ -1,0 +1,1 @@
+"""What runs in the next step, and what a step has brought."""

@@ -1,0 +1,350 @@
+"""Which sequences get how many tokens in the next step."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from headway.core.contract.metadata import Phase
+from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.offload.offloader import RECOMPUTE, Offloader
+from headway.core.engine.state.schedule import DecodeBatch, ScheduledSequence, ScheduledStep
+from headway.core.engine.state.sequence import Sequence, Status
+from headway.core.engine.state.stats import EngineStats
+
+_turn = attrgetter("turn")
+
+
+@dataclass(slots=True)
+class _StepPlan:
+    """The next step, still being put together."""
+
+    budget: int
+    """Tokens that may still be added."""
+    has_members: bool
+    """Whether the decode batch has members, which take a token each of this step."""
+    prompts: list[ScheduledSequence] = field(default_factory=list)
+    """Sequences that prefill or extend, first come, first served; so are the next two lists."""
+    decodes: list[ScheduledSequence] = field(default_factory=list)
+    joining: list[Sequence] = field(default_factory=list)
+    """Sequences that become members of the decode batch with this step."""
+    admits: bool = True
+    """Whether waiting sequences may be admitted: not after a running one was preempted, or got fewer tokens than it could use."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no sequence takes part so far."""
+        return not (self.prompts or self.decodes or self.joining or self.has_members)
+
+    def add(self, scheduled: ScheduledSequence) -> None:
+        """Schedule a sequence by itself."""
+        (self.decodes if scheduled.phase is Phase.DECODE else self.prompts).append(scheduled)
+        self.budget -= scheduled.num_new_tokens
+
+
+class Scheduler:
+    """Continuous batching with a token budget: running sequences go on, then waiting ones are admitted, first come, first served.
+
+    A prompt longer than what the budget leaves is cut into chunks (Agrawal et al. 2023, Sarathi), once the pool has room for all
+    of it: a part of a prompt would only take pages from running sequences, to be preempted for them. When the pool runs dry, the
+    youngest running sequence gives its pages back and waits at the head of the queue, to be computed again (vLLM's recompute)
+    or brought back by the offloader (vLLM's swap). Sequences whose pages the offloader brings back wait beside the queue.
+    Where priorities count, the youngest sequence of the lowest priority is preempted; none is preempted for a waiting one.
+
+    `schedule` may be called while earlier steps are still running on the device: tokens those will sample count as pending. What
+    it frees may be handed out at once, because the device runs steps in order.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        enable_chunked_prefill: bool = True,
+        by_priority: bool = False,
+        offloader: Offloader | None = None,
+        stats: EngineStats | None = None,
+    ) -> None:
+        """by_priority: both queues are kept in the order of `Sequence.turn`, else in that of arrival.
+
+        offloader: keeps pages beyond their time in the pool. stats: where admitted tokens and preemptions are counted.
+        """
+        self.blocks = blocks
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.offloader = offloader
+        self.stats = EngineStats() if stats is None else stats
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._by_priority = by_priority
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._batch = DecodeBatch()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence is queued, runs, or waits for its pages to come back."""
+        return bool(self.waiting or self.running) or self.restoring
+
+    @property
+    def restoring(self) -> bool:
+        """Whether sequences wait beside the queue for their pages to come back."""
+        return self.offloader is not None and self.offloader.restores.pending
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """All sequences that hold pages."""
+        restoring = [] if self.offloader is None else self.offloader.restores.holders
+        return [*self.running, *(seq for seq in self.waiting if seq.tables), *restoring]
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence."""
+        self._insert(self.waiting, seq)
+
+    def add_first(self, seqs: list[Sequence]) -> None:
+        """Queue sequences before all others that wait; where priorities count, before all others of the same priority."""
+        if self._by_priority:
+            for seq in seqs:
+                insort(self.waiting, seq, key=_turn)
+        else:
+            self.waiting.extendleft(reversed(seqs))
+
+    def _insert(self, queue: deque[Sequence] | list[Sequence], seq: Sequence) -> None:
+        """Put a sequence into a queue where its turn is."""
+        if self._by_priority:
+            insort(queue, seq, key=_turn)
+        else:
+            queue.append(seq)
+
+    def dissolve_batch(self) -> None:
+        """Schedule every running sequence by itself in the next step, because some have drafts."""
+        self._batch.clear()
+
+    def schedule(self) -> ScheduledStep:
+        """Choose the next step: sequences that prefill or extend first, then those that decode.
+
+        The step is empty if all running sequences only wait for a token under way, and all waiting ones for pages.
+        """
+        if self.offloader is not None:
+            self.add_first(self.offloader.take_returned())
+        step = None
+        if len(self.running) <= self.max_num_batched_tokens and self._extend_members():
+            step = self._fill_step(batching=True)
+        if step is None:
+            self._batch.clear()
+            step = self._fill_step(batching=False)
+        assert step is not None
+        return step
+
+    def _extend_members(self) -> bool:
+        """Give the batch's members pages for their next tokens; False if there are too few."""
+        last = []
+        for place in self._batch.due():
+            seq = self._batch.members[place]
+            if seq.num_computed >= seq.max_len - 1:  # its last token is on its way
+                last.append(seq)
+            elif self.blocks.reserve(seq, self._tokens_to_hold(seq, 1)):
+                self._batch.renew(place)
+            else:
+                return False
+        self._batch.remove(last)
+        return True
+
+    def _fill_step(self, batching: bool) -> ScheduledStep | None:
+        """Fill a step up to the token budget: running sequences first, then waiting ones.
+
+        batching: sequences that only decode do so as the batch's members; None if that leaves another one without pages, because
+        the sequence to be preempted for it may be a member.
+        """
+        plan = _StepPlan(self.max_num_batched_tokens - len(self._batch), bool(self._batch.members))
+        if len(self._batch) < len(self.running) and not self._continue_running(plan, batching):
+            return None
+        if plan.admits:
+            self._admit_waiting(plan)
+        self._batch.add(plan.joining)
+        return ScheduledStep(plan.prompts + plan.decodes, self._batch)
+
+    def _continue_running(self, plan: _StepPlan, batching: bool) -> bool:
+        """Give running sequences their next tokens; False if one lacks pages while batching."""
+        position = 0
+        while position < len(self.running) and plan.budget > 0:
+            seq = self.running[position]
+            position += 1
+            if seq.in_decode_batch:
+                continue
+            if batching and seq.goes_on() and seq.newest_at == seq.num_computed:
+                plan.joining.append(seq)
+                plan.budget -= 1
+                continue
+            self._fit_uncut_prompt(plan, seq)
+            count = self._num_tokens(seq, plan.budget)
+            if count:
+                scheduled = self._make_room(plan, seq, count, batching)
+                if scheduled is not None:
+                    plan.add(scheduled)
+                elif batching:
+                    return False
+            elif seq.num_to_compute > 0:
+                plan.admits = False
+        return True
+
+    def _make_room(self, plan: _StepPlan, seq: Sequence, count: int, batching: bool) -> ScheduledSequence | None:
+        """Reserve pages for `count` tokens of a running sequence, and for its drafts where there is room.
+
+        Others give their pages up for it, unless batching. None: no pages; without batching the sequence itself was preempted.
+        """
+        drafts = seq.num_drafts(plan.budget - count) if seq.draft_token_ids else 0
+        while not self.blocks.reserve(seq, self._tokens_to_hold(seq, count + drafts)):
+            if drafts:
+                drafts, seq.draft_token_ids = 0, []  # guesses are not worth anybody's pages
+            elif batching:
+                return None
+            elif not self._take_pages_of_waiting():
+                plan.admits = False
+                if self._preempt_last() is seq:
+                    return None
+                count = self._num_tokens(seq, plan.budget)
+        return ScheduledSequence(seq, count + drafts, seq.num_computed, count == seq.num_to_compute, drafts)
+
+    def _admit_waiting(self, plan: _StepPlan) -> None:
+        """Admit waiting sequences in their order, as long as there are tokens, rows and pages for the next one."""
+        took_pages = False
+        while self.waiting and plan.budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0]
+            if self.offloader is not None and not took_pages and self.offloader.restore(seq):
+                self.waiting.popleft()
+                continue
+            self._fit_uncut_prompt(plan, seq)
+            count = self._admit(seq, plan.budget)
+            if count:
+                self._start(seq)
+                plan.add(ScheduledSequence(seq, count, seq.num_computed, count == seq.num_to_compute))
+            elif self.running or self.restoring or not self._take_pages_of_waiting():
+                return
+            else:
+                took_pages = True  # so that what was freed is not taken to restore anything
+
+    def _admit(self, seq: Sequence, budget: int) -> int:
+        """Reserve pages for a waiting sequence, beside the pages that the prefix cache already holds.
+
+        Returns the tokens that it gets in this step; 0 if there is no room, and then it holds nothing.
+        """
+        for partly in (True, False):  # what is copied is held beside the copy: perhaps there is room without
+            spared = seq.num_computed if seq.tables else self.blocks.attach_prefix(seq, partly)
+            count, wanted = self._num_tokens(seq, budget), seq.num_to_compute
+            able = count == wanted or (self.enable_chunked_prefill and self.blocks.has_room(seq, wanted))
+            if count and able and self.blocks.reserve(seq, self._tokens_to_hold(seq, count)):
+                if seq.num_preemptions == 0:
+                    seq.num_cached_tokens, seq.admitted_time = spared, time.perf_counter()
+                    self.stats.num_prompt_tokens += seq.num_prompt_tokens
+                    self.stats.num_cached_tokens += spared
+                return count
+            copies = bool(seq.prefix_copies)
+            self.blocks.release(seq)
+            if not copies:
+                break
+        return 0
+
+    def _start(self, seq: Sequence) -> None:
+        """Give the first waiting sequence a row, and move it to the running ones."""
+        self.waiting.popleft()
+        if self.offloader is not None:
+            self.offloader.started(seq)
+        self._insert(self.running, seq)
+        seq.status, seq.row = Status.RUNNING, self._free_rows.pop()
+
+    def _num_tokens(self, seq: Sequence, budget: int) -> int:
+        """Tokens that a sequence gets of what is left of a step."""
+        if seq.num_to_compute > budget and not self.enable_chunked_prefill:
+            return 0
+        return self.blocks.fitting(seq, min(seq.num_to_compute, budget))
+
+    def _fit_uncut_prompt(self, plan: _StepPlan, seq: Sequence) -> None:
+        """Let a prompt that must not be cut have a step to itself, even if lack of memory has left smaller steps than that."""
+        if not self.enable_chunked_prefill and plan.empty:
+            plan.budget = max(plan.budget, seq.num_to_compute)
+
+    def _tokens_to_hold(self, seq: Sequence, count: int) -> int:
+        """Number of tokens, from the next on, for which a sequence must hold pages when a step computes `count` of them."""
+        return count
+
+    def _take_pages_of_waiting(self) -> bool:
+        """Free the pages of one sequence that does not run yet; False: none has any."""
+        if self.offloader is None:
+            return False
+        holder = next((seq for seq in reversed(self.waiting) if seq.tables), None)
+        if holder is None:
+            return self.offloader.restores.give_up()
+        self.blocks.release(holder)
+        return True
+
+    def _preempt_last(self) -> Sequence:
+        """Preempt and return the last of the running sequences."""
+        seq = self.running.pop()
+        assert not seq.in_decode_batch
+        self.stats.num_preemptions += 1
+        self.stats.preemptions_by_kind[RECOMPUTE if self.offloader is None else self.offloader.preempt(seq)] += 1
+        self._release(seq)
+        seq.status, seq.draft_token_ids = Status.WAITING, []
+        seq.num_preemptions += 1
+        self.add_first([seq])
+        return seq
+
+    def _release(self, seq: Sequence) -> None:
+        self.blocks.release(seq)
+        if seq.row is not None:
+            self._free_rows.append(seq.row)
+            seq.row = None
+
+    def launched(self, step: ScheduledStep) -> None:
+        """Account for a step the device has been given: its tokens count as computed, and those it samples as pending."""
+        for seq, count, context_len, samples, drafts in step.individual:
+            seq.num_computed += count
+            seq.num_unverified = drafts
+            if drafts:
+                seq.draft_token_ids = []
+            if seq.prefix_copies:
+                self.blocks.copies_launched(seq)
+            if samples:
+                seq.num_pending += 1
+                seq.newest_at = context_len + count
+            if count > 1 or len(seq.token_ids) >= seq.next_boundary:
+                self.blocks.advance(seq, partly=count > 1)
+        if step.members:
+            for place in self._batch.step():
+                seq = self._batch.members[place]
+                if len(seq.token_ids) >= seq.next_boundary:  # else the host has not seen the token that fills the page
+                    self.blocks.advance(seq)
+                    self._batch.passed(place)
+
+    def append_sampled(self, seq: Sequence, tokens: list[int]) -> list[int]:
+        """Append what a launched step has sampled for a sequence: the verified drafts, and the token after them.
+
+        Returns the tokens that were appended: fewer where one of them ends the sequence. The k and v of drafts that were refused
+        count as not computed; the next step overwrites them.
+        """
+        if not seq.in_decode_batch:
+            seq.num_pending -= 1
+        if seq.num_unverified:  # else there were no drafts, or the sequence was preempted meanwhile and is computed again
+            seq.num_computed -= seq.num_unverified + 1 - len(tokens)
+            seq.newest_at = seq.num_computed
+            seq.num_unverified = 0
+        for count, token in enumerate(tokens, start=1):
+            seq.append(token)
+            if seq.status is Status.FINISHED:
+                return tokens[:count]
+        return tokens
+
+    def remove_finished(self) -> None:
+        """Free what finished sequences held."""
+        self._batch.remove(seq for seq in self._batch.members if seq.finished)
+        for seq in (*self.running, *self.waiting):
+            if seq.finished:
+                self._release(seq)
+        if self.offloader is not None:
+            self.offloader.remove_finished()
+        self.running = [seq for seq in self.running if not seq.finished]
+        self.waiting = deque(seq for seq in self.waiting if not seq.finished)

@@ -1,0 +1,117 @@
+"""Turns what the scheduler has chosen into plain data: the last place that sees the engine's live sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from headway.core.engine.state.groups import CacheGroup
+from headway.core.engine.state.schedule import ScheduledStep
+from headway.core.engine.state.sequence import Sequence as Completion
+from headway.core.engine.state.step import NEWEST, NewPages, PageCopy, StartedRow, StepInput
+from headway.core.sampling.row_needs import OF_TOKENS, need_of
+
+
+def prepare(step: ScheduledStep, groups: Sequence[CacheGroup]) -> StepInput:
+    """Turn a step into the executor's input. Changes of pages are reported once, so every prepared step must be launched."""
+    started: list[StartedRow] = []
+    new_pages: list[NewPages] = []
+    for seq in step.changed:
+        _tell(seq, started, new_pages)
+    if not step.individual:
+        return _members_alone(step, tuple(new_pages))
+    copies: list[PageCopy] = []
+    token_ids: list[int] = []
+    num_newest = len(step.members)
+    for seq, count, context_len, _, drafts in step.individual:
+        if seq.table_changes:
+            _tell(seq, started, new_pages)
+        if seq.prefix_copies:
+            for group, source, size in seq.prefix_copies:
+                target = seq.tables[group].pages[context_len // groups[group].page_size]
+                copies.append(PageCopy(group, source, target, size))
+        if count == 1 and seq.newest_at == context_len:
+            token_ids.append(NEWEST if seq.num_pending else seq.token_ids[context_len])
+            num_newest += 1
+        else:
+            known = seq.token_ids[context_len : context_len + count - drafts]
+            assert len(known) == count - drafts, "only a decoding sequence runs ahead of the host"
+            token_ids += known
+            token_ids += seq.draft_token_ids[:drafts]
+    return _with_members(step, token_ids, num_newest == len(step), tuple(started), tuple(new_pages), tuple(copies))
+
+
+def _with_members(
+    step: ScheduledStep,
+    token_ids: list[int],
+    goes_on: bool,
+    started: tuple[StartedRow, ...],
+    new_pages: tuple[NewPages, ...],
+    copies: tuple[PageCopy, ...],
+) -> StepInput:
+    """The individual sequences of a step, and after them the members of the batch. token_ids: of the former."""
+    seqs, counts, contexts, samples, drafts = zip(*step.individual, strict=True)
+    members = _members_alone(step)
+    # Where drafts are made all tokens have been read, and a graph that verifies takes none from the device.
+    drafting = any(drafts)
+    newest = numpy.array([seq.token_ids[-1] for seq in step.members], dtype=numpy.int64) if drafting else members.token_ids
+    decodes = all(samples) and all(contexts) and all(one == own + 1 for one, own in zip(counts, drafts, strict=True))
+    return StepInput(
+        rows=_joined([seq.row for seq in seqs], members.rows),
+        query_lens=_joined(counts, members.query_lens),
+        context_lens=_joined(contexts, members.context_lens),
+        num_draft_tokens=_joined(drafts, members.num_draft_tokens),
+        samples=_joined(samples, members.samples),
+        token_ids=_joined(token_ids, newest),
+        goes_on=goes_on,
+        verifies=drafting and decodes,
+        started=started,
+        new_pages=new_pages,
+        copies=copies,
+    )
+
+
+def _members_alone(step: ScheduledStep, new_pages: tuple[NewPages, ...] = ()) -> StepInput:
+    """The members of the batch: what most steps consist of."""
+    count = len(step.members)
+    return StepInput(
+        rows=step.rows,
+        query_lens=numpy.ones(count, dtype=numpy.int32),
+        context_lens=step.context_lens,
+        num_draft_tokens=numpy.zeros(count, dtype=numpy.int32),
+        samples=numpy.ones(count, dtype=numpy.bool_),
+        token_ids=numpy.full(count, NEWEST, dtype=numpy.int64),
+        goes_on=True,
+        new_pages=new_pages,
+    )
+
+
+def _joined(own: Iterable[int | bool | None], others: NDArray[Any]) -> NDArray[Any]:
+    numbers = numpy.array(own, dtype=others.dtype)
+    return numpy.concatenate([numbers, others]) if len(others) else numbers
+
+
+def _tell(seq: Completion, started: list[StartedRow], new_pages: list[NewPages]) -> None:
+    """Note what the executor does not know yet of a sequence and its pages."""
+    row = seq.row
+    assert row is not None, "a scheduled sequence has a row"
+    if not seq.started:
+        started.append(_started_row(row, seq))
+        seq.started = True
+    for group, start, pages in seq.table_changes:
+        new_pages.append(NewPages(row, start, pages, group))
+    seq.table_changes.clear()
+
+
+def _started_row(row: int, seq: Completion) -> StartedRow:
+    return StartedRow(
+        row=row,
+        params=seq.params,
+        seed=seq.seed,
+        token_ids=tuple(seq.token_ids) if need_of(seq.params) & OF_TOKENS else (),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        stop_token_ids=tuple(seq.stop_token_ids) if seq.params.min_tokens else (),
+    )

@@ -1,0 +1,279 @@
+"""The engine's options, checked once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from headway.core.contract.errors import ConfigError
+from headway.core.sampling.params import SEED_RANGE, is_seed
+from headway.core.system.text import shown
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.core.select.backend_request import BackendRequest
+
+_MOST_SEQS = 2**20
+"""Most sequences of a step: buffers of the host and the device have a row for each."""
+BLOCK_MULTIPLE = 8
+"""Every block size is a multiple of this: no kernel reads smaller steps."""
+
+MAX_DRAFT_TOKENS = 7
+"""Most drafts that are verified at once; with the newest token before them they make the longest query of a decode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The engine's options; names are vLLM's where it has them.
+
+    Each option's text is written here once: `LLM`'s keywords, the command line's flags and docs/options.md come from it.
+    """
+
+    attn_backend: Annotated[str | BackendRequest, 'Attention backend: auto, NAME, or "prefill=NAME,decode=NAME".'] = "auto"
+    attn_options: Annotated[Mapping[str, Mapping[str, str]], "Options of backends: NAME -> key -> value."] = field(
+        default_factory=dict
+    )
+    workload: Annotated[str, "What auto expects to serve: chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256."] = "chat"
+    kv_layout: Annotated[str, "Layout of the cache: auto, nhd, hnd, vllm_5d, or a plugin's."] = "auto"
+    kv_cache_dtype: Annotated[str, "Element type of the cache: auto (the model's), or fp8_e4m3, which halves it."] = "auto"
+    block_size: Annotated[int | None, "Tokens in a cache block, a multiple of 8. Default: auto decides."] = None
+    max_model_len: Annotated[
+        int | None, "Most tokens of prompt and output together. Default: the model's limit, or less where the cache is smaller."
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None, "Most tokens of one step; longer prompts go in chunks. Default: 16,384 on a GPU, 2,048 on a CPU."
+    ] = None
+    max_num_seqs: Annotated[int, "Most sequences of one step."] = 256
+    scheduling_policy: Annotated[
+        str, "Who is served first: fcfs (first come, first served), or priority (the lower number, then first come)."
+    ] = "fcfs"
+    enable_prefix_caching: Annotated[bool, "Reuse the cache of prompts that begin alike."] = True
+    enable_chunked_prefill: Annotated[bool, "Serve a long prompt in several steps."] = True
+    free_window_blocks: Annotated[bool, "Give back the blocks that lie behind a layer's sliding window."] = True
+    kv_cache_memory: Annotated[
+        int | str | None, "Size of the cache: bytes, or a text such as 2GiB. Default: what the memory has room for."
+    ] = None
+    preemption_mode: Annotated[
+        str,
+        "What becomes of a request whose cache must make room: recompute, swap (to the host's memory), or auto: what costs less.",
+    ] = "auto"
+    kv_offload_size: Annotated[
+        int | str | None,
+        "Host memory that keeps blocks which the cache has no room for: bytes, or a text such as 4GiB. Default: none.",
+    ] = None
+    kv_offload_dir: Annotated[
+        str | None, "Folder that keeps such blocks on disk as well, for later starts too. Needs kv_offload_size. Default: none."
+    ] = None
+    kv_offload_dir_size: Annotated[int | str, "Most bytes of files in kv_offload_dir, or a text such as 64GiB."] = "16GiB"
+    gpu_memory_utilization: Annotated[float, "Share of the GPU's memory for weights, activations and cache."] = 0.9
+    enforce_eager: Annotated[bool, "Launch every kernel by itself: no CUDA graphs."] = False
+    cudagraph_capture_sizes: Annotated[
+        Sequence[int] | None, "Batch sizes whose decode is captured in CUDA graphs. Default: up to max_num_seqs."
+    ] = None
+    async_scheduling: Annotated[bool | None, "Launch a step before the last one is read. Default: on a GPU."] = None
+    speculate: Annotated[
+        str | None, "Guess tokens and verify several in a step, where that is faster: ngram, suffix, or a plugin's. Default: no."
+    ] = None
+    num_speculative_tokens: Annotated[int, "Most guesses that a step verifies for a sequence, 1 to 7."] = 7
+    deterministic: Annotated[bool, "Give a request the same bits alone and in any batch; slower."] = False
+    max_logprobs: Annotated[int, "Most log-probabilities of a token that a request may ask for; -1: of the whole vocabulary."] = (
+        20
+    )
+    seed: Annotated[int, "Seed of the requests that bring none of their own."] = 0
+
+    def __post_init__(self) -> None:
+        """Check every option, and replace texts by what they mean.
+
+        :raises ConfigError: an option of another kind than its annotation says, out of its range, or at odds with another.
+        """
+        from headway.core.contract.spec import KV_DTYPES  # here, so that the command line's help needs no torch
+        from headway.core.select.backend_request import BackendRequest
+        from headway.core.select.workload import Workload
+
+        check_kinds(self)
+        self._set("attn_backend", BackendRequest.parse(self.attn_backend))
+        options = self.attn_options
+        if not isinstance(options, Mapping) or not all(isinstance(own, Mapping) for own in options.values()):
+            raise ConfigError("attn_options", 'a mapping such as {"BACKEND": {"option": "value"}}', shown(options))
+        if self.kv_cache_memory is not None:
+            self._set("kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
+        self._check_offload()
+        for name in ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(name, "a whole number of at least 1", repr(value))
+        if self.max_num_seqs > _MOST_SEQS:
+            raise ConfigError("max_num_seqs", f"a whole number of at most {_MOST_SEQS}", self.max_num_seqs)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError("gpu_memory_utilization", "a number above 0 and at most 1", repr(self.gpu_memory_utilization))
+        if self.max_logprobs < -1:
+            raise ConfigError("max_logprobs", "a whole number of at least -1", repr(self.max_logprobs))
+        self._check_capture_sizes()
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ConfigError("scheduling_policy", "fcfs or priority", repr(self.scheduling_policy))
+        Workload.parse(self.workload)
+        if self.kv_cache_dtype not in ("auto", *KV_DTYPES):
+            raise ConfigError("kv_cache_dtype", f"auto or {' or '.join(KV_DTYPES)}", repr(self.kv_cache_dtype))
+        if not 1 <= self.num_speculative_tokens <= MAX_DRAFT_TOKENS:
+            need = f"a whole number from 1 to {MAX_DRAFT_TOKENS}"
+            raise ConfigError("num_speculative_tokens", need, repr(self.num_speculative_tokens))
+        if self.speculate is not None and self.deterministic:
+            hint = "leave one of them out"
+            raise ConfigError("speculate", "steps whose shape changes no bit, which deterministic forbids", self.speculate, hint)
+        if not is_seed(self.seed):
+            raise ConfigError("seed", SEED_RANGE, repr(self.seed))
+        if self.block_size is not None:
+            check_block_size(self.block_size)
+
+    def _set(self, option: str, value: object) -> None:
+        """Replace an option's value, in the frozen object, by the value that was read from it."""
+        object.__setattr__(self, option, value)
+
+    def _check_offload(self) -> None:
+        if self.preemption_mode not in ("auto", "recompute", "swap"):
+            raise ConfigError("preemption_mode", "auto, recompute or swap", repr(self.preemption_mode))
+        self._set("kv_offload_dir_size", parse_bytes("kv_offload_dir_size", self.kv_offload_dir_size))
+        if self.kv_offload_size is None:
+            need = "kv_offload_size, the host memory that blocks are copied to"
+            if self.preemption_mode == "swap":
+                raise ConfigError("preemption_mode=swap", need, "none", "kv_offload_size='4GiB', or preemption_mode='auto'")
+            if self.kv_offload_dir is not None:
+                raise ConfigError("kv_offload_dir", need + " on their way", "none", "kv_offload_size='4GiB'")
+            return
+        self._set("kv_offload_size", parse_bytes("kv_offload_size", self.kv_offload_size))
+        if self.deterministic or not self.enable_prefix_caching:
+            why = "deterministic, which has none" if self.deterministic else "enable_prefix_caching=False"
+            raise ConfigError("kv_offload_size", "the prefix cache, by whose names blocks are found again", why)
+
+    def _check_capture_sizes(self) -> None:
+        sizes = self.cudagraph_capture_sizes
+        if sizes is None:
+            return
+        listed = tuple(sizes) if isinstance(sizes, Iterable) else ()
+        if not listed or not all(map(_is_count, listed)):
+            raise ConfigError(
+                "cudagraph_capture_sizes", "whole numbers of at least 1", repr(sizes), "enforce_eager turns graphs off"
+            )
+        if min(listed) > self.max_num_seqs:
+            raise ConfigError("cudagraph_capture_sizes", f"a size of at most max_num_seqs={self.max_num_seqs}", repr(sizes))
+        self._set("cudagraph_capture_sizes", listed)
+
+    @property
+    def backend_request(self) -> BackendRequest:
+        """The option `attn_backend`, parsed."""
+        assert not isinstance(self.attn_backend, str)
+        return self.attn_backend
+
+    @property
+    def offload_bytes(self) -> tuple[int, int]:
+        """`kv_offload_size`, 0 for none, and `kv_offload_dir_size`, in bytes."""
+        assert not isinstance(self.kv_offload_size, str)
+        assert not isinstance(self.kv_offload_dir_size, str)
+        return self.kv_offload_size or 0, self.kv_offload_dir_size
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes; None: what the memory has room for."""
+        assert not isinstance(self.kv_cache_memory, str)
+        return self.kv_cache_memory
+
+    def for_device(self, device: torch.device) -> EngineConfig:
+        """The same options, with those filled in that depend on the device."""
+        gpu = device.type == "cuda"
+        tokens, overlap = self.max_num_batched_tokens, self.async_scheduling
+        return replace(
+            self,
+            max_num_batched_tokens=(16384 if gpu else 2048) if tokens is None else tokens,
+            async_scheduling=gpu if overlap is None else overlap,
+        )
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_num_batched_tokens` as a number, which `for_device` has filled in."""
+        assert self.max_num_batched_tokens is not None
+        return self.max_num_batched_tokens
+
+    def check_budget(self, max_model_len: int) -> None:
+        """Check that every prompt can be scheduled.
+
+        :raises ConfigError: chunked prefill is off and a prompt of max_model_len exceeds the budget.
+        """
+        if not self.enable_chunked_prefill and self.step_tokens < max_model_len:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"at least max_model_len={max_model_len} where chunked prefill is off",
+                self.step_tokens,
+                "raise it, lower max_model_len, or turn chunked prefill on",
+            )
+
+
+_KINDS: Final[dict[str, tuple[tuple[type, ...], str]]] = {
+    "bool": ((bool,), "True or False"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "a text"),
+    "None": ((type(None),), "None"),
+    "Iterable[object]": ((Iterable,), "a list"),
+}
+_WORD: Final = 2**63
+"""No count or size is as large, on any machine."""
+
+
+def check_kinds(options: Any) -> None:
+    """Check the fields of a dataclass whose annotations are texts such as 'Annotated[int | None, "..."]'. Paths become texts.
+
+    By hand: pydantic's errors do not say "or None", it takes NaN and integers beyond 64 bits, and to import it
+    for a dataclass of its making costs every `headway --help` a tenth of a second.
+
+    :raises ConfigError: a value of another kind, a number that is none, or one beyond 64 bits.
+    """
+    for each in fields(options):
+        kinds = str(each.type).removeprefix("Annotated[").split(",")[0].split(" | ")
+        if not set(kinds) <= set(_KINDS) or {"int", "str"} <= set(kinds):  # sizes in bytes, and what has a parser of its own
+            continue
+        value = getattr(options, each.name)
+        if "str" in kinds and isinstance(value, PathLike):
+            value = str(value)
+            object.__setattr__(options, each.name, value)
+        types = tuple(kind for name in kinds for kind in _KINDS[name][0])
+        is_kind = isinstance(value, types) and (not isinstance(value, bool) or "bool" in kinds)
+        if not is_kind or (isinstance(value, float) and math.isnan(value)):
+            raise ConfigError(each.name, " or ".join(_KINDS[name][1] for name in kinds), shown(value))
+        if isinstance(value, int) and not -_WORD <= value < _WORD:
+            raise ConfigError(each.name, "a whole number of at most 64 bits", shown(value))
+
+
+def check_block_size(size: int, option: str = "block_size") -> None:
+    """Check a number of tokens in a cache block.
+
+    :raises ConfigError: no kernel reads blocks of this size.
+    """
+    if size < 1 or size % BLOCK_MULTIPLE:
+        near = max(BLOCK_MULTIPLE, round(size / BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
+        raise ConfigError(option, f"a multiple of {BLOCK_MULTIPLE}", size, f"{near} is the nearest")
+
+
+def parse_bytes(what: str, value: object) -> int:
+    """Read a size in bytes: a number, or a text such as "2GiB" or "512MB", by pydantic's ByteSize (GB is 1000**3, GiB 1024**3).
+
+    what: the option's name, for the error.
+
+    :raises ConfigError: it is neither, or not positive.
+    """
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = 0 if isinstance(value, (bool, float)) else int(TypeAdapter(ByteSize).validate_python(value))
+    except (ValidationError, OverflowError):
+        size = 0
+    if size < 1:
+        raise ConfigError(what, "a positive number of bytes such as 2GiB or 512MiB", repr(value))
+    return size
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,123 @@
+"""The limits of an engine's requests, and the one check of a request against them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.engine.state.config import EngineConfig
+from headway.core.sampling.params import SamplingParams
+from headway.core.system.text import shown
+
+_POLICY = 'scheduling_policy="priority" serves lower priorities first'
+
+
+class CheckedRequest(NamedTuple):
+    """A request that `RequestLimits.checked` has found good: `EngineLoop.add_request` takes nothing else, and checks no more."""
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    """Complete: an engine knows no texts, so that bad words are token ids."""
+    priority: int = 0
+    """Lower ones are served first."""
+    prompt: str | None = None
+    """The prompt's text, for outputs; the engine reads the token ids alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Checks the requests of one engine before anything is queued."""
+
+    max_model_len: int
+    vocab_size: int
+    advice: str
+    """Hint for a prompt that is too long: only what would help."""
+    max_logprobs: int = -1
+    """Most tokens whose log-probabilities a request may ask for at one place; -1: the whole vocabulary."""
+    by_priority: bool = False
+    """Whether requests have priorities."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_model_len: int, max_position_embeddings: int, vocab_size: int) -> RequestLimits:
+        """The limits of an engine. max_position_embeddings: what the model was made for."""
+        advice = "shorten it or raise kv_cache_memory"
+        if max_model_len >= max_position_embeddings:
+            advice = "shorten it; the model was made for no more"
+        elif config.max_model_len is not None:
+            advice = "shorten it or raise max_model_len"
+        elif not config.enable_chunked_prefill and max_model_len >= config.step_tokens:
+            advice = "shorten it, raise max_num_batched_tokens, or turn chunked prefill on"
+        return cls(max_model_len, vocab_size, advice, config.max_logprobs, config.scheduling_policy == "priority")
+
+    def checked(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int = 0, prompt: str | None = None
+    ) -> CheckedRequest:
+        """Check a request, once.
+
+        :raises PromptError: the prompt is empty, leaves no room for one token, or has ids outside the vocabulary.
+        :raises ConfigError: parameters or a priority that this engine or its model does not take.
+        """
+        self.check_prompt(prompt_token_ids)
+        self.check_params(params)
+        self.check_priority(priority)
+        return CheckedRequest(prompt_token_ids, params, priority, prompt)
+
+    def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
+        """Check a prompt.
+
+        :raises PromptError: the prompt is empty, leaves no room for one token, or has ids outside the vocabulary.
+        """
+        if not prompt_token_ids:
+            raise PromptError("prompt", "at least one token", "an empty prompt")
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise PromptError(
+                "prompt",
+                f"at most {self.max_model_len - 1} tokens (max_model_len={self.max_model_len}, one is for the output)",
+                f"{len(prompt_token_ids)} tokens",
+                self.advice,
+            )
+        self.check_ids(prompt_token_ids)
+
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """Check that the vocabulary has these tokens.
+
+        :raises PromptError: an id is outside of the vocabulary.
+        """
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < self.vocab_size:
+                raise PromptError("prompt", f"token ids from 0 to {self.vocab_size - 1}", shown(token))
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Check the parameters that depend on the model.
+
+        :raises ConfigError: token ids outside the vocabulary, or more log-probabilities than max_logprobs.
+        """
+        bad_words = [token for word in params.bad_words_token_ids or () for token in word]
+        listed = {
+            "logit_bias": list(params.logit_bias or ()),
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words_token_ids": bad_words,
+            "stop_token_ids": params.stop_token_ids or (),
+        }
+        for name, tokens in listed.items():
+            if tokens and max(tokens) >= self.vocab_size:
+                raise ConfigError(name, f"token ids from 0 to {self.vocab_size - 1}", shown(max(tokens)))
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(params, name)
+            most = self.vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, self.vocab_size)
+            if wanted is not None and (wanted > most or (wanted == -1 and most < self.vocab_size)):
+                raise ConfigError(
+                    name, f"at most max_logprobs={most}", shown(wanted), "raise max_logprobs; -1 allows the whole vocabulary"
+                )
+
+    def check_priority(self, priority: int) -> None:
+        """Check a request's priority.
+
+        :raises ConfigError: the priority is no whole number, or this engine serves first come, first served.
+        """
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ConfigError("priority", "a whole number; lower ones are served first", repr(priority))
+        if priority and not self.by_priority:
+            raise ConfigError("priority", "0, because requests are served first come, first served", priority, _POLICY)

@@ -1,0 +1,154 @@
+"""Counts of the work that an engine has done since its start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
+from typing import Self
+
+from headway.core.engine.state.executor import InFlight
+from headway.core.engine.state.step import StepInput
+
+
+@dataclass
+class EngineStats:
+    """Counters that only grow: subtract an earlier `snapshot` to see a stretch of work."""
+
+    num_steps: int = 0
+    num_graph_steps: int = 0
+    """Steps that were one CUDA graph's replay."""
+    num_prefill_tokens: int = 0
+    """Tokens computed beyond those of decoding sequences."""
+    num_decode_tokens: int = 0
+    num_output_tokens: int = 0
+    """Tokens that completions have got."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of sequences that were admitted, each counted once."""
+    num_cached_tokens: int = 0
+    """Prompt tokens among them that the prefix cache spared."""
+    num_preemptions: int = 0
+    preemptions_by_kind: Counter[str] = field(default_factory=Counter)
+    """"recompute" or "swap"."""
+    blocks_swapped: int = 0
+    """Blocks that preempted sequences left to be swapped; blocks that no other sequence needed meanwhile stayed in the pool."""
+    blocks_offloaded: int = 0
+    """Blocks copied to the host's memory."""
+    blocks_stored: int = 0
+    """Pages written to disk."""
+    offload_hits: int = 0
+    """Tokens that were brought back from the host's memory or from disk, and so not computed again."""
+    offload_bytes_out: int = 0
+    offload_bytes_in: int = 0
+    offload_failures: Counter[str] = field(default_factory=Counter)
+    """Pages that were not kept, or not found as they should be, by reason."""
+    num_draft_tokens: int = 0
+    """Guesses that steps have verified."""
+    num_accepted_tokens: int = 0
+    """Guesses among them that held."""
+    num_draft_steps: int = 0
+    """Steps with guesses to verify."""
+    kv_tokens_read: int = 0
+    """Cached tokens that decode tokens attended to, summed over all decode tokens."""
+    host_seconds: float = 0.0
+    """Seconds of scheduling, launching and reading steps, without waiting for the device."""
+    schedule_seconds: float = 0.0
+    """The part of `host_seconds` that chooses steps, guesses included."""
+    prepare_seconds: float = 0.0
+    """The part of `host_seconds` that turns chosen steps into plain data."""
+    launch_seconds: float = 0.0
+    """The part of `host_seconds` that fills inputs and launches."""
+    read_seconds: float = 0.0
+    """The part of `host_seconds` that takes in sampled tokens."""
+    output_seconds: float = 0.0
+    """Seconds beside `host_seconds`: the client's work, from deltas to texts and request outputs."""
+    wait_seconds: float = 0.0
+    """Seconds for which the host was blocked on the device."""
+    steps_by_backend: Counter[str] = field(default_factory=Counter)
+    """Steps in which a backend served a phase."""
+    steps_by_phase: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Steps by phase and backend; where several backends serve parts of one phase, the first counts."""
+    steps_without_graph: Counter[str] = field(default_factory=Counter)
+    """Steps that were launched kernel by kernel although CUDA graphs are in use, by reason."""
+    steps_in_pieces: Counter[str] = field(default_factory=Counter)
+    """Steps that were replays of CUDA graphs with attention launched between them, by the reason why they were not one graph."""
+    steps_without_drafts: Counter[str] = field(default_factory=Counter)
+    """Steps that verified no guess although tokens are guessed, by reason."""
+    steps_after_model: Counter[str] = field(default_factory=Counter)
+    """Steps some of whose tokens were chosen after the model or its graph, kernel by kernel, by what requests asked for."""
+    steps_waiting: Counter[str] = field(default_factory=Counter)
+    """Steps whose tokens could not be chosen before the host had read the step before, by what requests asked for. The model
+    itself was under way meanwhile."""
+    compilations: Counter[str] = field(default_factory=Counter)
+    """Triton kernels that were compiled after the engine was ready, by name: each has delayed a step."""
+
+    def count(self, step: StepInput, launched: InFlight) -> None:
+        """Add a step that has been launched."""
+        self.num_steps += 1
+        self.num_graph_steps += launched.graph
+        self.steps_by_backend.update(launched.backends)
+        self.compilations.update(launched.compiled)
+        self.steps_after_model.update(launched.after_model)
+        self.steps_waiting.update(launched.waited_for)
+        self.wait_seconds += launched.wait_seconds
+        if launched.no_graph:
+            (self.steps_in_pieces if launched.piecewise else self.steps_without_graph)[launched.no_graph] += 1
+        if step.goes_on:  # the commonest step, counted without masks: the host's time counts where a step is short
+            self.num_decode_tokens += step.num_seqs
+            self.kv_tokens_read += int(step.context_lens.sum(dtype=int)) + step.num_seqs
+            self.steps_by_phase.update(("decode", name) for name in launched.backends[-1:])
+            return
+        drafts = int(step.num_draft_tokens.sum())
+        self.num_draft_tokens += drafts
+        self.num_draft_steps += drafts > 0
+        decodes = (step.context_lens > 0) & (step.query_lens == step.num_draft_tokens + 1)
+        num_decodes = int(decodes.sum())
+        self.num_decode_tokens += num_decodes
+        self.num_prefill_tokens += int(step.query_lens.sum(where=~decodes))
+        self.kv_tokens_read += int(step.context_lens.sum(where=decodes, dtype=int)) + num_decodes
+        if num_decodes:
+            self.steps_by_phase.update(("decode", name) for name in launched.backends[-1:])
+        if num_decodes < step.num_seqs:  # prompts come first in a step
+            phase = "extend" if step.context_lens[~decodes].any() else "prefill"
+            self.steps_by_phase.update((phase, name) for name in launched.backends[:1])
+
+    @property
+    def host_parts(self) -> dict[str, float]:
+        """Seconds of the host's work by part; the last part is not in `host_seconds`."""
+        parts = {
+            "schedule": self.schedule_seconds,
+            "prepare": self.prepare_seconds,
+            "launch": self.launch_seconds,
+            "read": self.read_seconds,
+        }
+        return {**parts, "other": self.host_seconds - sum(parts.values()), "outputs": self.output_seconds}
+
+    def snapshot(self) -> Self:
+        """A copy of the counters."""
+        copies = {each.name: Counter(value) for each in fields(self) if isinstance(value := getattr(self, each.name), Counter)}
+        return replace(self, **copies)  # type: ignore[arg-type]
+
+    def __sub__(self, earlier: Self) -> Self:
+        """The work done since `earlier`."""
+        return type(self)(**{each.name: getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """An engine at one moment, between two steps."""
+
+    time: float
+    """Seconds on the clock of time.perf_counter."""
+    num_running: int
+    """Sequences that steps serve."""
+    num_waiting: int
+    """Sequences that have not begun, or were preempted."""
+    num_blocks: int
+    """Blocks of the pool. Where a model has several cache groups, blocks here are pages."""
+    num_used_blocks: int
+    """Blocks that sequences hold."""
+    num_cached_blocks: int
+    """Blocks that no sequence holds and an equal prefix would find again."""
+    totals: EngineStats
+    """Counters since the start: subtract those of an earlier snapshot to see a stretch of time."""
+    num_offloaded_blocks: int = 0
+    """Blocks, never pages, that the host's memory keeps, whatever the pool holds of them; none without `kv_offload_size`."""

@@ -1,0 +1,69 @@
+"""The attention specs of a model's layers, made once and handed on to whatever chooses, measures, allocates or plans for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from headway.core.contract.metadata import Phase
+from headway.core.contract.model import Model, latent_layers
+from headway.core.contract.spec import KV_DTYPES, AttentionSpec
+
+
+@dataclass(frozen=True)
+class LayerSpecs:
+    """The specs for which a model's layers ask a backend: that of each layer's cache, and those that latent layers expand to."""
+
+    cached: Sequence[AttentionSpec]
+    """The spec of each layer's cache, in the order of the layers."""
+    expanded: Mapping[AttentionSpec, AttentionSpec] = field(default_factory=dict)
+    """The spec of a latent layer's cache -> the spec with which its prompts without context are computed."""
+
+    @classmethod
+    def of(cls, model: Model, kv_cache_dtype: str = "auto", kv_scales: Sequence[tuple[float, float]] | None = None) -> LayerSpecs:
+        """Give a model's layers the element type that the user asked for their caches.
+
+        kv_cache_dtype: auto, which leaves what the model asks for, or a name in KV_DTYPES.
+        kv_scales: k_scale and v_scale of each layer's cache of such a type, as the checkpoint has them; None: 1, or what a layer
+        brings that has such a type by itself.
+        """
+        cached = list(model.attention_specs)
+        if kv_cache_dtype != "auto":
+            cached = [replace(spec, kv_dtype=KV_DTYPES[kv_cache_dtype]) for spec in cached]
+            if kv_scales is not None:
+                cached = [replace(spec, k_scale=k, v_scale=v) for spec, (k, v) in zip(cached, kv_scales, strict=True)]
+        return cls(cached, {cached[number]: latent.expanded for number, latent in latent_layers(model).items()})
+
+    @property
+    def device(self) -> torch.device:
+        """Where all layers are."""
+        return self.cached[0].device
+
+    @cached_property
+    def distinct(self) -> Sequence[AttentionSpec]:
+        """Each kind of layer once: the distinct specs of caches, in the order of the layers."""
+        return list(dict.fromkeys(self.cached))
+
+    @cached_property
+    def counts(self) -> Mapping[AttentionSpec, int]:
+        """Every spec that backends must serve, expanded ones included -> the number of layers that have the spec."""
+        return Counter([*self.cached, *(self.expanded[spec] for spec in self.cached if spec in self.expanded)])
+
+    @cached_property
+    def value_head_dims(self) -> Sequence[int]:
+        """Elements of one head of what each layer's attention returns."""
+        return [self.expanded.get(spec, spec).v_head_dim for spec in self.cached]
+
+    def in_phase(self, spec: AttentionSpec, phase: Phase) -> AttentionSpec:
+        """The spec for which a layer asks a backend in a phase. spec: of its cache."""
+        return self.expanded.get(spec, spec) if phase is Phase.PREFILL else spec
+
+    def phases_of(self, spec: AttentionSpec) -> frozenset[Phase]:
+        """The phases in which layers ask for a spec, of a cache or expanded."""
+        if spec.dense:
+            return frozenset({Phase.PREFILL})
+        return frozenset(Phase) - {Phase.PREFILL} if spec in self.expanded else frozenset(Phase)

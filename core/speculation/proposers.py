@@ -1,0 +1,242 @@
+"""The proposers that Headway brings: n-grams of the same sequence, and suffixes of it and of finished outputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headway.core.contract.sampling_plugins import ProposerInfo, ProposerOptions
+
+_ANCHORS = (3, 1)
+"""Lengths of the n-grams whose places are kept, the longest first."""
+_MOST_PLACES = 32
+"""Most places of an n-gram that are looked at, the latest ones. They bound what a guess costs, and how exact its counts are."""
+
+
+class Guess(NamedTuple):
+    """Tokens that may follow. score: the sum of their probabilities, which is how many of them are expected to hold."""
+
+    tokens: list[int]
+    score: float
+
+
+NOTHING = Guess([], 0.0)
+
+
+class SuffixIndex:
+    """Finds where a stretch of a text occurred before, and what followed: the counts of a suffix tree without the tree.
+
+    A suffix tree that grows token by token keeps a node for every prefix of every suffix, or pays for keeping fewer. What is
+    needed here, how often each token followed the longest match, can be read from the places where the match occurred. So the
+    text itself is kept, and an index of its short n-grams; the places are narrowed down token by token, as a descent through the
+    tree would do. Only the newest text grows, at its end; texts are dropped whole, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[int, list[int]] = {}
+        self._newest = -1
+        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        """The places of each n-gram, (text, position after it), in the order in which they were added."""
+
+    def begin(self) -> None:
+        """Begin a new text, to which `append` adds."""
+        self._newest += 1
+        self._texts[self._newest] = []
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the end of the newest text."""
+        text, places = self._texts[self._newest], self._places
+        first = len(text)
+        text += tokens
+        for size in _ANCHORS:
+            # An n-gram is noted once something follows it: the one at the end of the text when the text grows.
+            for end in range(max(first, size), len(text)):
+                listed = places.setdefault(tuple(text[end - size : end]), [])
+                listed.append((self._newest, end))
+                if len(listed) > 2 * _MOST_PLACES:
+                    del listed[:_MOST_PLACES]
+
+    def drop_oldest(self) -> int:
+        """Forget the oldest text; returns its number of tokens."""
+        number = next(iter(self._texts))
+        text = self._texts.pop(number)
+        for size in _ANCHORS:
+            for end in range(size, len(text)):
+                key = tuple(text[end - size : end])
+                listed = self._places.get(key)
+                if listed is not None and listed[0][0] <= number:
+                    kept = [place for place in listed if place[0] > number]
+                    if kept:
+                        self._places[key] = kept
+                    else:
+                        del self._places[key]
+        return len(text)
+
+    @property
+    def num_ngrams(self) -> int:
+        """Different n-grams in the index."""
+        return len(self._places)
+
+    def guess(self, context: Sequence[int], depth: int, most: int, factor: float, least: float) -> Guess:
+        """Guess what follows the longest match of the context's end: the most frequent token, then the one after it, and so on.
+
+        depth: tokens of the longest match. most: most tokens to guess. factor: most guesses for each token of the match.
+        least: the probability below which a path is not followed further (Oliaro et al. 2024, arXiv 2411.04975).
+        """
+        places, length = self._longest_match(context, depth)
+        if not places:
+            return NOTHING
+        found = [(self._texts[text], end) for text, end in places]
+        tokens: list[int] = []
+        probability, score = 1.0, 0.0
+        for step in range(min(most, int(factor * length))):
+            following = Counter(text[end + step] for text, end in found if end + step < len(text))
+            if not following:
+                break
+            token, count = following.most_common(1)[0]
+            probability *= count / following.total()
+            if probability < least:
+                break
+            tokens.append(token)
+            score += probability
+            found = [(text, end) for text, end in found if end + step < len(text) and text[end + step] == token]
+        return Guess(tokens, score)
+
+    def _longest_match(self, context: Sequence[int], depth: int) -> tuple[list[tuple[int, int]], int]:
+        """The places where the longest match of the context's end ends, and the length of that match."""
+        size = len(context)
+        for length in _ANCHORS:
+            listed = self._places.get(tuple(context[size - length :])) if size >= length else None
+            if listed:
+                break
+        else:
+            return [], 0
+        places = listed[-_MOST_PLACES:]
+        while length < min(depth, size):
+            before = context[size - 1 - length]
+            longer = [place for place in places if place[1] > length and self._texts[place[0]][place[1] - 1 - length] == before]
+            if not longer:
+                break
+            places = longer
+            length += 1
+        return places, length
+
+
+class FinishedOutputs:
+    """Finished outputs, as many as fit into a number of tokens."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self.occurrences = SuffixIndex()
+        self._most, self._held = most_tokens, 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Remember an output, and forget the oldest ones that no longer fit."""
+        if len(tokens) < 2:  # no token follows another
+            return
+        tokens = tokens[-self._most :]
+        self.occurrences.begin()
+        self.occurrences.append(tokens)
+        self._held += len(tokens)
+        while self._held > self._most:
+            self._held -= self.occurrences.drop_oldest()
+
+
+class NgramProposer:
+    """Prompt lookup (Saxena 2023): what followed the last few tokens earlier in the same sequence may follow them again."""
+
+    def __init__(self, longest: int = 4) -> None:
+        """longest: tokens of the longest match that is sought."""
+        self._longest = longest
+
+    def begin(self, num_prompt_tokens: int) -> SequenceNgrams:
+        """See Proposer."""
+        return SequenceNgrams(self._longest)
+
+
+class SequenceNgrams:
+    """The n-grams of one sequence, each with the position that follows.
+
+    Where an n-gram occurs several times, the latest place counts: what was written last is the nearest to what comes.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._after: list[dict[int, int]] = [{} for _ in range(longest)]
+        """For each length, the position after an n-gram by the hash of the n-gram."""
+        self._num_read = 0
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """See SequenceProposer."""
+        self._read(token_ids)
+        end = len(token_ids)
+        for size in range(min(len(self._after), end - 1), 0, -1):
+            position = self._after[size - 1].get(hash(tuple(token_ids[end - size :])))
+            # Different n-grams with the same hash are told apart here: a wrong guess would be refused, but it would cost time.
+            if position is not None and token_ids[position - size : position] == token_ids[end - size :]:
+                return token_ids[position : position + most]
+        return ()
+
+    def _read(self, token_ids: Sequence[int]) -> None:
+        """Note the n-grams that a token follows: all but those which end with the newest token."""
+        for size, after in enumerate(self._after, start=1):
+            for end in range(max(self._num_read, size), len(token_ids)):
+                after[hash(tuple(token_ids[end - size : end]))] = end
+        self._num_read = len(token_ids)
+
+    def finish(self, token_ids: Sequence[int]) -> None:
+        """See SequenceProposer."""
+
+
+class SuffixProposer:
+    """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): guesses what most often followed the longest match.
+
+    Each sequence has counts of its own, over prompt and output; all sequences share those of finished outputs.
+    """
+
+    def __init__(self, options: ProposerOptions | None = None) -> None:
+        self._options = options or ProposerOptions()
+        self._remembered = FinishedOutputs(self._options.suffix_decoding_max_cached_tokens)
+
+    def begin(self, num_prompt_tokens: int) -> SequenceSuffixes:
+        """See Proposer."""
+        return SequenceSuffixes(self._options, self._remembered, num_prompt_tokens)
+
+
+class SequenceSuffixes:
+    """The suffixes of one sequence, beside those of finished outputs, which all sequences share."""
+
+    def __init__(self, options: ProposerOptions, remembered: FinishedOutputs, num_prompt_tokens: int) -> None:
+        self._options, self._remembered, self._num_prompt_tokens = options, remembered, num_prompt_tokens
+        self._own = SuffixIndex()
+        self._own.begin()
+        self._num_read = 0
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """Return the better of two guesses, by the tokens expected to hold; see SequenceProposer."""
+        self._own.append(token_ids[self._num_read :])
+        self._num_read = len(token_ids)
+        context = token_ids[-self._options.suffix_decoding_max_tree_depth :]
+        own, shared = self._guess(self._own, context, most), self._guess(self._remembered.occurrences, context, most)
+        return max(own, shared, key=lambda guess: guess.score).tokens
+
+    def _guess(self, occurrences: SuffixIndex, context: Sequence[int], most: int) -> Guess:
+        options = self._options
+        factor, least = options.suffix_decoding_max_spec_factor, options.suffix_decoding_min_token_prob
+        return occurrences.guess(context, options.suffix_decoding_max_tree_depth, most, factor, least)
+
+    def finish(self, token_ids: Sequence[int]) -> None:
+        """See SequenceProposer."""
+        self._remembered.add(token_ids[self._num_prompt_tokens :])
+
+
+def _ngram(options: ProposerOptions) -> NgramProposer:
+    return NgramProposer(options.prompt_lookup_max)
+
+
+BUILTIN = (
+    ProposerInfo("ngram", "what followed the longest earlier match of the last few tokens in the same sequence", _ngram),
+    ProposerInfo(
+        "suffix", "what most often followed the longest match, in the same sequence and in finished outputs", SuffixProposer
+    ),
+)
+"""The built-in proposers; `speculate` takes their names."""

@@ -1,0 +1,75 @@
+"""JSON files of pydantic models: written whole or not at all, read with an error that names the first fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headway.core.contract.errors import ConfigError
+from headway.core.system.files import read_text, write_whole
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def write_json(model: BaseModel, path: Path, option: str = "--output") -> None:
+    """Write a model whole or not at all: a reader never sees half a file, and a failed write leaves the old one.
+
+    option: the command-line option that names the file, for the error.
+
+    :raises ConfigError: the folder cannot be written to.
+    """
+    write_bytes(f"{model.model_dump_json(by_alias=True, indent=1)}\n".encode(), path, option)
+
+
+def write_bytes(content: bytes, path: Path, option: str = "--output") -> None:
+    """Write a file of the user's as `write_whole` does. option: the option that names the file, for the error.
+
+    :raises ConfigError: the file cannot be written; an old one is unchanged.
+    """
+    try:
+        write_whole(path, content, durable=True)
+    except OSError as error:
+        old = "; the old file is unchanged" if path.is_file() else ""
+        got = f"{path}, which cannot be written ({error.strerror or error})"
+        raise ConfigError(option, "a file in a folder that can be written to", got + old) from error
+
+
+def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") -> Model:
+    """Read a file that `write_json` wrote. written_by: the command that writes such files, for the error.
+
+    :raises ConfigError: the file is missing, not JSON, of another schema, or has an invalid field; the first fault is named.
+    """
+    need = f"a file that {written_by} wrote" if written_by else f"a JSON file of schema {schema}"
+    try:
+        return kind.model_validate_json(read_text(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError("result file", need, str(path), "it is not UTF-8 text") from error
+    except OSError as error:
+        raise ConfigError("result file", need, str(path), error.strerror or str(error)) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        hint = f"{error.error_count()} fault(s)" if error.error_count() > 1 else ""
+        raise ConfigError(f"result file {path}", need, f"{place}: {first['msg']}", hint) from error
+
+
+class ResultFile(BaseModel):
+    """The results of one run of a command, in the form of its file.
+
+    A subclass names its schema, such as headway.kernel/1, by the default of a field `schema_` with the alias "schema".
+    """
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    written_by: ClassVar[str] = ""
+    """The command that writes such files, where an error should name it."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file of this kind.
+
+        :raises ConfigError: see `read_json`.
+        """
+        schema: Any = cls.model_fields["schema_"].default
+        return read_json(path, cls, schema, cls.written_by)

@@ -1,0 +1,42 @@
+"""The log of Headway: how commands write it to stderr, tracebacks of other people's errors, warnings that are given once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from typing import Final
+
+from headway.core.system.text import harmless
+
+log = logging.getLogger("headway")
+
+_QUIET: Final = ("transformers", "torch", "huggingface_hub")
+"""Libraries whose warnings are not about anything that the user of a command did."""
+
+
+class _Harmless(logging.Formatter):
+    """Shows control characters as escapes, for messages hold names that somebody else wrote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record), keep="\n\t")
+
+
+def log_to_stderr(level: int) -> None:
+    """Write messages of this level and above to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Harmless("headway: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+    for library in _QUIET:
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
+def log_traceback(what: str, error: BaseException) -> None:
+    """Log the traceback of an exception that a user sees as one line: at -v, and with $HEADWAY_DEBUG=1."""
+    log.log(logging.WARNING if os.environ.get("HEADWAY_DEBUG") == "1" else logging.INFO, "%s raised:", what, exc_info=error)
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Log a warning that is not repeated, for instance not for each layer and phase."""
+    log.warning("%s", text)

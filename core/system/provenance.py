@@ -1,0 +1,91 @@
+"""What a result was made with: the commit and version of this code, versions of libraries, the name of the CPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from headway.core.system.text import harmless
+
+COMMIT_VARIABLE = "HEADWAY_COMMIT"
+"""Environment variable that names the commit of a copy of the sources without git's folder, such as one in a container."""
+_SHORT = 12
+_UNKNOWN = "unknown"
+"""The version of sources that are not installed."""
+_SECONDS = 10
+
+
+def command_line(*program: str) -> str:
+    """Return the command that is running, as typed after `program` ("headway"); bytes that are no text appear as escapes."""
+    return harmless(shlex.join([*(program or ("headway",)), *sys.argv[1:]]), keep="\n\t")
+
+
+class Origin(BaseModel):
+    """The code that made a result."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: str
+    """Version of the distribution headway."""
+    commit: str | None = None
+    """The checkout's commit, twelve digits; None where the package was installed from elsewhere."""
+    modified: bool = False
+    """True where tracked files differed from that commit."""
+
+    @classmethod
+    def here(cls) -> Origin:
+        """Identify the code that is running: by git where the package lies in a checkout, else by $HEADWAY_COMMIT."""
+        try:
+            version = metadata.version("headway")
+        except metadata.PackageNotFoundError:
+            version = _UNKNOWN
+        root = Path(__file__).resolve().parents[2]
+        commit = _git(root, "rev-parse", f"--short={_SHORT}", "HEAD") if (root / ".git").exists() else None
+        if commit:
+            return cls(version=version, commit=commit, modified=bool(_git(root, "status", "--porcelain", "--untracked-files=no")))
+        return cls(version=version, commit=os.environ.get(COMMIT_VARIABLE, "").strip()[:_SHORT] or None)
+
+    def __str__(self) -> str:
+        commit = f", commit {self.commit}{' with changes' if self.modified else ''}" if self.commit else ""
+        return f"headway{'' if self.version == _UNKNOWN else f' {self.version}'}{commit}"
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """Return what git prints; None where git is missing or fails."""
+    try:
+        found = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return distribution -> version for those that are installed, read from package metadata without importing any."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def cpu_name() -> str:
+    """Return the name of the CPU's model where the system tells it, else its architecture."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def interpreted() -> bool:
+    """True where Triton's kernels run under its interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

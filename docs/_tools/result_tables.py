@@ -1,0 +1,161 @@
+"""Result files as Markdown tables inside a document, between markers, so that no figure is typed by hand.
+
+    python docs/_tools/result_tables.py docs/benchmarks/*.md
+
+A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, `<!-- shares FILE -->`, `<!-- throughput FILE [PEERS] -->` or
+`<!-- crossover FILE -->`; its table ends at `<!-- end -->`; the files are relative to the working folder.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Protocol
+
+from headway.bench.crossover.report import to_section
+from headway.bench.crossover.view import view
+from headway.bench.generate.report import markdown
+from headway.bench.generate.results import OfflineReport, PeersFile
+from headway.bench.kernel.results import KernelCell, KernelReport
+from headway.core.system.files import write_whole
+from headway.core.system.provenance import Origin
+from headway.tuning.table.files import read_table
+
+_BLOCK = re.compile(r"(<!-- kernel (\S+) (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_SHARES = re.compile(r"(<!-- shares (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_CROSSOVER = re.compile(r"(<!-- crossover (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_OFFLINE = re.compile(r"(<!-- throughput (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str, read: Callable[[Path], KernelReport] = KernelReport.read) -> str:
+    """The document with every marked table made anew from its file.
+
+    :raises ConfigError: a file that is missing or not a result file.
+    """
+
+    files: list[_Result] = [read(Path(match[2])) for marker in (_BLOCK, _SHARES) for match in marker.finditer(text)]
+    files += [OfflineReport.read(Path(match[2])) for match in _OFFLINE.finditer(text)]
+    files += [read_table(Path(match[2])) for match in _CROSSOVER.finditer(text)]
+    newest = max(files, key=lambda file: file.date, default=None)
+
+    def table(match: re.Match[str]) -> str:
+        report = read(Path(match[2]))
+        cells = [cell for cell in report.cells if (cell.phase, cell.geometry) == (match[3], match[4])]
+        about = f"{_device(report)} {made_by(report, newest)}"
+        return f"{match[1]}\n    {command_today(report.command)}\n\n{about}\n\n{_table(cells)}\n{match[5]}"
+
+    def shares(match: re.Match[str]) -> str:
+        report = read(Path(match[2]))
+        about = f"{_device(report)} {made_by(report, newest)}"
+        return f"{match[1]}\n    {command_today(report.command)}\n\n{about}\n\n{shares_of_fastest(report.cells)}\n{match[3]}"
+
+    def offline(match: re.Match[str]) -> str:
+        peers = PeersFile.read(Path(match[3])) if match[3] else None
+        report = OfflineReport.read(Path(match[2]))
+        return f"{match[1]}\n{made_by(report, newest)}\n\n{markdown(report, peers)}\n{match[4]}"
+
+    def crossover(match: re.Match[str]) -> str:
+        report = read_table(Path(match[2]))
+        return f"{match[1]}\n{made_by(report, newest)}\n\n{to_section(view(report))}\n{match[3]}"
+
+    return _CROSSOVER.sub(crossover, _OFFLINE.sub(offline, _SHARES.sub(shares, _BLOCK.sub(table, text))))
+
+
+def command_today(command: str) -> str:
+    """What to type today for a recorded command; `headway bench kernel` timed other libraries as well until 2026-11-23."""
+    before = "headway bench kernel "
+    if not command.startswith(before) or "--phase write" in command:
+        return command
+    alone = command.replace("--no-peers ", "")
+    return alone if alone != command else "python -m headway.bench.studies.kernel_peers " + command.removeprefix(before)
+
+
+class _Result(Protocol):
+    """What every result file tells of itself."""
+
+    @property
+    def date(self) -> str:
+        """UTC, ISO 8601."""
+
+    @property
+    def origin(self) -> Origin | None:
+        """The code that made it; None in files that do not name it."""
+
+
+def made_by(report: _Result, newest: _Result | None) -> str:
+    """Which code a file was made by, and whether the newest file on the page was made by other code."""
+    day = report.date[:10]
+    who = f"Made by {report.origin} on {day}." if report.origin else f"Made on {day}, before result files named their commit."
+    if newest is None or newest.origin is None or (report.origin and report.origin.commit == newest.origin.commit):
+        return who
+    return f"{who} **Older than the newest figures on this page**, which are of {newest.date[:10]}, {newest.origin}."
+
+
+def _device(report: KernelReport) -> str:
+    device = report.device
+    software = [
+        f"torch {device.torch}",
+        *(f"{name} {version}" for name, version in device.libraries.items() if name != "headway"),
+    ]
+    limits = f"copy {device.copy_gbps:.0f} GB/s, {device.matrix_dtype} product {device.matrix_tflops:.0f} TFLOP/s in the same run"
+    return f"{device.name}, driver {device.driver}, {', '.join(software)}; {limits}; {report.date[:10]}."
+
+
+def _table(cells: list[KernelCell]) -> str:
+    labels = list(dict.fromkeys(cell.label for cell in cells))
+    lines = ["| case | " + " | ".join(labels) + " |", "|---" * (len(labels) + 1) + "|"]
+    for case in dict.fromkeys(cell.case for cell in cells):
+        row = {cell.label: cell for cell in cells if cell.case == case}
+        best = min((cell.median_us for cell in row.values() if cell.median_us is not None), default=None)
+        lines.append(f"| {case} | " + " | ".join(_show(row.get(label), best) for label in labels) + " |")
+    return "\n".join(lines)
+
+
+def shares_of_fastest(cells: Sequence[KernelCell]) -> str:
+    """Each contender's speed as a share of the fastest library's in the same cell: geometric means, by geometry and over all.
+
+    A cell is one case of one geometry; a contender without a time there (an error, say) is left out of it, and the column
+    `cells` tells in how many it was timed. Above 1 is faster than every library.
+    """
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    libraries = {cell.label for cell in cells if cell.owner == "peer"}
+    for cell in cells:
+        if cell.median_us is not None:
+            times.setdefault((cell.geometry, cell.case), {})[cell.label] = cell.median_us
+    best = {at: min(row[name] for name in row.keys() & libraries) for at, row in times.items() if row.keys() & libraries}
+    geometries = list(dict.fromkeys(geometry for geometry, _ in best))
+    lines = [f"| kernel | {' | '.join(geometries)} | all | lowest | cells |", "|---" * (len(geometries) + 4) + "|"]
+    for label in dict.fromkeys(cell.label for cell in cells):
+        share = {at: best[at] / times[at][label] for at in best if label in times[at]}
+        means = [_mean([value for at, value in share.items() if at[0] == geometry]) for geometry in geometries]
+        every = list(share.values())
+        lines.append(f"| {label} | {' | '.join(means)} | {_mean(every)} | {min(every, default=0.0):.2f} | {len(every)} |")
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{geometric_mean(values):.3f}" if values else ""
+
+
+def _show(cell: KernelCell | None, best: float | None) -> str:
+    if cell is None:
+        return ""
+    if cell.median_us is None:
+        return cell.status
+    rate = f"{cell.gbps:.0f}" if cell.gbps is not None else f"{cell.tflops:.0f}"
+    text = f"{cell.median_us:.1f} ({rate})"
+    return f"**{text}**" if cell.median_us == best else text
+
+
+def main() -> None:
+    """Rewrite the documents named on the command line."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        write_whole(path, render(path.read_text()).encode())
+
+
+if __name__ == "__main__":
+    main()

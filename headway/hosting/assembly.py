@@ -1,0 +1,110 @@
+"""The start of every client of an engine: from options to a loaded model and an engine for it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from headway.backends.compile_ahead import compile_ahead
+from headway.backends.sampling.choice import fastest_sampling
+from headway.core.contract.sampling_plugins import ProposerOptions
+from headway.core.engine.device.host_rows import HostRows
+from headway.core.engine.engine import make_engine
+from headway.core.engine.loop import EngineLoop
+from headway.core.sampling.grammar import GrammarCompiler
+from headway.core.sampling.sampler import TORCH_SAMPLING
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.startup import check_names
+from headway.hosting.stats_report import StatsLog
+from headway.machine.memory import bound_kernel_caches, freeze_heap
+from headway.machine.threads import set_threads
+from headway.models.loader import LoadedModel, identity_of, load_model
+from headway.registry import Registry
+from headway.tuning.autotune import TableRequest, costs_for
+from headway.tuning.measure.device import resolve_device
+from headway.tuning.measure.experts import choose_experts
+from headway.tuning.measure.self_test import check_named
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.engine_args import EngineArgs
+
+log = logging.getLogger("headway")
+
+
+class Assembly(NamedTuple):
+    """A loaded model with an engine that is ready for requests."""
+
+    registry: Registry
+    device: torch.device
+    num_threads: int | None
+    """CPU threads; None on a GPU."""
+    model: LoadedModel
+    engine: EngineLoop
+    stats_log: StatsLog | None
+    """Logs statistics; None where log_stats_interval asks for none."""
+
+
+def assemble(args: EngineArgs) -> Assembly:
+    """Load a model and make its engine.
+
+    :raises HeadwayError: a mistake that the caller can put right, in one line.
+    """
+    config, deterministic = args.engine_config(), args.deterministic
+    registry = args.make_registry()
+    for failure in registry.failures:
+        log.warning("plugin left out: %s", failure)
+    check_names(registry, config.backend_request, config.kv_layout, config.attn_options)
+    speculate = None if config.speculate is None else registry.proposer(config.speculate)
+    device = resolve_device(args.device)
+    ahead = compile_ahead(device)
+    num_threads = None
+    if device.type == "cpu":
+        bound_kernel_caches()
+        num_threads = set_threads(args.num_threads)
+    model = _load(args, device)
+    decoder, costs = model.decoder, None
+    layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
+    check_named(registry, config.backend_request.names, layers.cached)
+    if not deterministic:  # which pins one backend, whatever is fastest
+        table = TableRequest(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
+        costs = costs_for(layers, registry, config.backend_request, table, ahead)
+        choose_experts(decoder.expert_kinds, table.seconds(device), ahead)
+    # torch's operations are those with which deterministic mode was shown to keep a request's bits.
+    sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device, decoder.vocab_size, ahead)
+    eos = model.eos_token_ids
+    grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
+    hosts = HostRows(grammars, registry.logits_processors)
+    proposer = None if speculate is None else speculate.make(ProposerOptions())
+    weights = "" if config.kv_offload_dir is None else identity_of(model, args.load_format)
+    engine = make_engine(
+        model=decoder,
+        source=registry,
+        layers=layers,
+        config=config,
+        eos_token_ids=eos,
+        sampling=sampling,
+        costs=costs,
+        proposer=proposer,
+        compile_ahead=ahead,
+        hosts=hosts,
+        weights=weights,
+    )
+    freeze_heap()
+    stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
+    return Assembly(registry, device, num_threads, model, engine, stats_log)
+
+
+def _load(args: EngineArgs, device: torch.device) -> LoadedModel:
+    return load_model(
+        args.model,
+        dtype=args.dtype,
+        device=device,
+        load_format=args.load_format,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        batch_invariant=args.deterministic,
+        model_impl=args.model_impl,
+        torch_compile=args.compiles_on(device.type),
+    )

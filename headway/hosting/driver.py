@@ -1,0 +1,116 @@
+"""One engine and its clients: the lock under which clients step the engine, and the listeners that hear what a step has added."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import Any
+
+from headway.core.engine.state.step import OutputDelta
+from headway.engine_args import EngineArgs
+from headway.hosting.assembly import Assembly, assemble
+from headway.machine.interrupts import HeldInterrupts
+from headway.machine.memory import GIVE_BACK_INTERVAL, give_back
+from headway.requests.validation import RequestNames, RequestValidator
+
+
+class FairLock:
+    """A lock for `with`, first come first served. Ctrl-C waits until the main thread has released the lock.
+
+    A threading.Lock may go again and again to the thread that has just released it: a call that steps an engine in a loop would
+    keep all others out until it has finished.
+    """
+
+    def __init__(self) -> None:
+        self._guard = Lock()
+        self._taken = False
+        self._waiting: deque[Lock] = deque()
+        self._interrupts = HeldInterrupts()
+
+    def __enter__(self) -> None:
+        self._interrupts.hold()
+        with self._guard:
+            if not self._taken:
+                self._taken = True
+                return
+            turn = Lock()  # released when this thread is the next one
+            turn.acquire()
+            self._waiting.append(turn)
+        try:
+            self._interrupts.release()
+            turn.acquire()
+            self._interrupts.hold()
+        except BaseException:  # an interrupt during the wait
+            with self._guard:
+                if turn in self._waiting:
+                    self._waiting.remove(turn)
+                    raise
+            self._pass_on()  # the turn had come already
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._pass_on()
+        self._interrupts.release()
+
+    def _pass_on(self) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._taken = False
+
+
+Listener = Callable[[list[OutputDelta]], Iterable[tuple[str, int | None]]]
+"""Called with what each step has added, also to the requests of other clients. Returns the completions that the engine is to
+end, each as request id and index (None: all of the request)."""
+
+
+class EngineDriver:
+    """The part of an engine that its clients share. Whichever client steps the engine, the requests of all advance."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.assembly = assembly
+        self.engine = assembly.engine
+        self.validator = RequestValidator(assembly.model, assembly.engine.limits)
+        self.lock = FairLock()
+        """Held by whoever calls the engine, for a step at most."""
+        self._listeners: tuple[Listener, ...] = ()
+        self._guard = Lock()
+        self.names = RequestNames()
+        self.task_state: dict[str, Any] = {}
+        """Objects that tasks leave for later tasks, by name; see headway.hosting.host."""
+        self.on_cpu = assembly.device.type == "cpu"
+        """True where activations and compiled products lie in this process's memory, which is then given back now and then."""
+        self._next_give_back = time.perf_counter() + GIVE_BACK_INTERVAL
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call a listener after every step from now on."""
+        with self._guard:
+            self._listeners = (*self._listeners, listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        """Call a listener no more."""
+        with self._guard:
+            self._listeners = tuple(each for each in self._listeners if each != listener)
+
+    def step(self) -> None:
+        """Run one step of the engine. The caller holds `lock`."""
+        deltas = self.engine.step()
+        if self.assembly.stats_log is not None:
+            self.assembly.stats_log.stepped(self.engine)
+        started = time.perf_counter()
+        self.engine.clock.enter("outputs")
+        stopped = [each for listen in self._listeners for each in listen(deltas)]
+        self.engine.clock.leave()
+        for request_id, index in stopped:
+            self.engine.abort(request_id, index)
+        if self.on_cpu and started >= self._next_give_back:
+            give_back()
+            self._next_give_back = started + GIVE_BACK_INTERVAL
+
+
+def driver_of(args: EngineArgs) -> EngineDriver:
+    """Make an engine and its driver; see `assemble`."""
+    return EngineDriver(assemble(args))

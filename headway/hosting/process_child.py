@@ -1,0 +1,119 @@
+"""The child process of an engine, which loads the model, runs the engine in a thread, and does the parent's tasks.
+
+`headway.hosting.process_host` is the parent's side.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from threading import Event, Thread
+from typing import Any
+
+from headway.core.engine.state.step import OutputDelta
+from headway.core.system.logs import log_to_stderr
+from headway.core.system.system_errors import escape_unencodable, open_closed_streams
+from headway.hosting.host import EngineDeadError
+from headway.hosting.process_messages import EngineFault, EngineReady, Failed, RunTask, StartEngine, StepOutputs, TaskResult, Wire
+from headway.hosting.thread_host import EngineThread
+from headway.machine.threads import SWITCH_INTERVAL
+
+
+class EngineChild:
+    """Serves the parent process until the parent closes the wire or ends."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._host: EngineThread | None = None
+        self._left = Event()
+        """Set when the parent has closed its end of the wire, or has ended."""
+
+    def run(self) -> None:
+        """Load the model, and serve the parent."""
+        try:
+            start: StartEngine = self._wire.receive()
+        except (EOFError, OSError):  # the parent has refused an option
+            return
+        log_to_stderr(start.log_level)
+        Thread(target=self._read, daemon=True).start()  # notices a parent that leaves while the model is being loaded
+        try:
+            host = self._load(start)
+        except BaseException as error:
+            error.add_note(f"in the engine's process:\n{traceback.format_exc()}")
+            self._send(Failed.by(None, error))
+            self._left.wait()
+            return
+        self._left.wait()
+        host.stop()
+
+    def _load(self, start: StartEngine) -> EngineThread:
+        host = EngineThread(start.make())
+        host.add_client(self._stepped, self._died)
+        model = host.model
+        self._host = host
+        self._send(EngineReady(model.name, model.folder, model.tokenizer is not None, host.facts))
+        return host
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self._run(self._wire.receive())
+        self._left.set()
+        if self._host is None:
+            os._exit(1)  # the parent no longer waits for the model
+
+    def _run(self, request: RunTask) -> None:
+        assert self._host is not None, "the parent sends no task before the model is loaded"
+        try:
+            task = pickle.loads(request.task)
+            future: Future[Any] = (self._host.run_concurrently if request.concurrently else self._host.run_between_steps)(task)
+        except Exception as error:
+            self._send(Failed.by(request.number, error))
+        else:
+            future.add_done_callback(partial(self._answer, request.number))
+
+    def _answer(self, number: int, future: Future[Any]) -> None:
+        assert self._host is not None
+        error = future.exception()
+        try:
+            data = b"" if error is not None else pickle.dumps(future.result())
+        except Exception as unsendable:  # whatever the result's own code raises: the parent waits for an answer
+            error = unsendable
+        if error is not None:
+            self._send(Failed.by(number, error))
+        else:
+            self._send(TaskResult(number, data, self._host.num_sequences))
+
+    def _stepped(self, deltas: list[OutputDelta]) -> tuple[tuple[str, int | None], ...]:
+        assert self._host is not None
+        if deltas:
+            self._send(StepOutputs.of(deltas, self._host.num_sequences))
+        return ()
+
+    def _died(self, error: EngineDeadError) -> None:
+        self._send(EngineFault(str(error), repr(error.__cause__)))
+
+    def _send(self, message: object) -> None:
+        with suppress(OSError):  # the parent has left, which `_read` notices, too
+            self._wire.send(message)
+
+
+def main() -> None:
+    """Run the process. Its argument is the file descriptor of the wire."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a service manager signals the parent, too, which ends this process
+    open_closed_streams()
+    escape_unencodable(sys.stdout, sys.stderr)
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    EngineChild(Wire(socket.socket(fileno=int(sys.argv[1])))).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""The parent's side of an engine in a child process."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, Final, NamedTuple, TypeVar
+
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.state.step import OutputDelta
+from headway.core.system.child import how_it_ended
+from headway.hosting.driver import EngineDriver, Listener
+from headway.hosting.host import EngineDeadError, Task, abort_request
+from headway.hosting.process_messages import (
+    EngineFault,
+    EngineReady,
+    Failed,
+    RunTask,
+    SpawnedEngine,
+    StartEngine,
+    StepOutputs,
+    TaskResult,
+    spawn_engine,
+)
+from headway.machine.memory import freeze_heap
+from headway.models.loader import read_tokenizer
+from headway.requests.validation import RequestNames, RequestValidator
+
+log = logging.getLogger("headway")
+
+T = TypeVar("T")
+
+_UNSENDABLE: Final = (pickle.PicklingError, AttributeError, TypeError)
+"""Exceptions of pickle for an object that cannot be pickled."""
+_END_SECONDS: Final = 20.0
+"""Seconds for the process to end by itself: a step may run, and files may have to be written."""
+
+
+class TextFacts(NamedTuple):
+    """A headway.requests.validation.TextModel without its weights."""
+
+    name: str
+    folder: Path
+    tokenizer: Any
+
+
+class EngineProcess:
+    """Runs an engine in a child process; an `EngineHost`. The child ends with this process, whatever ends that."""
+
+    def __init__(self, make: Callable[[], EngineDriver], spawned: SpawnedEngine | None = None) -> None:
+        """Have the child load the model, and wait for that.
+
+        make: makes the engine, in the child; `partial(driver_of, args)`. spawned: the child, if it was started already.
+
+        :raises HeadwayError: anything the caller can put right.
+        :raises EngineDeadError: the process has ended.
+        """
+        self._process, self._wire = spawned or spawn_engine()
+        self._guard = Lock()
+        """Protects `_error` and `_waiting`."""
+        self._error: EngineDeadError | None = None
+        self._waiting: dict[int, Future[Any]] = {}
+        self._numbers = count()
+        self._listeners: list[Listener] = []
+        self._died: list[Callable[[EngineDeadError], None]] = []
+        self._num_sequences = 0, 0
+        self.names = RequestNames()
+        try:
+            ready = self._begin(make)
+            tokenizer = read_tokenizer(ready.folder) if ready.has_tokenizer else None
+        except BaseException:
+            self._end()
+            raise
+        self.model, self.facts = TextFacts(ready.name, ready.folder, tokenizer), ready.facts
+        self.validator = RequestValidator(self.model, ready.facts.limits)
+        freeze_heap()
+        Thread(target=self._read, name="headway-engine-process", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """See EngineHost."""
+        return self._error
+
+    @property
+    def num_sequences(self) -> tuple[int, int]:
+        """Sequences that run and that wait, as of the last step that had outputs, or the last task; see EngineHost."""
+        return self._num_sequences
+
+    def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
+        """See EngineHost. Both are called in a thread of this process."""
+        self._died.append(died)
+        self._listeners.append(listener)
+
+    def remove_client(self, listener: Listener, unfinished: Callable[[], Sequence[str]]) -> None:
+        """See EngineHost."""
+        self._listeners.remove(listener)
+        unfinished()  # the engine has ended, and they with it
+
+    def run_between_steps(self, task: Task[T]) -> Future[T]:
+        """See EngineHost."""
+        return self._send_task(task, concurrently=False)
+
+    def run_concurrently(self, task: Task[T]) -> Future[T]:
+        """See EngineHost."""
+        return self._send_task(task, concurrently=True)
+
+    def stop(self) -> None:
+        """See EngineHost."""
+        self._fail(EngineDeadError("the engine was shut down"))
+        self._end()
+
+    def _begin(self, make: Callable[[], EngineDriver]) -> EngineReady:
+        try:
+            self._wire.send(StartEngine(make, log.getEffectiveLevel()))
+            answer = self._wire.receive()
+        except (EOFError, OSError):
+            raise self._how_it_ended() from None
+        except _UNSENDABLE as error:
+            raise _unsendable("its options", error) from error
+        if isinstance(answer, Failed):
+            raise answer.exception()
+        assert isinstance(answer, EngineReady)
+        return answer
+
+    def _send_task(self, task: Task[T], concurrently: bool) -> Future[T]:
+        try:
+            data = pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
+        except _UNSENDABLE as error:
+            raise _unsendable("its task", error) from error
+        future: Future[T] = Future()
+        with self._guard:
+            if self._error is not None:
+                raise EngineDeadError(str(self._error)) from self._error.__cause__
+            number = next(self._numbers)
+            self._waiting[number] = future
+        with suppress(OSError):  # the process has just ended: `_read` tells everybody
+            self._wire.send(RunTask(number, data, concurrently))
+        return future
+
+    def _read(self) -> None:
+        """Handle the messages of the child, until the child ends."""
+        try:
+            while True:
+                message = self._wire.receive()
+                if isinstance(message, StepOutputs):
+                    self._pass_on(message)
+                elif isinstance(message, EngineFault):
+                    self._fail(_dead(message.message, RuntimeError(message.cause)))
+                else:
+                    self._resolve(message)
+        except (EOFError, OSError):
+            if self._error is None:
+                self._fail(self._how_it_ended())
+        except BaseException as fault:  # whatever it is, somebody waits for this thread
+            self._fail(_dead(f"a message of the engine's process could not be handled: {type(fault).__name__}: {fault}", fault))
+            self._wire.close()
+
+    def _pass_on(self, step: StepOutputs) -> None:
+        self._num_sequences = step.num_sequences
+        deltas = [OutputDelta(*each) for each in step.deltas]
+        for listener in list(self._listeners):
+            for key, index in listener(deltas):
+                abort_request(self, key, index)
+
+    def _resolve(self, message: TaskResult | Failed) -> None:
+        assert message.number is not None
+        with self._guard:
+            future = self._waiting.pop(message.number, None)
+        if isinstance(message, TaskResult):
+            self._num_sequences = message.num_sequences
+        if future is None or not future.set_running_or_notify_cancel():
+            return
+        if isinstance(message, Failed):
+            future.set_exception(message.exception())
+            return
+        try:
+            future.set_result(pickle.loads(message.result))
+        except Exception as error:  # of a class that only the child can import
+            future.set_exception(error)
+
+    def _fail(self, error: EngineDeadError) -> None:
+        """Take no more tasks; fail those that wait, and tell the clients where a fault is the reason."""
+        with self._guard:
+            if self._error is not None:
+                return
+            self._error = error
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        if error.__cause__ is not None:
+            log.error("%s", error)
+            for died in self._died:
+                died(error)
+
+    def _how_it_ended(self) -> EngineDeadError:
+        how = f"the engine's process {how_it_ended(self._process.wait())}"
+        return _dead(f"{how}; its last lines on stderr may say why, and so may dmesg where memory was short", RuntimeError(how))
+
+    def _end(self) -> None:
+        """Close the wire and wait for the child to end; kill the child after `_END_SECONDS`."""
+        self._wire.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("the engine's process has not ended within %g s and is killed", _END_SECONDS)
+            self._process.kill()
+            self._process.wait()
+
+
+def _dead(text: str, cause: BaseException) -> EngineDeadError:
+    error = EngineDeadError(text)
+    error.__cause__ = cause
+    return error
+
+
+def _unsendable(what: str, error: Exception) -> ConfigError:
+    need = "objects that can be handed to another process, such as functions of a module"
+    return ConfigError(f"the engine's process: {what}", need, str(error), "own_process=False runs the engine in this process")

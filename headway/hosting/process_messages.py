@@ -1,0 +1,174 @@
+"""The messages between an engine's process and its parent, the wire that carries them, and the start of the process.
+
+This module imports little: the child is started before the parent imports what it needs itself, so that both import at once.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+from contextlib import suppress
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from headway.core.system.child import module_path, python_command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from headway.core.engine.state.step import OutputDelta
+    from headway.hosting.driver import EngineDriver
+    from headway.hosting.host import EngineFacts
+
+_BUFFER: Final = 4 * 2**20
+"""Bytes that the system may buffer, so that a step's outputs need not wait until the other side has read the last ones."""
+
+
+class StartEngine(NamedTuple):
+    """The parent's first message."""
+
+    make: Callable[[], EngineDriver]
+    log_level: int
+
+
+class EngineReady(NamedTuple):
+    """The answer to `StartEngine`: the model is loaded."""
+
+    name: str
+    folder: Path
+    has_tokenizer: bool
+    facts: EngineFacts
+
+
+class RunTask(NamedTuple):
+    """A task that the parent wants done."""
+
+    number: int
+    task: bytes
+    """The task, pickled by itself: one that cannot be read spoils no other message."""
+    concurrently: bool
+    """True: beside the engine's steps; False: between two of them."""
+
+
+class TaskResult(NamedTuple):
+    """The answer to `RunTask`: the result of the task."""
+
+    number: int
+    result: bytes
+    """The result, pickled by itself as the task is."""
+    num_sequences: tuple[int, int]
+    """Sequences that run, and that wait."""
+
+
+class Failed(NamedTuple):
+    """The exception that a task, or (number None) the start, has raised."""
+
+    number: int | None
+    error: bytes
+    """The exception, pickled by itself; empty for one that cannot be pickled."""
+    text: str
+
+    @classmethod
+    def by(cls, number: int | None, error: BaseException) -> Failed:
+        """Make the message about an exception."""
+        text = f"{type(error).__name__}: {error}"
+        try:
+            return cls(number, pickle.dumps(error), text)
+        except Exception:  # whatever the exception's own code raises
+            return cls(number, b"", text)
+
+    def exception(self) -> BaseException:
+        """Return the exception; a RuntimeError with its text where its class cannot be imported here, a plugin's for instance."""
+        try:
+            found = pickle.loads(self.error)
+        except Exception:
+            return RuntimeError(self.text)
+        return found if isinstance(found, BaseException) else RuntimeError(self.text)
+
+
+class StepOutputs(NamedTuple):
+    """The outputs of one step."""
+
+    deltas: list[tuple[Any, ...]]
+    """Each OutputDelta as a plain tuple, which takes a third as long to pickle."""
+    num_sequences: tuple[int, int]
+    """Sequences that run, and that wait."""
+
+    @classmethod
+    def of(cls, deltas: list[OutputDelta], num_sequences: tuple[int, int]) -> StepOutputs:
+        """Make the message about a step."""
+        return cls([tuple(each) for each in deltas], num_sequences)
+
+
+class EngineFault(NamedTuple):
+    """A fault has ended the engine."""
+
+    message: str
+    cause: str
+
+
+class Wire:
+    """One end of a pair of sockets that carries objects between two processes that trust each other.
+
+    Any thread may send; one receives.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        self._socket = sock
+        self._file = sock.makefile("rb", buffering=2**20)
+        self._guard = Lock()
+
+    def send(self, message: object) -> None:
+        """Send an object.
+
+        :raises pickle.PicklingError, AttributeError, TypeError: the object cannot be pickled; nothing is sent.
+        :raises OSError: the other end is closed.
+        """
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._guard:
+            self._socket.sendall(data)
+
+    def receive(self) -> Any:
+        """Wait for the next object.
+
+        :raises EOFError, OSError: the other end is closed.
+        """
+        try:
+            return pickle.load(self._file)
+        except pickle.UnpicklingError as error:  # the sender was killed in the middle of a message
+            raise EOFError(str(error)) from error
+
+    def close(self) -> None:
+        """Close this end; a thread that waits in `receive` gets an EOFError."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class SpawnedEngine(NamedTuple):
+    """A process that waits for `StartEngine`, and its wire. The process ends when the wire is closed."""
+
+    process: subprocess.Popen[bytes]
+    wire: Wire
+
+
+def spawn_engine() -> SpawnedEngine:
+    """Start the process of an engine: a new Python, which finds the modules that this one finds.
+
+    :raises OSError: the system starts no more processes.
+    """
+    near, far = socket.socketpair()
+    with far:
+        process = subprocess.Popen(
+            python_command("headway.hosting.process_child", str(far.fileno())),
+            pass_fds=[far.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal is for the parent, even while the child still starts
+            env={**os.environ, "PYTHONPATH": module_path()},
+        )
+    return SpawnedEngine(process, Wire(near))

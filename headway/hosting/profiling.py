@@ -1,0 +1,198 @@
+"""Profiling of an engine's steps under load: where their time goes, and a trace of a few of them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.state.profiler_ranges import ProfilerRanges, no_ranges
+from headway.core.engine.state.stats import EngineStats
+from headway.core.engine.state.step import OutputDelta
+from headway.hosting.driver import EngineDriver
+
+_MOST_KERNELS: Final = 12
+"""Kernels that a profile lists."""
+
+
+class ProfileRequest(BaseModel):
+    """A request to profile: the steps to trace, and how."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    skip_steps: int = Field(default=50, ge=0)
+    """Steps before the trace begins, so that the trace shows the middle of a load and not its start."""
+    num_steps: int = Field(default=20, ge=1, le=1000)
+    """Steps of the trace."""
+    nvtx: bool = False
+    """Mark the parts of those steps for Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`), and write no trace: only
+    one program at a time can trace a GPU."""
+
+
+class StepsProfile(BaseModel):
+    """Steps of an engine, and the average milliseconds per step of their parts, over the steps that were not traced."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    steps: int
+    step_ms: float
+    """Milliseconds from the beginning of a step to that of the next, while requests run."""
+    parts_ms: dict[str, float]
+    """Part of a step on the host (schedule, prepare, launch, wait for the device, read, other, outputs) -> milliseconds;
+    "between" is the time between steps, when other threads have the interpreter, requests come in, or there are none."""
+    output_tokens: int
+    prefill_tokens: int
+    steps_by_phase: dict[str, int]
+    """Phase and backend, such as "decode, triton" -> number of steps."""
+    traced_steps: int
+    kernels_ms: dict[str, float]
+    """Kernel of a GPU or operation of a CPU -> milliseconds per traced step, of those that took longest."""
+    trace: str | None = None
+    """Path of the trace on the server's machine; None: there were too few steps, or nvtx was requested."""
+
+
+class StepProfiler:
+    """Profiles the steps of one engine. The thread that steps the engine calls `start` and `stop`, between two steps."""
+
+    def __init__(self, driver: EngineDriver, folder: Path, request: ProfileRequest) -> None:
+        """folder: the folder to write the trace into."""
+        self._driver, self._folder, self._request = driver, folder, request
+        self._device = driver.assembly.device
+        self._begun = EngineStats()
+        self._started_at = self._traced_from = 0.0
+        self._traced_seconds = self._ending_seconds = 0.0
+        self._before_trace: EngineStats | None = None
+        self._traced = EngineStats()
+        self._num_steps = 0
+        self._profiler: profile | None = None
+        self._found: profile | None = None
+
+    def start(self) -> None:
+        """Begin to count steps."""
+        self._begun, self._started_at = self._driver.engine.stats.snapshot(), time.perf_counter()
+        self._driver.add_listener(self._stepped)
+        if not self._request.skip_steps:
+            self._begin_trace()
+
+    def stop(self) -> StepsProfile:
+        """End, and return the profile without its trace, which `write_trace` writes."""
+        if self._before_trace is not None and not self._traced.num_steps:
+            self._end_trace()
+        self._driver.remove_listener(self._stepped)
+        seconds = time.perf_counter() - self._started_at - self._traced_seconds
+        done = self._driver.engine.stats.snapshot() - self._begun
+        plain = done - self._traced
+        plain.output_seconds -= self._ending_seconds  # `_stepped` hears of them, too
+        steps = plain.num_steps
+        parts = plain.host_parts
+        outputs = parts.pop("outputs")
+        parts |= {"wait": plain.wait_seconds, "outputs": outputs}
+        parts["between"] = max(seconds - sum(parts.values()), 0.0)
+        phases = {f"{phase}, {name}": count for (phase, name), count in sorted(done.steps_by_phase.items())}
+        return StepsProfile(
+            steps=done.num_steps,
+            step_ms=1e3 * seconds / steps if steps else 0.0,
+            parts_ms={name: 1e3 * value / steps for name, value in parts.items()} if steps else {},
+            output_tokens=done.num_output_tokens,
+            prefill_tokens=done.num_prefill_tokens,
+            steps_by_phase=phases,
+            traced_steps=self._traced.num_steps,
+            kernels_ms=self._kernels(),
+        )
+
+    def write_trace(self) -> str | None:
+        """Write the trace, in any thread, and return its path; None where there is no trace.
+
+        :raises ConfigError: the folder cannot be written to.
+        """
+        if self._found is None:
+            return None
+        path = self._folder / f"headway-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}.trace.json.gz"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._found.export_chrome_trace(str(path))
+        except OSError as error:
+            raise ConfigError("profile_dir", "a folder that can be written to", str(error)) from error
+        return str(path)
+
+    def _stepped(self, _: list[OutputDelta]) -> tuple[tuple[str, int | None], ...]:
+        """Count a step, and begin or end the trace."""
+        self._num_steps += 1
+        if self._before_trace is None and self._num_steps == self._request.skip_steps:
+            self._begin_trace()
+        elif self._before_trace is not None and self._num_steps == self._request.skip_steps + self._request.num_steps:
+            began = time.perf_counter()
+            self._end_trace()
+            self._ending_seconds = time.perf_counter() - began
+        return ()
+
+    def _begin_trace(self) -> None:
+        cuda = self._device.type == "cuda"
+        self._before_trace, self._traced_from = self._driver.engine.stats.snapshot(), time.perf_counter()
+        if cuda:
+            torch.cuda.synchronize()
+        if self._request.nvtx:
+            if cuda:
+                torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+        else:
+            self._profiler = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True
+            )
+            self._profiler.start()
+        self._driver.engine.clock.enter_range = ProfilerRanges(self._device)
+
+    def _end_trace(self) -> None:
+        assert self._before_trace is not None
+        self._driver.engine.clock.enter_range("")
+        self._driver.engine.clock.enter_range = no_ranges
+        cuda = self._device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize()
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._found, self._profiler = self._profiler, None
+        elif cuda:
+            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+        self._traced = self._driver.engine.stats.snapshot() - self._before_trace
+        self._traced_seconds = time.perf_counter() - self._traced_from
+
+    def _kernels(self) -> dict[str, float]:
+        """Return milliseconds per traced step for the kernels or operations that took longest."""
+        if self._found is None or not self._traced.num_steps:
+            return {}
+        cuda, times = self._device.type == "cuda", Counter[str]()
+        if cuda:
+            for event in self._found.events() or []:  # type: ignore[no-untyped-call]
+                if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+                    times[event.name] += event.time_range.elapsed_us()
+        else:
+            for each in self._found.key_averages():
+                if not each.key.startswith("headway."):
+                    times[each.key] = each.self_cpu_time_total
+        return {name: 1e-3 * us / self._traced.num_steps for name, us in times.most_common(_MOST_KERNELS)}
+
+
+def start_profile(driver: EngineDriver, folder: Path, request: ProfileRequest) -> None:
+    """Begin to profile steps; a task of headway.hosting.host, as the next two are."""
+    driver.task_state["profiler"] = profiler = StepProfiler(driver, folder, request)
+    profiler.start()
+
+
+def stop_profile(driver: EngineDriver) -> StepsProfile:
+    """End the profile, and return its figures without the trace."""
+    profiler: StepProfiler = driver.task_state["profiler"]
+    return profiler.stop()
+
+
+def write_trace(driver: EngineDriver) -> str | None:
+    """Write the trace after `stop_profile`, and return its path."""
+    profiler: StepProfiler = driver.task_state.pop("profiler")
+    return profiler.write_trace()

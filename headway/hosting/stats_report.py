@@ -1,0 +1,102 @@
+"""Statistics of an engine as text: a line, a page, and a line in the log from time to time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.state.stats import EngineSnapshot
+
+log = logging.getLogger("headway")
+
+WIDTH = 80
+"""Columns of the longest line."""
+
+
+def stats_line(now: EngineSnapshot, before: EngineSnapshot) -> str:
+    """Write one line: the state at this moment, and the counts since `before`, without those that are zero.
+
+    Its last parts are left out where it would be longer than 80 columns.
+    """
+    done = now.totals - before.totals
+    kept = f", host {now.num_offloaded_blocks:,}" if now.num_offloaded_blocks else ""
+    parts = [
+        f"run {now.num_running:,}" + (f" wait {now.num_waiting:,}" if now.num_waiting else ""),
+        f"{_rate(done.num_output_tokens, now.time - before.time)} tok/s",
+        f"blocks {_share(now.num_used_blocks, now.num_blocks)}, cached {_share(now.num_cached_blocks, now.num_blocks)}{kept}",
+    ]
+    if done.num_cached_tokens:
+        parts.append(f"hits {_share(done.num_cached_tokens, done.num_prompt_tokens)}")
+    if done.num_preemptions:
+        parts.append(f"preempted {done.num_preemptions:,}")
+    if done.num_draft_tokens:
+        parts.append(f"drafts {_share(done.num_accepted_tokens, done.num_draft_tokens)}")
+    if done.steps_without_graph:
+        parts.append(f"no graph {done.steps_without_graph.total():,}")
+    if done.steps_by_backend:
+        parts.append("+".join(name for name, _ in done.steps_by_backend.most_common(2)))
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(part) + 3 <= WIDTH:
+            line += f" | {part}"
+    return line[:WIDTH]
+
+
+def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
+    """Write all statistics, a line for each subject; counts are those since `before`."""
+    done = now.totals - before.totals
+    seconds = done.host_seconds + done.wait_seconds
+    found, rate = _share(done.num_cached_tokens, done.num_prompt_tokens), _rate(done.num_output_tokens, seconds)
+    kept = f"; {now.num_offloaded_blocks:,} kept in the host's memory" if now.num_offloaded_blocks else ""
+    lines = [
+        f"sequences  {now.num_running:,} running, {now.num_waiting:,} waiting; {done.num_preemptions:,} preemptions",
+        f"blocks     {now.num_used_blocks:,} of {now.num_blocks:,} used, {now.num_cached_blocks:,} cached{kept}",
+        f"prompts    {done.num_prompt_tokens:,} tokens, {done.num_cached_tokens:,} of them ({found}) found in the cache",
+        f"output     {done.num_output_tokens:,} tokens in {seconds:.1f} s of work: {rate} tokens/s",
+    ]
+    if done.num_draft_tokens or done.steps_without_drafts:
+        held = f"{done.num_accepted_tokens:,} of {done.num_draft_tokens:,} guesses held in {done.num_draft_steps:,} steps"
+        lines.append(f"drafts     {held}; steps without: {_listed(done.steps_without_drafts)}")
+    lines.append(
+        f"steps      {done.num_steps:,}, {done.num_graph_steps:,} of them one graph; by backend: {_listed(done.steps_by_backend)}"
+    )
+    for text, counts in (
+        ("in pieces of graphs", done.steps_in_pieces),
+        ("outside a graph", done.steps_without_graph),
+        ("with tokens chosen after the model", done.steps_after_model),
+        ("that waited for the step before", done.steps_waiting),
+    ):
+        if counts:
+            lines.append(f"           {text}: {_listed(counts)}")
+    return lines
+
+
+class StatsLog:
+    """Logs the `stats_line` of an engine at most once in an interval, while the engine steps."""
+
+    def __init__(self, engine: EngineLoop, interval: float) -> None:
+        """interval: seconds from one line to the next."""
+        self._interval = interval
+        self._last = engine.snapshot()
+
+    def stepped(self, engine: EngineLoop) -> None:
+        """Log a line if the interval is over; to be called after each step."""
+        if time.perf_counter() - self._last.time >= self._interval:
+            now = engine.snapshot()
+            log.info("%s", stats_line(now, self._last))
+            self._last = now
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.most_common()) or "none"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole if whole else 0:.0%}"
+
+
+def _rate(count: int, seconds: float) -> str:
+    rate = count / seconds if seconds > 0 else 0.0
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"

@@ -1,0 +1,216 @@
+"""The doctor: why a backend is missing on this machine, and the command that would install it; no command that cannot work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+from headway.core.contract.support import Support
+from headway.machine.description import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A kernel library, and the ways to install the library."""
+
+    requirement: str
+    """Requirement as pip takes it."""
+    options: str = ""
+    """Options of pip install."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of the oldest supported GPU; None: the backend tells once the library is installed."""
+    systems: tuple[str, ...] = ("Linux",)
+    """Operating systems of its releases, as platform.system() names them."""
+    releases: str = ""
+    """Page of prebuilt wheels that pip does not find; their names end in `wheel_tag`."""
+    build_time: str = ""
+    """Duration of a build from source; empty: pip finds a wheel, or nothing has to be compiled."""
+    build_gib: int = 0
+    """GiB of memory that one compiler job takes, which bounds MAX_JOBS."""
+    note: str = ""
+    """Further needs of the installation."""
+    generation: int | None = None
+    """The only major compute capability that the library has kernels for."""
+
+
+PACKAGES: Final = {
+    "triton": Package("triton>=3.6", capability=(8, 0)),
+    "flash-attn": Package(
+        "flash-attn>=2.7",
+        "--no-build-isolation",
+        capability=(8, 0),
+        releases="https://github.com/Dao-AILab/flash-attention/releases",
+        build_time="5 minutes to 2 hours, by cores and MAX_JOBS",
+        build_gib=9,
+    ),
+    "flash-attn-3": Package("flash-attn-3", capability=(9, 0), generation=9),
+    "flash-attn-4": Package("flash-attn-4>=4.0.0b36", "--pre", capability=(9, 0)),
+    "xformers": Package(
+        "xformers>=0.0.32",
+        note="wheels built for CUDA 12 load beside a newer torch if nvidia-cuda-runtime-cu12 is installed and its lib folder "
+        "is on LD_LIBRARY_PATH",
+    ),
+}
+"""Library -> the package to install. A backend names its library by BackendInfo.extra."""
+
+FA3_WHEELS: Final = {"2.11": "0.24.0", "2.14": "0.33.0"}
+"""torch -> the release of vLLM that was built for it and CUDA 13. Its wheel holds FlashAttention 3 as one file that needs only
+torch."""
+
+TORCH_BUILDS: Final = ((580, "13.0", "cu130"), (525, "12.6", "cu126"))
+"""Oldest driver (its first number), CUDA version, and torch's wheel index for it; the newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Advice about a missing backend."""
+
+    text: str
+    commands: tuple[str, ...] = ()
+    """Commands in the order in which to try them; each can work on this machine."""
+    note: str = ""
+    """A remark on the commands."""
+
+
+def library(extra: str) -> str:
+    """Return the library a backend needs, from its `extra`: "headway[flash-attn]" or a requirement such as "flash_attn>=2.7"."""
+    ours = re.fullmatch(r"headway\[([^\]]+)\]", extra.strip())
+    name = re.split(r"[\s\[<>=!~;,]", ours[1] if ours else extra.strip(), maxsplit=1)[0]
+    return name.lower().replace("_", "-")
+
+
+def advise(extra: str, support: Support, devices: Collection[str] | None, machine: Machine) -> Advice:
+    """Advise what makes an unavailable backend available.
+
+    extra: of its BackendInfo. devices: the device types that it claims to run on; None where its module does not load.
+    """
+    name = library(extra)
+    package = PACKAGES.get(name)
+    hints = "; ".join(reason.hint for reason in support.reasons if reason.hint and "pip install" not in reason.hint)
+    if package is not None or (devices is not None and "cpu" not in devices):
+        blocked = _gpu_in_the_way(package, machine)
+        if blocked is not None:
+            return blocked
+    if package is None and name in ("", "torch"):  # a torch is chosen for more reasons than one backend
+        return Advice(
+            f"comes with torch, this is {machine.torch}; nothing to install" if name else "nothing to install", note=hints
+        )
+    if package is not None and machine.system not in package.systems:
+        return Advice(
+            f"{name} is not released for {machine.system}, only for {' and '.join(package.systems)}; nothing to install"
+        )
+    broken = name in machine.installed
+    if broken and not _does_not_load(support):
+        return Advice(f"{name} {machine.installed[name]} is installed; nothing to install", note=hints)
+    if not machine.installer:
+        return Advice("this Python has neither pip nor uv: first install pip", (f"python -m ensurepip{_AGAIN}",))
+    if name == "flash-attn-3":
+        return _flash_attn_3(machine, hints)
+    again = f"{name} {machine.installed[name]} is installed but does not load: install it again" if broken else ""
+    force = "--force-reinstall --no-deps " if broken else ""
+    if package is None:
+        return Advice(again or f"install {name}", (f"{machine.installer} install {force}'{extra.strip()}'",), hints)
+    if package.releases:
+        return _compiled(name, package, machine, again, force)
+    options = f"{package.options} " if package.options else ""
+    return Advice(
+        again or f"install {name}", (f"{machine.installer} install {force}{options}'{package.requirement}'",), package.note
+    )
+
+
+def wheel_tag(machine: Machine) -> str:
+    """Return the part after the version in the name of flash-attn's wheel for this torch, CUDA and Python."""
+    cuda = (machine.torch_cuda or "").partition(".")[0]
+    torch = ".".join(machine.torch.split("+")[0].split(".")[:2])
+    python = "cp" + "".join(machine.python.split(".")[:2])
+    return f"cu{cuda}torch{torch}cxx11abi{str(machine.cxx11abi).upper()}-{python}-{python}-linux_{machine.arch}.whl"
+
+
+def build_jobs(machine: Machine, build_gib: int) -> int:
+    """Return the MAX_JOBS that uses all cores and does not run out of memory."""
+    return max(1, min(machine.cores, int(machine.memory_gib // build_gib)))
+
+
+_AGAIN = " && headway doctor"
+
+
+def _gpu_in_the_way(package: Package | None, machine: Machine) -> Advice | None:
+    """Advise on GPU, driver and torch, which any library for GPUs needs; None where they work."""
+    if not machine.gpus:
+        return Advice("needs an NVIDIA GPU; nothing to install")
+    newest = max(gpu.capability for gpu in machine.gpus)
+    if package is not None and package.capability is not None and newest < package.capability:
+        need, got = ("{}.{}".format(*version) for version in (package.capability, newest))
+        return Advice(f"needs compute capability {need}, the GPU has {got}; nothing to install")
+    if package is not None and package.generation not in (None, newest[0]):
+        got = "{}.{}".format(*newest)
+        return Advice(f"has kernels for compute capability {package.generation}.x alone, the GPU has {got}; nothing to install")
+    if machine.cuda_works:
+        return None
+    major = int((machine.driver or "0").partition(".")[0] or 0)
+    build = next((build for build in TORCH_BUILDS if major >= build[0]), None)
+    if build is None:
+        oldest = TORCH_BUILDS[-1][0]
+        return Advice(f"first update the NVIDIA driver to {oldest} or newer: this one is {machine.driver or 'not found'}")
+    _, cuda, index = build
+    command = f"{machine.installer} install --force-reinstall torch --index-url https://download.pytorch.org/whl/{index}"
+    commands = (command,) if machine.installer and machine.system in ("Linux", "Windows") else ()
+    note = "then run headway doctor again"
+    if machine.torch_cuda is None:
+        return Advice(f"first a CUDA build of torch: this one, {machine.torch}, is for CPUs", commands, note)
+    if float(machine.torch_cuda) > float(cuda):
+        text = f"first a torch for this driver: {machine.driver} is too old for CUDA {machine.torch_cuda}"
+        return Advice(text, commands, note)
+    return Advice(f"torch {machine.torch} cannot use the GPU: see what nvidia-smi and torch.cuda.init() say; nothing to install")
+
+
+def _does_not_load(support: Support) -> bool:
+    return any(reason.what == "import" or "Error" in reason.got for reason in support.reasons)
+
+
+def _compiled(name: str, package: Package, machine: Machine, again: str, force: str) -> Advice:
+    """Advise on a library whose wheels are on a page of their own: the wheel first, then the build, where there is a compiler."""
+    page = f"the wheel that ends in {wheel_tag(machine)} from {package.releases}"
+    text = f"{again or f'install {name}'}; first try a prebuilt one: download {page}, then"
+    wheel = f"{machine.installer} install {force}./{name.replace('-', '_')}-*+{wheel_tag(machine)}"
+    cuda = (machine.torch_cuda or "").partition(".")[0]
+    lacking = [what for what, there in (("nvcc", machine.nvcc), ("a C++ compiler", machine.compiler)) if not there]
+    if lacking:
+        return Advice(text, (wheel,), f"without such a wheel: a build needs {' and '.join(lacking)}, not found here")
+    if machine.nvcc and machine.nvcc.partition(".")[0] != cuda:
+        return Advice(
+            text, (wheel,), f"without such a wheel: a build needs nvcc {cuda}.x like torch's CUDA, here is {machine.nvcc}"
+        )
+    jobs = build_jobs(machine, package.build_gib)
+    tools = () if machine.ninja else (f"{machine.installer} install ninja",)
+    build = f"MAX_JOBS={jobs} {machine.installer} install {force}{package.options} '{package.requirement}'"
+    slow = "" if machine.ninja else "; without ninja it takes hours"
+    return Advice(
+        text, (wheel, *tools, build), f"without such a wheel the last command builds from source: {package.build_time}{slow}"
+    )
+
+
+def _flash_attn_3(machine: Machine, found: str) -> Advice:
+    """Advise to take FlashAttention 3, which has no wheel of its own, out of vLLM's wheel without installing that.
+
+    found: hints of the libraries that were found and refused.
+    """
+    torch = ".".join(machine.torch.split("+")[0].split(".")[:2])
+    release = FA3_WHEELS.get(torch) if (machine.torch_cuda or "").startswith("13.") else None
+    source = "build the folder hopper of https://github.com/Dao-AILab/flash-attention: nvcc, an hour"
+    if release is None or machine.installer != "python -m pip" or machine.arch != "x86_64":
+        return Advice(
+            f"no wheel with FlashAttention 3 for torch {torch} and CUDA {machine.torch_cuda} is known; {source}", note=found
+        )
+    folder = "fa3"
+    return Advice(
+        f"take it out of vLLM's wheel for torch {torch}, which need not be installed",
+        (
+            f"{machine.installer} download --no-deps --dest {folder} vllm=={release}",
+            f"python -m zipfile -e {folder}/vllm-{release}-*.whl {folder}",
+            f"export HEADWAY_FA3_LIBRARY=$PWD/{folder}/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so{_AGAIN}",
+        ),
+        f"or {source}",
+    )

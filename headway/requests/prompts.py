@@ -1,0 +1,169 @@
+"""The forms of a prompt: those of vLLM's offline API, and arrays of token ids; parsed to texts and lists of ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Final, TypedDict
+
+from headway.core.contract.errors import PromptError
+from headway.core.system.text import shown
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids (also as a numpy array or a torch tensor), {"prompt": text}, {"prompt_token_ids": ids}, or what a tokenizer
+returns."""
+
+
+class TextPrompt(TypedDict):
+    """A prompt as a text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Message = Mapping[str, Any]
+"""A message of a conversation: {"role": "user", "content": "Hello"}."""
+
+BYTES: Final = (bytes, bytearray, memoryview)
+"""Types that look like sequences of token ids and never are."""
+FORMS: Final = 'a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+_IGNORED_KEYS: Final = frozenset({"attention_mask", "token_type_ids", "special_tokens_mask", "length", "position_ids"})
+"""Keys of a tokenizer's output beside the ids."""
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """A prompt in one form, whatever the form of the caller's."""
+
+    text: str | None
+    """None where the caller gave token ids alone."""
+    token_ids: list[int] | None
+    """None: the text is still to be tokenised."""
+
+
+def parse_prompts(prompts: object) -> list[ParsedPrompt]:
+    """Read one prompt, or several in any iterable.
+
+    :raises PromptError: naming the prompt's index and the type that was found.
+    """
+    if isinstance(prompts, (str, Mapping)) or _dimensions(prompts) is not None:
+        return _parse(prompts, 0)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, BYTES):
+        raise PromptError("prompt", f"{FORMS}, or a list of these", f"a {type(prompts).__name__}")
+    items = list(prompts)
+    if items and isinstance(items[0], Integral):
+        return [ParsedPrompt(None, _token_ids(items, 0))]
+    parsed = []
+    for index, item in enumerate(items):
+        found = _parse(item, index)
+        if len(found) != 1:
+            raise PromptError(f"prompt {index}", "one prompt in each place of the list", f"a batch of {len(found)}")
+        parsed += found
+    return parsed
+
+
+def list_of_one(prompt: Prompt) -> list[Prompt]:
+    """A list of one prompt.
+
+    :raises PromptError: a number, which in a list would be a prompt of one token.
+    """
+    if isinstance(prompt, Integral):
+        raise PromptError("prompt", FORMS, f"a {type(prompt).__name__}")
+    return [prompt]
+
+
+def is_one(prompts: object) -> bool:
+    """Whether an argument that `parse_prompts` made one prompt of is the prompt itself, and not a list of one."""
+    listed = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+    return not isinstance(prompts, Sequence) or not listed or isinstance(prompts[0], Integral)
+
+
+def _parse(item: object, index: int) -> list[ParsedPrompt]:
+    """Parse one argument: one prompt, or several from a tokenizer's batch or an array of two dimensions."""
+    if isinstance(item, str):
+        return [ParsedPrompt(item, None)]
+    if isinstance(item, Mapping):
+        return _parse_mapping(item, index)
+    dimensions = _dimensions(item)
+    if dimensions == 2:
+        return [ParsedPrompt(None, _token_ids(row, index)) for row in item]  # type: ignore[attr-defined]
+    return [ParsedPrompt(None, _token_ids(item, index))]
+
+
+def _parse_mapping(item: Mapping[str, Any], index: int) -> list[ParsedPrompt]:
+    text, ids = item.get("prompt"), item.get("prompt_token_ids")
+    if "input_ids" in item:
+        return [ParsedPrompt(None, row) for row in _tokenized(item, index)]
+    surplus = [str(key) for key, value in item.items() if key not in ("prompt", "prompt_token_ids") and value is not None]
+    if surplus:
+        raise PromptError(f"prompt {index}", FORMS, f"a {type(item).__name__} with {', '.join(map(repr, surplus))}")
+    if text is not None and not isinstance(text, str):
+        raise PromptError(f"prompt {index}", 'a text under "prompt"', f"a {type(text).__name__}")
+    if ids is not None:
+        return [ParsedPrompt(text, _token_ids(ids, index))]
+    if text is None:
+        raise PromptError(f"prompt {index}", FORMS, f"a {type(item).__name__} without either key")
+    return [ParsedPrompt(text, None)]
+
+
+def _tokenized(item: Mapping[str, Any], index: int) -> list[list[int]]:
+    """The rows of a tokenizer's output; the tokens that its attention mask hides are padding."""
+    unknown = [str(key) for key in item if key not in _IGNORED_KEYS and key != "input_ids"]
+    if unknown:
+        raise PromptError(f"prompt {index}", "a tokenizer's output of text alone", f"one with {', '.join(map(repr, unknown))}")
+    ids, mask = _listed(item["input_ids"]), item.get("attention_mask")
+    batched = isinstance(ids, list) and bool(ids) and not isinstance(ids[0], Integral)
+    rows = ids if batched else [ids]
+    if mask is None:
+        return [_token_ids(row, index) for row in rows]
+    masks = _listed(mask) if batched else [_listed(mask)]
+    return [
+        [token for token, kept in zip(_token_ids(row, index), _listed(seen), strict=True) if kept]
+        for row, seen in zip(rows, masks, strict=True)
+    ]
+
+
+def _token_ids(value: object, index: int) -> list[int]:
+    value = _listed(value)
+    if not isinstance(value, Iterable) or isinstance(value, (str, *BYTES, Mapping)):
+        raise PromptError(f"prompt {index}", FORMS, f"a {type(value).__name__}")
+    items: list[Any] = list(value)
+    kinds = set(map(type, items))  # isinstance(token, Integral) for each of a hundred thousand tokens takes 0.1 s
+    if kinds <= {int}:
+        return items
+    wrong = next((kind for kind in kinds if kind is bool or not issubclass(kind, Integral)), None)
+    if wrong is not None:
+        raise PromptError(f"prompt {index}", FORMS, f"a {type(value).__name__} of {wrong.__name__}")
+    return [int(token) for token in items]
+
+
+def _dimensions(value: object) -> int | None:
+    """Number of dimensions of a numpy array or a torch tensor; None for anything else."""
+    if isinstance(value, BYTES):
+        return None
+    dimensions = getattr(value, "ndim", None)
+    return dimensions if isinstance(dimensions, int) and hasattr(value, "tolist") else None
+
+
+def _listed(value: Any) -> Any:
+    """The elements of an array as Python's own numbers; anything else as it is."""
+    return value.tolist() if _dimensions(value) is not None else value
+
+
+def whole_text(text: str, what: str = "prompt") -> str:
+    """Return a text unchanged that can be encoded.
+
+    :raises PromptError: the text holds half of a surrogate pair: Python reads bytes of a command line that are no UTF-8 so.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{shown(text[max(error.start - 10, 0) : error.end + 10], 60)} at character {error.start}"
+        raise PromptError(what, "Unicode text", got, "encode it as UTF-8") from None
+    return text

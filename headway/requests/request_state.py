@@ -1,0 +1,315 @@
+"""The state of an unfinished request and its completions, texts, times and log-probabilities; and what feeds it with deltas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from headway.core.engine.state.request_limits import CheckedRequest
+from headway.core.engine.state.step import OutputDelta
+from headway.core.sampling.detokenizer import Detokenizer, NoTokenizer, Tokenizer
+from headway.core.sampling.logprobs import Logprob, TokenLogprobs
+from headway.core.sampling.params import RequestOutputKind, SamplingParams
+from headway.outputs import CompletionOutput, LogprobsByToken, RequestMetrics, RequestOutput
+
+
+@dataclass
+class Progress:
+    """Counts over the requests of one call."""
+
+    num_completions: int = 0
+    num_finished: int = 0
+    num_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all completions of all requests of the call have ended."""
+        return self.num_finished == self.num_completions
+
+
+class Completion:
+    """The state of one completion."""
+
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self._params, self._tokenizer = params, tokenizer
+        stops = params.include_stop_str_in_output, params.min_tokens
+        shown = tokenizer if params.detokenize else NoTokenizer()
+        self.text = Detokenizer(shown, params.stop or (), *stops, params.skip_special_tokens)
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self._scores: list[float] = []
+        self._logprobs: list[LogprobsByToken] = []
+        self._shown = (0, 0, False)
+        """Tokens and characters that `new_output` has handed out, and whether it has reported the end."""
+
+    @property
+    def score(self) -> float:
+        """Sum of the log-probabilities of the completion's tokens, by which best_of ranks."""
+        return sum(self._scores)
+
+    def take(self, delta: OutputDelta) -> None:
+        """Add the tokens of a step."""
+        self.token_ids += delta.new_token_ids
+        self.finish_reason, self.error = delta.finish_reason, delta.error
+        for each in delta.logprobs:
+            self._scores.append(each.logprobs[0])
+            if self._params.logprobs is not None:
+                self._logprobs.append(by_token(each, self._tokenizer))
+        if delta.finish_reason == "stop" and delta.new_token_ids[-1] in (self._params.stop_token_ids or ()):
+            self.stop_reason = delta.new_token_ids[-1]
+
+    def read(self, watched: bool) -> bool:
+        """Detokenise the new tokens if their text is watched or complete; True if a stop text has ended the completion."""
+        text, tokens = self.text, self.token_ids
+        if not (watched or self.finish_reason):
+            return False
+        hidden = self.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        new = tokens[text.num_tokens : -1 if hidden else None]  # the token that ends a text is not part of it
+        if not watched:
+            text.extend(new)
+            return False
+        for token in new:
+            if text.append(token) and self.error is None:
+                for each in (tokens, self._scores, self._logprobs):
+                    del each[text.num_tokens :]
+                self.finish_reason, self.stop_reason = "stop", text.stopped_by
+                return True
+        return False
+
+    @property
+    def shown_text(self) -> str:
+        """The completion's text; while it runs, without an end that may become a stop text."""
+        return self.text.safe_text if self.finish_reason is None else self.text.text
+
+    def output(self, index: int) -> CompletionOutput:
+        """The whole completion so far, in the form for the caller. index: the number of the completion in the output."""
+        return self._output(index, self.shown_text, 0)
+
+    def new_output(self) -> CompletionOutput | None:
+        """The tokens and text since the last call; None: there are none."""
+        text, (tokens, characters, ended) = self.shown_text, self._shown
+        self._shown = (len(self.token_ids), len(text), self.finish_reason is not None)
+        if self._shown == (tokens, characters, ended):
+            return None
+        return self._output(self.index, text[characters:], tokens)
+
+    def _output(self, index: int, text: str, first: int) -> CompletionOutput:
+        scored = self._params.logprobs is not None
+        return CompletionOutput(
+            index,
+            text,
+            self.token_ids[first:],
+            self.score if scored else None,
+            self._logprobs[first:] if scored else None,
+            self.finish_reason,
+            self.stop_reason,
+            self.error,
+        )
+
+
+class RequestState:
+    """The state of one request: what the deltas of the engine have brought so far."""
+
+    def __init__(self, request_id: str, request: CheckedRequest, tokenizer: Tokenizer, progress: Progress) -> None:
+        """progress: of the call that the request belongs to."""
+        self.request_id = request_id
+        self.prompt = request.prompt
+        self.prompt_token_ids = list(request.prompt_token_ids)
+        self.params = params = request.params
+        self.completions = [Completion(index, params, tokenizer) for index in range(params.num_drawn)]
+        self.watched = bool(params.stop)
+        """Whether each token is detokenised at once, because a stop text may come; else when an output is made, or at the end."""
+        self._changed = False
+        self.num_cached_tokens = 0
+        self._plain = False
+        """Whether a delta needs no more than keeping its tokens: the text is not watched, and the first token, which brings the
+        times and the prompt's figures, has come."""
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[LogprobsByToken | None] = [None]
+        self._progress = progress
+        progress.num_completions += params.num_drawn
+        self._num_unfinished = params.num_drawn
+        self.arrival_time = time.perf_counter()
+        self.first_token_time: float | None = None
+        self.scheduled_time: float | None = None
+        self.finished_time: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all completions have ended."""
+        return self._num_unfinished == 0
+
+    def take(self, delta: OutputDelta, now: float) -> bool:
+        """Take in a delta, read at time `now`; True if a stop text ends the completion, which the engine must be told."""
+        completion = self.completions[delta.completion]
+        self._changed = True
+        if completion.finish_reason is not None:  # ended by a stop text, which the engine had not heard of yet
+            return False
+        if self._plain and delta.finish_reason is None and not delta.logprobs:  # most deltas: a token to keep
+            completion.token_ids += delta.new_token_ids
+            self._progress.num_tokens += len(delta.new_token_ids)
+            return False
+        if delta.new_token_ids and self.first_token_time is None:
+            self.first_token_time, self.num_cached_tokens = now, delta.num_cached_tokens
+            self.scheduled_time = delta.admitted_time
+            self._plain = not self.watched
+        self._prompt_logprobs += [by_token(each, self._tokenizer) for each in delta.prompt_logprobs]
+        completion.take(delta)
+        self._progress.num_tokens += len(delta.new_token_ids)
+        stopped = completion.read(self.watched)
+        if completion.finish_reason is not None:
+            self._ended(completion, now)
+        return stopped
+
+    def abort(self) -> None:
+        """End the completions that run, with finish_reason "abort"."""
+        now, self._changed = time.perf_counter(), True
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                completion.finish_reason = "abort"
+                completion.read(self.watched)
+                self._ended(completion, now)
+
+    def _ended(self, completion: Completion, now: float) -> None:
+        completion.text.flush()
+        self._num_unfinished -= 1
+        self._progress.num_finished += 1
+        if self.finished:
+            self.finished_time = now
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `next_output` has anything new, by the request's output_kind."""
+        return self._changed and (self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY)
+
+    def next_output(self) -> RequestOutput:
+        """The next output of a stream: all so far, or what is new, by the request's output_kind."""
+        if self.params.output_kind is not RequestOutputKind.DELTA:
+            self._changed = False
+            return self.output()
+        return self._output(self.news())
+
+    def news(self) -> list[CompletionOutput]:
+        """The new tokens and text of each completion since the last call."""
+        self._changed = False
+        self._read()
+        return [new for completion in self.completions if (new := completion.new_output()) is not None]
+
+    def output(self) -> RequestOutput:
+        """The whole output so far; with best_of, the n completions with the largest sums of log-probabilities."""
+        shown = self.completions
+        if len(shown) > self.params.n:
+            shown = sorted(shown, key=lambda each: (each.error is not None, -each.score))[: self.params.n]
+        self._read()
+        return self._output([completion.output(index) for index, completion in enumerate(shown)])
+
+    def _read(self) -> None:
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                completion.read(watched=True)
+
+    def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            self.finished,
+            RequestMetrics(self.arrival_time, self.first_token_time, self.finished_time, self.scheduled_time),
+            self.num_cached_tokens,
+            None if self.params.prompt_logprobs is None else list(self._prompt_logprobs),
+        )
+
+
+def by_token(found: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsByToken:
+    """The log-probabilities at one position, by token id, each with the token's text."""
+    ranks = (found.rank, *range(1, len(found.token_ids)))
+    listed: LogprobsByToken = {}
+    for token, logprob, rank in zip(found.token_ids, found.logprobs, ranks, strict=True):
+        listed.setdefault(token, Logprob(logprob, rank, tokenizer.decode([token], skip_special_tokens=False)))
+    return listed
+
+
+_REMEMBERED: Final = 8192
+"""Number of tokens whose own text is remembered; most texts consist of fewer different ones."""
+
+
+class OutputProcessor:
+    """Keeps the requests of one engine, for whichever client drives that engine."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """tokenizer: None where tokens alone are wanted; every text is then empty."""
+        self._tokenizer = fastest_decoder(tokenizer)
+        self._requests: dict[str, RequestState] = {}
+
+    def add(self, request_id: str, request: CheckedRequest, progress: Progress, key: str | None = None) -> RequestState:
+        """Begin a request. progress: of the call that it belongs to. key: the engine's name for the request; None: the same."""
+        state = RequestState(request_id, request, self._tokenizer, progress)
+        self._requests[request_id if key is None else key] = state
+        return state
+
+    def remove(self, key: str) -> None:
+        """Forget a request; deltas that still come for it are dropped."""
+        self._requests.pop(key, None)
+
+    @property
+    def keys(self) -> list[str]:
+        """The engine's names for all requests that have not been removed."""
+        return list(self._requests)
+
+    def abort(self, key: str) -> None:
+        """End a request that the engine brings no more tokens for."""
+        state = self._requests.get(key)
+        if state is not None:
+            state.abort()
+
+    def process(self, deltas: Iterable[OutputDelta]) -> list[tuple[str, int]]:
+        """Take in the deltas that a step of the engine has returned.
+
+        Returns the completions, as key and index, that a stop text has ended: the engine is to abort them.
+        """
+        now = time.perf_counter()
+        stopped = []
+        for delta in deltas:
+            state = self._requests.get(delta.request_id)
+            if state is not None and state.take(delta, now) and delta.finish_reason is None:
+                stopped.append((delta.request_id, delta.completion))
+        return stopped
+
+
+class DirectTokenizer:
+    """The tokenizers library below transformers' tokenizer: a quarter of the time, where transformers only passes its answer on.
+
+    Every token of every stream is decoded twice: every other call is for the token before the newest alone, whose text is
+    remembered.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        """backend: a tokenizers.Tokenizer."""
+        self._decode = backend.decode
+        self._one = lru_cache(_REMEMBERED)(lambda token, skip_special_tokens: backend.decode([token], skip_special_tokens))
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """See Tokenizer."""
+        if len(token_ids) == 1:
+            return str(self._one(token_ids[0], skip_special_tokens))
+        return str(self._decode(token_ids, skip_special_tokens)) if token_ids else ""
+
+
+def fastest_decoder(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The fastest object that decodes as a tokenizer does. tokenizer: None: every text is empty."""
+    if tokenizer is None:
+        return NoTokenizer()
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    kind = type(tokenizer)
+    plain = isinstance(tokenizer, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode
+    if not plain or tokenizer.clean_up_tokenization_spaces:  # type: ignore[attr-defined]
+        return tokenizer
+    return DirectTokenizer(tokenizer.backend_tokenizer)  # type: ignore[attr-defined]

@@ -1,0 +1,171 @@
+"""From the arguments of a call to requests that an engine takes: parsed, tokenised and checked once, before any is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple, Protocol
+
+from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.engine.state.request_limits import CheckedRequest, RequestLimits
+from headway.core.sampling.params import RequestOutputKind, SamplingParams
+from headway.requests.chat_template import chat_prompt
+from headway.requests.prompts import Message, ParsedPrompt, Prompt, parse_prompts, whole_text
+from headway.requests.sampling_defaults import default_params, params_of_each, resolve
+
+_AT_ONCE = 8
+"""Most prompts that are checked without a thread, if they are short."""
+_SHORT = 4096
+"""Most token ids of a short prompt; checking these takes less than 50 us."""
+
+
+class TextModel(Protocol):
+    """The part of a model that reading and writing texts needs."""
+
+    @property
+    def name(self) -> str:
+        """The name that the model was loaded by."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the model's files."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer; None: token ids in, token ids out."""
+
+
+class RequestValidator:
+    """Checks what callers ask of one engine, which does not check again. Any thread may call it, several at a time."""
+
+    def __init__(self, model: TextModel, limits: RequestLimits) -> None:
+        self.model, self.tokenizer, self.limits = model, model.tokenizer, limits
+
+    def check(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None = None,
+        *,
+        streamed: bool = False,
+    ) -> list[CheckedRequest]:
+        """Parse, tokenise and check every prompt of a call: all of them, before any of them runs. See `LLM.generate`.
+
+        streamed: outputs are shown as they grow.
+
+        :raises PromptError: an empty or too long prompt.
+        :raises ConfigError: a parameter or a priority that cannot work.
+        """
+        parsed = parse_prompts(prompts)
+        params = params_of_each(sampling_params, len(parsed), self.default_params())
+        priorities = _priority_of_each(priority, len(parsed))
+        resolved = {id(own): self._resolve(own, streamed) for own in params}  # most calls share one
+        return [
+            self._checked(prompt, number, resolved[id(own)], first)
+            for number, (prompt, own, first) in enumerate(zip(parsed, params, priorities, strict=True))
+        ]
+
+    def chat_prompt(self, messages: str | Sequence[Message], **options: Any) -> Prompt:
+        """A conversation in the model's chat template; see `chat_template.chat_prompt`."""
+        return chat_prompt(self.tokenizer, self.model.name, messages, **options)
+
+    def default_params(self) -> SamplingParams:
+        """The parameters that the model's generation_config.json recommends."""
+        return self._default_params
+
+    @cached_property
+    def _default_params(self) -> SamplingParams:
+        return default_params(self.model.folder)
+
+    def _resolve(self, params: SamplingParams, streamed: bool) -> SamplingParams:
+        if streamed:
+            _check_streamed(params)
+        return resolve(params, self.tokenizer, self.model.name)
+
+    def _checked(self, prompt: ParsedPrompt, number: int, params: SamplingParams, priority: int) -> CheckedRequest:
+        """Tokenise and check one prompt of a call. params: resolved."""
+        try:
+            ids = self._tokenize(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
+            ids = ids[-(params.truncate_prompt_tokens or 0) :]
+            return self.limits.checked(ids, params, priority, prompt.text)
+        except PromptError as error:
+            raise PromptError(f"prompt {number}", *error.reason[1:]) from None
+
+    def _tokenize(self, prompt: str) -> list[int]:
+        if self.tokenizer is None:
+            raise PromptError("prompt", "token ids", "a text", f"{self.model.name} was loaded without a tokenizer")
+        return list(self.tokenizer(whole_text(prompt))["input_ids"])
+
+
+def quickly_checked(prompts: object) -> bool:
+    """Whether prompts are a list of at most 8, each of a few token ids: a thread would take longer to wake than the check."""
+    return isinstance(prompts, list) and len(prompts) <= _AT_ONCE and all(map(_short, prompts))
+
+
+def _short(prompt: object) -> bool:
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    return isinstance(ids, list) and 0 < len(ids) <= _SHORT and isinstance(ids[0], int)
+
+
+def _check_streamed(params: SamplingParams) -> None:
+    """Check that completions can be shown as they grow.
+
+    :raises ConfigError: best_of is larger than n, so that only the end shows which completions are returned.
+    """
+    if params.num_drawn > params.n and params.output_kind is not RequestOutputKind.FINAL_ONLY:
+        raise ConfigError("best_of", f"None or n={params.n} in a stream", params.best_of, "or output_kind=FINAL_ONLY")
+
+
+def _priority_of_each(given: int | Sequence[int] | None, count: int) -> list[int]:
+    """The priority of each of `count` prompts.
+
+    :raises ConfigError: another number of them.
+    """
+    listed = list(given) if isinstance(given, Sequence) else [0 if given is None else given] * count
+    if len(listed) != count:
+        raise ConfigError("priority", f"one, or one for each of the {count} prompts", len(listed))
+    return listed
+
+
+class RequestName(NamedTuple):
+    """The two names of an unfinished request."""
+
+    request_id: str
+    """The caller's name, which may be taken again as soon as the request has ended."""
+    key: str
+    """The engine's name, never used again: a step that ran while the caller gave the request up still brings a token, which must
+    not reach the next request of the same id."""
+
+
+class RequestNames:
+    """The names of the unfinished requests of one engine. Any thread may claim and release one."""
+
+    def __init__(self) -> None:
+        self._ids: set[str] = set()
+        self._numbers = map(str, count())
+        self._guard = Lock()
+
+    def claim(self, request_id: str | None = None) -> RequestName:
+        """Take an id for a request until `release`. request_id: None: any free one.
+
+        :raises ConfigError: the id is taken, or no text.
+        """
+        with self._guard:
+            if request_id is None:
+                request_id = key = next(each for each in self._numbers if each not in self._ids)
+            elif not isinstance(request_id, str) or not request_id:
+                raise ConfigError("request_id", "a text that is not empty", repr(request_id))
+            elif request_id in self._ids:
+                raise ConfigError("request_id", "an id not in use", repr(request_id))
+            else:
+                key = f"{request_id}~{next(self._numbers)}"
+            self._ids.add(request_id)
+        return RequestName(request_id, key)
+
+    def release(self, request_id: str) -> None:
+        """Let another request take an id."""
+        with self._guard:
+            self._ids.discard(request_id)

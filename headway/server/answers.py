@@ -1,0 +1,173 @@
+"""From the outputs of a request to OpenAI's objects: the parts that chats and completions share."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import orjson
+from openai.types import CompletionUsage
+from openai.types.completion_usage import PromptTokensDetails
+
+from headway.core.sampling.logprobs import Logprob
+from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
+from headway.server.errors import ApiError
+from headway.server.requests import SamplingRequest
+
+DONE = b"data: [DONE]\n\n"
+"""The end of every stream."""
+
+
+def event(data: object) -> bytes:
+    """A server-sent event."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+class Answer(ABC):
+    """Writes one answer: its id, its chunks, its whole.
+
+    Most chunks of a stream differ in nothing but their text. What stands before and after the text is rendered once for each
+    choice, so that a chunk costs little more than the escaping of its text.
+    """
+
+    prefix: ClassVar[str]
+    """Start of the answer's id."""
+    chunk_object: ClassVar[str]
+    around: ClassVar[tuple[str, str]]
+    """JSON before and after a text in a choice of a chunk, between its index and its finish_reason."""
+
+    def __init__(self, body: SamplingRequest, model: str, has_logprobs: bool) -> None:
+        """model: the name to answer by."""
+        self.id = f"{self.prefix}-{uuid4().hex}"
+        self.body, self.model, self.created = body, model, int(time.time())
+        options = body.stream_options
+        self.includes_usage = options is not None and options.include_usage
+        self.tells_usage = options is not None and options.continuous_usage_stats
+        """Whether every chunk has the usage so far."""
+        self.is_structured = body.response_format is not None or body.structured_outputs is not None
+        self._plain = not (has_logprobs or body.return_token_ids or self.tells_usage)
+        self._common = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": model}
+        self._heads: dict[int, bytes] = {}
+        self._tail = (self.around[1] + ',"finish_reason":null}]' + (',"usage":null' if self.includes_usage else "")).encode()
+        self._tail += b"}\n\n"
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """Write the new part of a choice as an event. used: the output and its tokens so far, where `tells_usage`."""
+        if self._plain and new.finish_reason is None:
+            head = self._heads.get(index)
+            if head is None:
+                head = self._heads[index] = self._head(index)
+            return head + orjson.dumps(new.text) + self._tail
+        return self.chunk([self.choice(index, new)], None if used is None else usage([used]))
+
+    def chunk(self, choices: list[dict[str, Any]], used: CompletionUsage | None = None) -> bytes:
+        """Write an event with these choices."""
+        data = {**self._common, "choices": choices}
+        if self.includes_usage or used is not None:
+            data["usage"] = None if used is None else used.model_dump(exclude_none=True)
+        return event(data)
+
+    def _head(self, index: int) -> bytes:
+        common = orjson.dumps(self._common)[:-1]
+        return b"data: " + common + f',"choices":[{{"index":{index},{self.around[0]}'.encode()
+
+    def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
+        """Write the events that come before all others of a choice. output: makes the output so far, which few answers need."""
+        return b""
+
+    @abstractmethod
+    def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
+        """Make a choice of a chunk from the new part of a completion."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Write the answer that comes at once. outputs: one for each prompt."""
+
+
+def usage(outputs: Sequence[tuple[RequestOutput, int]]) -> CompletionUsage:
+    """The usage of prompts, each with the number of tokens of its completions."""
+    prompt = sum(len(output.prompt_token_ids) for output, _ in outputs)
+    written = sum(count for _, count in outputs)
+    cached = PromptTokensDetails(cached_tokens=sum(output.num_cached_tokens for output, _ in outputs))
+    return CompletionUsage(
+        prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written, prompt_tokens_details=cached
+    )
+
+
+def num_written(output: RequestOutput) -> int:
+    """Number of tokens of all completions of an output."""
+    return sum(len(each.token_ids) for each in output.outputs)
+
+
+def check_ended(new: CompletionOutput, structured: bool) -> None:
+    """Check that a completion has not failed. structured: the request asked for a form, which perhaps could not be compiled.
+
+    :raises ApiError: the completion has failed, or was ended by the server.
+    """
+    if new.finish_reason == "error":
+        raise ApiError(400 if structured and not new.token_ids else 500, new.error or "the completion has failed")
+    if new.finish_reason == "abort":
+        raise ApiError(503, "the server has ended the request", code="aborted")
+
+
+def extras(body: SamplingRequest, new: CompletionOutput) -> dict[str, Any]:
+    """Fields of a choice that vLLM adds."""
+    found: dict[str, Any] = {"stop_reason": new.stop_reason} if new.finish_reason is not None else {}
+    if body.return_token_ids:
+        found["token_ids"] = new.token_ids
+    return found
+
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON does not have, as in vLLM."""
+
+
+def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool) -> dict[str, Any]:
+    """`logprobs` of a chat's choice. most: top_logprobs of the request. as_ids: write tokens as "token_id:123"."""
+    content = []
+    for place in places:
+        entries = [_entry(token, found, as_ids) for token, found in place.items()]
+        likely = [entry for entry, found in zip(entries, place.values(), strict=True) if (found.rank or 0) <= most]
+        likely.sort(key=lambda each: -each["logprob"])
+        content.append({**entries[0], "top_logprobs": likely[:most]})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    places: Sequence[LogprobsByToken | None], token_ids: Sequence[int], offset: int, most: int, as_ids: bool, decode: Any
+) -> tuple[dict[str, Any], int]:
+    """`logprobs` of a completion's choice, and the offset of what follows.
+
+    places: one for each of token_ids; None: the first token of a prompt. offset: characters before them. most: logprobs of the
+    request. decode: text of a token.
+    """
+    listed: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for place, token in zip(places, token_ids, strict=False):
+        text = decode(token) if place is None else place[token].decoded_token or ""
+        listed["text_offset"].append(offset)
+        listed["tokens"].append(_name(token, text, as_ids))
+        offset += len(text)
+        if place is None:
+            listed["token_logprobs"].append(None)
+            listed["top_logprobs"].append(None)
+            continue
+        listed["token_logprobs"].append(_finite(place[token]))
+        top = {_name(each, found.decoded_token or "", as_ids): _finite(found) for each, found in list(place.items())[: most + 1]}
+        listed["top_logprobs"].append(top if most else None)
+    return listed, offset
+
+
+def _entry(token: int, found: Logprob, as_ids: bool) -> dict[str, Any]:
+    text = found.decoded_token or ""
+    return {"token": _name(token, text, as_ids), "logprob": _finite(found), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _name(token: int, text: str, as_ids: bool) -> str:
+    return f"token_id:{token}" if as_ids else text
+
+
+def _finite(found: Logprob) -> float:
+    return max(found.logprob, LOWEST)

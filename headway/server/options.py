@@ -1,0 +1,63 @@
+"""A server's options and its address, without importing torch or the server's libraries: a mistake is reported at once."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.core.contract.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Limits and names of a server."""
+
+    served_model_names: Sequence[str] = ()
+    """Names by which requests may call the model; none: the name that it was loaded by."""
+    api_key: str | None = None
+    """Key that requests must bring; None: none."""
+    max_queue: int = 1024
+    """Requests that may wait for their first token; one more is answered 429."""
+    max_body_bytes: int = 16 * 2**20
+    max_connections: int = 4096
+    """Most connections at a time; one more is answered 503 and closed."""
+    request_timeout: float | None = None
+    """Seconds that a request may take; None: no limit."""
+    read_timeout: float = 30.0
+    """Seconds that a client may take to send a request's head, and again its body."""
+    write_timeout: float = 60.0
+    """Seconds that a client may take to read what is written to it."""
+    shutdown_timeout: float = 30.0
+    """Seconds that requests may go on after the server was told to stop."""
+    profile_dir: Path | None = None
+    """Folder for traces of the engine's steps; None: /start_profile is refused."""
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Bind a socket that does not listen yet: a port that is taken is found before a model is loaded.
+
+    :raises ConfigError: the address is taken, or belongs to another machine.
+    """
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise ConfigError("--host and --port", "an address of this machine that is free", f"{host}:{port} ({error})") from error
+    return sock
+
+
+def is_local(host: str) -> bool:
+    """Whether a server that listens on this host is reachable from this machine alone."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False

@@ -1,0 +1,132 @@
+"""Between the connection and the routes: the API key, the direct way past FastAPI, bodies, and methods as endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any, TypeVar
+from weakref import WeakMethod
+
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from headway.server.errors import ApiError
+from headway.server.options import ServerOptions
+
+log = logging.getLogger("headway")
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+Answer = TypeVar("Answer")
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class ApiKeyMiddleware:
+    """ASGI middleware that refuses requests without the API key, before anything else looks at them."""
+
+    def __init__(self, app: App, api_key: str | None, open_paths: Collection[str]) -> None:
+        """api_key: None lets everybody in. open_paths: need no key."""
+        self._app, self._open_paths = app, frozenset(open_paths)
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass on a request, or refuse one without the API key."""
+        if self._key is None or scope["type"] != "http" or scope["path"] in self._open_paths or self._knows(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "the header Authorization: Bearer KEY has no valid key", code="invalid_api_key")
+        await error.response()(scope, receive, send)
+
+    def _knows(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        given = next((value for name, value in headers if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        assert self._key is not None
+        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+
+
+class DirectMiddleware:
+    """ASGI middleware that calls endpoints past the routing and dependencies of FastAPI.
+
+    FastAPI's work before and around an endpoint takes longer than reading a request's body, and of requests that arrive together
+    the last waits for all others.
+    """
+
+    def __init__(
+        self, app: App, endpoints: Mapping[str, Endpoint], refuse: Callable[[Request, Exception], Awaitable[Response]]
+    ) -> None:
+        """endpoints: path -> endpoint of its POSTs; FastAPI has them too, for its schema and for other paths before them (an
+        application that is mounted). refuse: answers a request whose endpoint has raised."""
+        self._app, self._endpoints, self._refuse = app, endpoints, refuse
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request for one of the endpoints, and pass on all others."""
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await endpoint(request)
+        except Exception as error:
+            response = await self._refuse(request, error)
+            if response.status_code == 500:  # a fault of ours
+                log.error("a request has failed", exc_info=error)
+        await response(scope, receive, send)
+
+
+def endpoint(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
+    """Make a function that calls a bound method as long as somebody else holds the method's object.
+
+    FastAPI keeps the endpoints that it has classified in a cache of its module. A bound method there would hold the engine, its
+    weights and its cache after the application is gone.
+    """
+    held = WeakMethod(method)
+
+    async def answer(*arguments: Any, **named: Any) -> Answer:
+        found = held()
+        assert found is not None, "the application holds its routes"
+        return await found(*arguments, **named)
+
+    answer.__name__, answer.__doc__ = method.__name__, method.__doc__
+    answer.__signature__ = inspect.signature(method, eval_str=True)  # type: ignore[attr-defined]
+    return answer
+
+
+async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:
+    """Read the body as an object of `kind`; raises as `read_text`.
+
+    :raises pydantic.ValidationError: the body is not JSON, or a field has a wrong type.
+    """
+    return kind.model_validate_json(await read_text(request, options))
+
+
+async def read_text(request: Request, options: ServerOptions) -> bytes:
+    """Read the body: at most `max_body_bytes`, in at most `read_timeout`.
+
+    :raises ApiError: the body is too large, too slow, or incomplete.
+    """
+    most = options.max_body_bytes
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > most:
+        raise _too_large(most)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(options.read_timeout):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:  # a body in chunks does not say how long it is
+                    raise _too_large(most)
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"the body has taken longer than {options.read_timeout:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client has gone") from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body: needs at most {most} bytes (max_body_bytes)", code="body_too_large")

@@ -1,0 +1,184 @@
+"""The built-in plugin: what Headway registers of its own, through the hooks everybody uses. Imports no kernel library."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheWriter, LayoutInfo
+from headway.core.contract.metadata import Phase
+from headway.core.contract.sampling_plugins import ProposerInfo
+from headway.core.contract.spec import AttentionSpec
+from headway.core.speculation.proposers import BUILTIN
+from headway.registry.hookspecs import hookimpl
+
+log = logging.getLogger("headway")
+
+
+def _writer(device: torch.device) -> CacheWriter:
+    if device.type == "cuda":
+        try:
+            from headway.backends.triton.writer import Writer
+        except ImportError as error:
+            hint = "pip install 'headway[triton]'"
+            log.warning("cache writes go through torch, which waits for the GPU in every layer: %s (%s)", error, hint)
+        else:
+            return Writer()
+    from headway.backends.layouts import write_rows
+
+    return write_rows
+
+
+def _sdpa() -> type[AttentionBackend]:
+    from headway.backends.sdpa import SDPA
+
+    return SDPA
+
+
+def _sdpa_math() -> type[AttentionBackend]:
+    from headway.backends.sdpa import SDPAMath
+
+    return SDPAMath
+
+
+def _triton() -> type[AttentionBackend]:
+    from headway.backends.triton.backend import TritonAttention
+
+    return TritonAttention
+
+
+def _vllm_paged() -> type[AttentionBackend]:
+    from headway.backends.vllm_paged.backend import VllmPagedAttention
+
+    return VllmPagedAttention
+
+
+def _hopper() -> type[AttentionBackend]:
+    from headway.backends.hopper.backend import HopperAttention
+
+    return HopperAttention
+
+
+def _flash_attn() -> type[AttentionBackend]:
+    from headway.backends.flash_attn import FlashAttention2
+
+    return FlashAttention2
+
+
+def _flash_attn_3() -> type[AttentionBackend]:
+    from headway.backends.flash_attn_3.backend import FlashAttention3
+
+    return FlashAttention3
+
+
+def _flash_attn_4() -> type[AttentionBackend]:
+    from headway.backends.flash_attn_4 import FlashAttention4
+
+    return FlashAttention4
+
+
+def _torch_varlen() -> type[AttentionBackend]:
+    from headway.backends.torch_varlen import TorchVarlen
+
+    return TorchVarlen
+
+
+def _xformers() -> type[AttentionBackend]:
+    from headway.backends.xformers import XFormersAttention
+
+    return XFormersAttention
+
+
+def _info(name: str, summary: str, load: Callable[[], type[AttentionBackend]], extra: str = "") -> BackendInfo:
+    return BackendInfo(name, summary, load, extra, api_version=API_VERSION)
+
+
+@hookimpl
+def headway_register_layouts() -> list[LayoutInfo]:
+    """Register the built-in layouts."""
+    return [LayoutInfo(layout, _writer) for layout in (NHD, HND, VLLM_5D, LATENT)]
+
+
+@hookimpl
+def headway_register_backends() -> list[BackendInfo]:
+    """Register the built-in backends."""
+    return [
+        _info("triton", "our paged split-KV decode and varlen prefill in Triton, every layout", _triton, "headway[triton]"),
+        _info(
+            "vllm_paged",
+            "our paged attention in CUDA C++, compiled at first use; vLLM's layout",
+            _vllm_paged,
+            "headway[cuda]",
+        ),
+        _info("hopper", "our prefill and extend in CUDA C++ for H100 and H200, compiled at first use", _hopper, "headway[cuda]"),
+        _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
+        _info(
+            "flash_attn_3",
+            "FlashAttention 3, Hopper: upstream's, or the one inside vLLM or SGLang",
+            _flash_attn_3,
+            "flash-attn-3",
+        ),
+        _info("flash_attn_4", "FlashAttention 4 (CuTe DSL), Hopper and Blackwell", _flash_attn_4, "headway[flash-attn-4]"),
+        _info("torch_varlen", "torch's own FlashAttention 2, paged (torch.nn.attention.varlen)", _torch_varlen, "torch>=2.13"),
+        _info("xformers", "CUTLASS or flash prefill, Triton split-K paged decode", _xformers, "headway[xformers]"),
+        _info("sdpa", "torch's scaled_dot_product_attention, the kernel torch picks", _sdpa),
+        _info("sdpa.math", "the baseline: torch's MATH kernel over gathered rows", _sdpa_math),
+    ]
+
+
+_PROMPTS = (
+    "hopper",
+    "flash_attn_3",
+    "flash_attn_4",
+    "flash_attn",
+    "torch_varlen",
+    "triton",
+    "xformers",
+    "sdpa",
+    "sdpa.math",
+)
+RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
+    "cuda": {
+        Phase.PREFILL: _PROMPTS,
+        Phase.EXTEND: _PROMPTS,
+        Phase.DECODE: (
+            "triton",
+            "flash_attn_3",
+            "vllm_paged",
+            "flash_attn",
+            "torch_varlen",
+            "xformers",
+            "flash_attn_4",
+            "sdpa",
+            "sdpa.math",
+        ),
+    },
+}
+"""Best first, by device type and phase, where nobody has measured this machine.
+
+From one H200 (bf16, head_dim 128, 32/8 heads). hopper leads flash_attn_3, the fastest library, in most prompts and extensions,
+and needs no library. The others' prefill in TFLOP/s at 1x512, 1x2048, 1x8192, 1x32768 and 8x2048 tokens:
+flash_attn_4 34, 211, 686, 652, 527; flash_attn 87, 222, 344, 374, 317; xformers 6 to 177 by CUTLASS, with flash as flash_attn
+but for the host time. So flash_attn_4 loses 40 us on a short prompt and halves the time of a long one, where the time goes. sdpa
+with torch's flash kernel reaches 57 to 351, but a step's mixed lengths take a call each, and a context is gathered first.
+Decode: triton was faster than flash_attn in nearly every cell, and both than the rest; xformers spends at least 190 us a
+call; flash_attn_4 does not split a sequence's keys on Hopper, so one long context occupies a few multiprocessors only.
+torch_varlen is flash_attn's kernel with a longer way to it.
+"""
+
+
+@hookimpl
+def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+    """Order for a start without measurements: by RANK where it knows the device, the baseline last; else as registered."""
+    order = RANK.get(spec.device.type, {}).get(phase, ("sdpa.math",))
+    last = len(order) - 1  # unknown names come before the baseline
+    return sorted(candidates, key=lambda name: order.index(name) if name in order else last - 0.5)
+
+
+@hookimpl
+def headway_register_proposers() -> Sequence[ProposerInfo]:
+    """Register the proposers that Headway brings."""
+    return BUILTIN

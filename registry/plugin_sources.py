@@ -1,0 +1,318 @@
+"""Where plugins come from: entry points of installed distributions, files, objects and backend classes.
+
+Each is a `PluginSource` with a name and an owner; nothing of it is imported before its `load`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, distributions
+from inspect import isabstract
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.contract.errors import ConfigError, PluginError
+from headway.core.contract.layout import LayoutInfo
+from headway.registry.hookspecs import hookimpl
+
+_MOST_FILES = 2000
+"""Files of a package that its digest covers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PluginSource:
+    """A plugin that has not been imported yet."""
+
+    name: str
+    owner: str
+    """Name and version of its distribution; a file's name and a hash of its text; an object's own name."""
+
+    @property
+    def file(self) -> Path | None:
+        """Where the plugin's module or package lies; None where nothing of that name is found."""
+        return None
+
+    @property
+    def target(self) -> str:
+        """The text that names a file in any folder: FILE.py or FILE.py:CLASS; empty for what is no file."""
+        return ""
+
+    def load(self) -> object:
+        """Import the plugin; raises whatever it raises."""
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """Hash of the plugin's name, version, and files with their sizes and times of change."""
+        file = self.file
+        files = [] if file is None else [file] if file.is_file() else islice(sorted(file.rglob("*")), _MOST_FILES)
+        facts: list[object] = [repr(self)]
+        for path in files:
+            if "__pycache__" not in path.parts:
+                with suppress(OSError):
+                    stat = path.stat()
+                    facts.append((str(path), stat.st_mtime_ns, stat.st_size) if path.is_file() else str(path))
+        return hashlib.sha256(repr(facts).encode("utf-8", "replace")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledPlugin(PluginSource):
+    """An entry point of a distribution."""
+
+    point: EntryPoint
+
+    @property
+    def file(self) -> Path | None:  # noqa: D102
+        with suppress(Exception):  # of an entry point that names no module, or a finder of somebody's own
+            top = importlib.util.find_spec(self.point.module.partition(".")[0])  # what lies below would be imported to find it
+            if top is not None and top.submodule_search_locations:
+                return Path(next(iter(top.submodule_search_locations)))
+            return Path(top.origin) if top is not None and top.origin else None
+        return None
+
+    def load(self) -> object:  # noqa: D102
+        return self.point.load()
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadablePlugin(PluginSource):
+    """A distribution whose entry points cannot be read."""
+
+    error: Exception
+
+    def load(self) -> object:  # noqa: D102
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class PluginObject(PluginSource):
+    """An object with hooks, or a backend class, that a program hands in."""
+
+    plugin: object
+
+    def load(self) -> object:  # noqa: D102
+        return self.plugin
+
+
+@dataclass(frozen=True, slots=True)
+class PluginFile(PluginSource):
+    """FILE.py or FILE.py:CLASS."""
+
+    path: Path
+    """The file as the user named it."""
+    class_name: str = ""
+
+    @classmethod
+    def of(cls, text: str, name: str = "") -> PluginFile:
+        """Read FILE.py or FILE.py:CLASS.
+
+        :raises ConfigError: the text names no Python file, or none that is there.
+        """
+        path, class_name = split_target(text)
+        # The hash of its text makes a table stale that was measured with another text of it.
+        text_hash = hashlib.sha256(_existing(path).read_bytes()).hexdigest()[:8]
+        return cls(name or text, f"{path.name}@{text_hash}", path, class_name)
+
+    @property
+    def file(self) -> Path | None:  # noqa: D102
+        return self.path.resolve()
+
+    @property
+    def target(self) -> str:  # noqa: D102
+        return f"{self.path.resolve()}:{self.class_name}" if self.class_name else str(self.path.resolve())
+
+    def load(self) -> object:
+        """Return the module with its hooks, or the class.
+
+        :raises HeadwayError: the file does not load, or holds no plugin.
+        """
+        module = load_file(self.path)
+        if self.class_name:
+            return class_in(module, self.class_name, self.path)
+        if not has_hooks(module):
+            classes = list(_own_classes(module))
+            name = classes[0] if len(classes) == 1 else "CLASS"
+            hint = f"mark its functions with headway.hookimpl, or name a class of it: {self.path}:{name}"
+            raise PluginError(f"plugin {self.path}: it implements no hook of ours: {hint}")
+        return module
+
+
+def installed_plugins(group: str, blocked: frozenset[str] = frozenset()) -> Iterator[InstalledPlugin | UnreadablePlugin]:
+    """Find every entry point of a group; a distribution that is found twice counts once."""
+    seen = set()
+    for distribution in distributions():
+        # Of hundreds of distributions few have the group, and a name and version cost the most to read.
+        owner = str(getattr(distribution, "_path", "a distribution"))
+        try:
+            if f"[{group}]" not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            owner = f"{distribution.name} {distribution.version}"
+            points = list(distribution.entry_points)
+        except Exception as error:  # whatever somebody has written there
+            yield UnreadablePlugin("entry_points.txt", owner, error)
+            continue
+        for point in points:
+            if point.group == group and point.name not in blocked and (owner, point.name) not in seen:
+                seen.add((owner, point.name))
+                yield InstalledPlugin(point.name, owner, point)
+
+
+def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[PluginFile | PluginObject]:
+    """Name what a caller hands in: objects with hooks, backend classes, and files.
+
+    A plugin without a name is called what its type is, numbered from the second of a kind on.
+
+    :raises ConfigError: a file that is not there.
+    """
+    seen: Counter[str] = Counter()
+    named = plugins.items() if isinstance(plugins, Mapping) else (("", plugin) for plugin in plugins)
+    for given_name, plugin in named:
+        own = given_name or _name(plugin)
+        seen[own] += 1
+        name = own if seen[own] == 1 else f"{own}-{seen[own]}"
+        if isinstance(plugin, (str, os.PathLike)):
+            yield PluginFile.of(os.fspath(plugin), name)
+        else:
+            yield PluginObject(name, own, plugin)
+
+
+class ClassPlugin:
+    """The plugin of a backend class that stands alone. Layouts that the class reads and nobody registered come with it."""
+
+    def __init__(self, backend: type[AttentionBackend], layouts: Mapping[str, LayoutInfo]) -> None:
+        """layouts: the registered ones; the writer of the first, a built-in one, goes by the axes of any layout."""
+        self._backend = backend
+        known, writer = [info.layout for info in layouts.values()], next(iter(layouts.values())).load_writer
+        claimed = getattr(backend.capabilities, "layouts", None) or ()
+        self._layouts = [LayoutInfo(layout, writer) for layout in claimed if layout not in known]
+
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        """Register the class under its own name."""
+        return [BackendInfo(self._backend.name, _summary(self._backend), lambda: self._backend, api_version=API_VERSION)]
+
+    @hookimpl
+    def headway_register_layouts(self) -> list[LayoutInfo]:
+        """Register the layouts that the file brings."""
+        return self._layouts
+
+
+def with_hooks(plugin: object, layouts: Mapping[str, LayoutInfo]) -> object:
+    """Return what pluggy registers: the plugin itself or, for a backend class, a plugin that brings the class.
+
+    layouts: the registered ones, the built-in ones first.
+
+    :raises ConfigError: a class that lacks something.
+    """
+    if isinstance(plugin, type) and issubclass(plugin, AttentionBackend):
+        return ClassPlugin(check_class(plugin), layouts)
+    return plugin
+
+
+def split_target(text: str) -> tuple[Path, str]:
+    """Return the file and the class of FILE.py:CLASS; "" where no class is named.
+
+    :raises ConfigError: the text names no Python file.
+    """
+    path, _, name = text.rpartition(":") if ".py:" in text else (text, "", "")
+    if not path.endswith(".py"):
+        raise ConfigError("plugin", "FILE.py or FILE.py:CLASS", repr(text))
+    return Path(path), name
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a file under its own name, anew even where it was imported before. The file may import what lies beside it.
+
+    :raises ConfigError: there is no such file.
+    :raises PluginError: it does not load, with the line.
+    """
+    _existing(path)
+    known = sys.modules.get(path.stem)
+    mine = known is None or getattr(known, "__file__", None) == str(path.resolve())
+    name = path.stem if mine else f"headway_plugin_{path.stem}"  # nobody else's module is put aside
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
+    sys.modules[name] = module  # dataclasses, and compilers that read a function's source, look there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name)
+        raise PluginError(f"plugin {path}: {type(error).__name__}: {error}{_line(error, path)}") from error
+    return module
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ConfigError("plugin", "FILE.py or FILE.py:CLASS", str(path), "there is no such file")
+    return path
+
+
+def has_hooks(module: ModuleType) -> bool:
+    """Whether anything in a module is marked with hookimpl."""
+    return any(hasattr(each, "headway_impl") for each in vars(module).values())
+
+
+def class_in(module: ModuleType, name: str, path: Path) -> type[AttentionBackend]:
+    """Return the named backend class of a file, or its only one.
+
+    :raises ConfigError: there is no such class, or several and no name, or the class is not whole.
+    """
+    own = _own_classes(module)
+    if name and name not in own:
+        raise ConfigError(f"class in {path}", f"one of {', '.join(own) or 'no subclass of AttentionBackend there'}", repr(name))
+    if not name and len(own) != 1:
+        raise ConfigError("backend", f"{path}:CLASS, with a class out of {', '.join(own) or 'none there'}", path)
+    return check_class(own[name or next(iter(own))])
+
+
+def _own_classes(module: ModuleType) -> dict[str, type[AttentionBackend]]:
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, AttentionBackend) and value.__module__ == module.__name__
+    }
+
+
+def check_class(found: type[AttentionBackend]) -> type[AttentionBackend]:
+    """Return a backend class that has everything a registration needs.
+
+    :raises ConfigError: an abstract method or a class attribute is missing.
+    """
+    if isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"class {found.__name__}", "every method the contract asks for", f"without {missing}")
+    for field in ("name", "capabilities"):
+        if not hasattr(found, field):
+            raise ConfigError(f"class {found.__name__}", f"a class attribute `{field}`", "none")
+    return found
+
+
+def _line(error: BaseException, path: Path) -> str:
+    """Name the line of the file that raised an error; a SyntaxError says so itself."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path.resolve())]
+    return f" (line {frames[-1].lineno})" if frames else ""
+
+
+def _summary(backend: type[AttentionBackend]) -> str:
+    lines = (backend.__doc__ or "").strip().splitlines()
+    own = backend.__doc__ is not AttentionBackend.__doc__
+    return lines[0] if lines and own else f"class {backend.__name__} of {backend.__module__}"
+
+
+def _name(plugin: object) -> str:
+    if isinstance(plugin, (str, os.PathLike)):
+        return Path(os.fspath(plugin)).stem if not os.fspath(plugin).rpartition(":")[2].isidentifier() else os.fspath(plugin)
+    return plugin.__name__ if isinstance(plugin, (type, ModuleType)) else type(plugin).__name__

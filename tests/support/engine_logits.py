@@ -1,0 +1,55 @@
+"""Logits that a real engine computes, beside those of transformers for the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from headway.core.engine.loop import EngineLoop
+from headway.core.sampling.params import SamplingParams
+from run_engine import drain
+
+
+def save_random(config: PretrainedConfig, folder: Path) -> transformers.PreTrainedModel:
+    """A model of random weights large enough that a wrong one shows, and its folder."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):  # norms, biases, sinks: transformers begins with ones and zeros
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def observed(engine: EngineLoop, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], Tensor, int]]:
+    """Greedy tokens of each prompt, the logits [tokens, vocab_size] that each was chosen from, and how many prompt tokens the
+    prefix cache gave."""
+    rows: dict[str, list[Tensor]] = {str(number): [] for number in range(len(prompts))}
+
+    def keep(sampled: numpy.ndarray, logits: Tensor) -> None:
+        request_of = {seq.row: seq.request_id for seq in engine.scheduler.running}
+        for row, found in zip(sampled.tolist(), logits, strict=True):
+            rows[request_of[row]].append(found.clone())
+
+    engine.executor.observe(keep)
+    for name, prompt in zip(rows, prompts, strict=True):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        engine.add_request(name, engine.limits.checked(list(prompt), params))
+    written = drain(engine)
+    engine.executor.observe(None)
+    ends = {name: written[name, 0] for name in rows}
+    assert all(end.finish_reason == "length" for end in ends.values()), ends
+    return [(ends[name].token_ids, torch.stack(found), ends[name].num_cached_tokens) for name, found in rows.items()]
+
+
+def logits_by_transformers(model: transformers.PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """What transformers computes in one pass for the places from which `tokens` were chosen."""
+    with torch.inference_mode():
+        return model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]

@@ -1,0 +1,76 @@
+"""A backend that decodes in graphs on any device, and a stand-in for the graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from graph_stub import Tape
+from headway.core.contract.backend import AttentionBackend, BackendInfo, GraphLevel
+from headway.core.contract.capabilities import Capabilities
+from headway.core.contract.layout import LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.engine.graphs.captured_step import DecodeGraph
+from headway.registry import hookimpl
+
+
+class Again(Tape):
+    """Records a step by running it again: what a graph does, where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        """The batch sizes that were replayed, in order."""
+
+    def record(self, run: Callable[[], object]) -> Callable[[], None]:
+        graph: DecodeGraph = run.__self__  # type: ignore[attr-defined]
+
+        def replay() -> None:
+            if run.__name__ == "run":  # not a step's second part
+                self.sizes.append(graph.size)
+            run()
+
+        return replay
+
+
+class Walk(AttentionBackend):
+    """Reads what a graph's kernels may: the metadata's tensors, when it runs."""
+
+    name = "walk"
+    capabilities = Capabilities(phases=frozenset(Phase), devices=("cpu",))
+    graph_level = GraphLevel.DECODE
+
+    def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        return metadata
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: AttentionMetadata, out: Tensor) -> None:
+        group = self.spec.group_size
+        for row, kv_len in enumerate(plan.seq_lens.tolist()):
+            if kv_len == 0:
+                out[row] = math.nan  # nobody reads what padding computes
+                continue
+            places = torch.arange(kv_len)
+            slots = plan.block_table[row, places // plan.block_size].long() * plan.block_size + places % plan.block_size
+            k, v = (rows.repeat_interleave(group, dim=1) for rows in cache.gather(slots))
+            weights = (torch.einsum("hd,nhd->hn", q[row], k) * self.spec.scale).softmax(-1)
+            out[row] = torch.einsum("hn,nhd->hd", weights, v)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: AttentionMetadata, out: Tensor) -> None:
+        starts = plan.query_start_loc.tolist()
+        for row, (first, last) in enumerate(pairwise(starts)):
+            for token in range(first, last):
+                kv_len = int(plan.seq_lens[row]) - (last - 1 - token)
+                one = SimpleNamespace(seq_lens=torch.tensor([kv_len]), block_table=plan.block_table[row : row + 1])
+                one.block_size = plan.block_size
+                Walk.decode(self, q[token : token + 1], cache, one, out[token : token + 1])  # type: ignore[arg-type]
+
+
+class WalkPlugin:
+    @hookimpl
+    def headway_register_backends(self) -> list[BackendInfo]:
+        return [BackendInfo("walk", "for tests", lambda: Walk, api_version=2)]

@@ -1,0 +1,154 @@
+"""What a GPU is asked for in life: steps of models of real sizes, attention of every kind, and the choice of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attention_layer import AttentionLayer
+from headway.backends.sampling.draw import FusedSampling
+from headway.backends.sampling.top_k_top_p import TopKTopPSampler
+from headway.backends.triton.backend import TritonAttention
+from headway.core.contract.backend import StepLimits
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.models.config import DecoderConfig, LatentConfig, RopeConfig
+from headway.models.decoder import Decoder
+from headway.models.families import read_decoder_config
+from headway.models.loader import read_config
+from headway.models.locate import locate
+from headway.models.weights import DummyWeights
+
+GPU = torch.device("cuda", 0)
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+LIMITS = StepLimits(max_num_tokens=2100, max_num_seqs=70, max_model_len=9000, max_decode_len=4)
+ROWS = (1, 5, 16, 40, 100, 300, 3000)
+"""Tokens of a step: one for each way in which products, norms and experts are computed."""
+FEW_ROWS = (1, 5, 16, 40, 100)
+"""Without those from which on DeepSeek-V3's choice among 256 experts takes the compiler minutes (route_tiles)."""
+
+
+class EmptyWeights(DummyWeights):
+    """Tensors with shapes and no numbers; those that the host reads are zeros."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.device = dtype, GPU
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape) if name.endswith("sinks") else torch.empty(shape, dtype=self.dtype, device=GPU)
+
+
+def shipped(model: str) -> DecoderConfig:
+    """The first two layers of a model whose shapes ship with Headway."""
+    config = read_decoder_config(read_config(locate(model, weights=False)))
+    return replace(config, layers=config.layers[:2])
+
+
+def family(model_type: str) -> DecoderConfig:
+    """The model that a family's configuration class has the sizes of, with one layer of each kind."""
+    from transformers import AutoConfig
+
+    missing = {"num_experts_per_tok": 6, "moe_intermediate_size": 1408} if model_type == "deepseek_v2" else {}
+    config = read_decoder_config(AutoConfig.for_model(model_type, **missing))
+    return replace(config, layers=tuple(dict.fromkeys(config.layers)))
+
+
+def with_experts() -> DecoderConfig:
+    """Qwen3-235B-A22B, and a dense layer before."""
+    small = shipped("qwen3-30b-a3b")
+    assert small.experts is not None
+    experts = replace(small.experts, intermediate_size=1536)
+    layers = replace(small.layers[0], experts=False), small.layers[1]
+    return replace(small, hidden_size=4096, intermediate_size=12288, num_heads=64, experts=experts, layers=layers)
+
+
+def with_latents() -> DecoderConfig:
+    """The dense layers of DeepSeek-V3."""
+    rope, latent = RopeConfig((1.0,) * 32, (1.0,) * 32, 64), LatentConfig(512, 128, 64, 128, q_lora_rank=1536)
+    sizes = {"hidden_size": 7168, "num_heads": 128, "intermediate_size": 18432}
+    return replace(shipped("qwen3-0.6b"), latent=latent, ropes=(rope,), qk_norm=None, **sizes)
+
+
+def run_model(config: DecoderConfig, dtype: torch.dtype, rows: Sequence[int] = ROWS, every: int = 1) -> None:
+    """All that stands between a model's attentions. every: of the ways to compute experts, each so manieth."""
+    model = Decoder(config, EmptyWeights(dtype))
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        latent = model.latent_layers.get(layer)
+        if latent is None:
+            return q.new_empty((*q.shape[:2], v.shape[2]))
+        latent.absorb(q)
+        out = q.new_empty((*q.shape[:2], latent.expanded.v_head_dim))
+        latent.project(v.new_empty((*q.shape[:2], v.shape[2])), out)
+        return out
+
+    for count in rows:
+        ids, positions = (torch.zeros(count, dtype=torch.int64, device=GPU) for _ in range(2))
+        hidden = model(ids, positions.int(), attention)
+        model.compute_logits(hidden[:1])
+        for kind in model.expert_kinds:
+            assert kind.example is not None
+            for way in list(kind.methods.values())[::every]:
+                if way.takes(count, dtype):
+                    way.add(hidden, way.route(hidden, model.norm, kind.example), kind.example)
+
+
+def choose_tokens(vocab_size: int, dtype: torch.dtype, rows: int = 4) -> None:
+    """The most likely, drawn, drawn from what top_k, top_p and min_p keep, and held against drafts."""
+    logits = torch.empty(rows, vocab_size, dtype=dtype, device=GPU)
+    keys, scales = torch.zeros(rows, dtype=torch.int64, device=GPU), torch.ones(rows, device=GPU)
+    sampling = FusedSampling(GPU)
+    sampling.greedy(logits)
+    TopKTopPSampler(GPU)(logits, sampling.draw(logits, scales, keys), keys, torch.ones(4, rows, device=GPU))
+    for width in (2, 4, 8):
+        sampled, ids = torch.zeros(2, rows, width, dtype=torch.int64, device=GPU)
+        sampling.accept_drafts(sampled, ids, keys, keys, keys)
+
+
+def attend(spec: AttentionSpec, layout: CacheLayout, block_size: int, every: bool = False) -> None:
+    """A step of each kind; every: all that the backend says its kernels are chosen by. None where it refuses the layer."""
+    if not TritonAttention.supports(spec, layout, block_size, Phase.PREFILL):
+        return
+    layer = AttentionLayer(spec, layout, block_size, LIMITS)
+    if every:
+        layer.warm_up()
+    for lengths in (*PROMPTS, *([] if spec.dense else CACHED)):
+        layer.step(*map(list, zip(*lengths, strict=True)))
+
+
+PROMPTS = [(5, 0, 0)], [(2000, 0, 0)]
+CACHED = [(300, 0, 0), (20, 3000, 0)], [(1, 20, 0)], [(1, 8000, 0)], [(1, 100, 0)] * 60, [(9, 0, 0), (1, 4000, 0)], [(4, 4000, 3)]
+"""Steps: query, context and draft tokens of each sequence."""
+
+_KIND = AttentionSpec(16, 8, 128, 128**-0.5, BF16, GPU)
+_HEAD_64 = AttentionSpec(64, 8, 64, 0.125, BF16, GPU)
+_HEAD_256 = AttentionSpec(8, 4, 256, 0.0625, BF16, GPU)
+_ABSORBED = AttentionSpec(16, 1, 576, 192**-0.5, BF16, GPU, v_head_dim=512, value_in_key=True)
+_EXPANDED = AttentionSpec(16, 16, 192, 192**-0.5, BF16, GPU, v_head_dim=128)
+ATTENTION: dict[str, tuple[AttentionSpec, CacheLayout, int]] = {
+    "head 128": (_KIND, NHD, 16),
+    "head 128, blocks of 256": (replace(_KIND, num_heads=32), NHD, 256),
+    "head 128, hnd": (_KIND, HND, 64),
+    "head 128, float16": (replace(_KIND, dtype=FP16), NHD, 16),
+    "head 64, vllm_5d": (replace(_HEAD_64, num_heads=14, num_kv_heads=2), VLLM_5D, 16),
+    "head 64, sinks and window": (replace(_HEAD_64, sliding_window=128, sinks=(0.0,) * 64), NHD, 16),
+    "head 64, alibi": (replace(_HEAD_64, num_heads=8, dtype=FP16, alibi_slopes=(0.5,) * 8), NHD, 16),
+    "head 64, float32": (replace(_HEAD_64, num_heads=12, num_kv_heads=12, dtype=FP32), NHD, 16),
+    "head 80": (AttentionSpec(32, 32, 80, 80**-0.5, BF16, GPU), NHD, 16),
+    "head 256, window": (replace(_HEAD_256, num_kv_heads=1, sliding_window=512), NHD, 64),
+    "head 256, softcap and window": (replace(_HEAD_256, softcap=50.0, sliding_window=4096), NHD, 16),
+    "head 256, float32": (replace(_HEAD_256, dtype=FP32), NHD, 16),
+    "fp8 cache": (replace(_KIND, kv_dtype=FP8), NHD, 16),
+    "fp8 cache, vllm_5d": (replace(_KIND, kv_dtype=FP8), VLLM_5D, 16),
+    "batch invariant": (replace(_KIND, batch_invariant=True), NHD, 16),
+    "576/512": (_ABSORBED, LATENT, 64),
+    "576/512, 128 heads": (replace(_ABSORBED, num_heads=128), LATENT, 64),
+    "576/512, float32": (replace(_ABSORBED, dtype=FP32), LATENT, 16),
+    "192/128": (_EXPANDED, NHD, 16),
+    "192/128, without a cache": (replace(_EXPANDED, dense=True), NHD, 16),
+}
+"""Kinds of layers, by what is unusual."""

@@ -1,0 +1,54 @@
+"""Tokens from logits, as an engine's runner takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+import torch
+
+from headway.core.engine.device.host_rows import HostRows
+from headway.core.engine.device.token_sampler import Chosen, TokenSampler
+from headway.core.engine.state.step import StartedRow
+from headway.core.sampling.filtering import torch_filter
+from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
+
+
+def choose(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    tokens: Sequence[Sequence[int]] | None = None,
+    num_prompt_tokens: int = 0,
+    stops: Sequence[int] = (),
+    ops: SamplingOps = TORCH_SAMPLING,
+    hosts: HostRows | None = None,
+) -> Chosen:
+    """One row a sequence. tokens: those before, of which the first are the prompt."""
+    sampler = TokenSampler(ops, len(params), logits.shape[1], logits.device, hosts)
+    before = tokens or [()] * len(params)
+    sampler.update(
+        [
+            StartedRow(row, each, seeds[row], tuple(before[row]), num_prompt_tokens, tuple(stops))
+            for row, each in enumerate(params)
+        ]
+    )
+    rows = numpy.arange(len(params), dtype=numpy.int32)
+    return sampler.sample(logits, rows, numpy.array(positions, dtype=numpy.int32))
+
+
+def take(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """The tokens."""
+    return choose(logits, params, seeds, positions).tokens
+
+
+def choose_each(logits: torch.Tensor, scales: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`SamplingOps.choose` by torch's operations."""
+    return torch.where(scales == 0, greedy(logits), draw(logits, scales, keys))
+
+
+DRAWS_INSIDE = SamplingOps(choose=choose_each)
+"""Draws in graphs, as a GPU does without kernels that filter."""
+FILTERS_INSIDE = SamplingOps(choose=choose_each, filter=torch_filter)

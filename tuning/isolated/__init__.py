@@ -1,0 +1,1 @@
+"""Plugins tried and measured in processes of their own."""

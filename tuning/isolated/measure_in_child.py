@@ -1,0 +1,103 @@
+"""Measuring in a child process, where backends of plugins take part: a shape that crashes or hangs one ends no start.
+
+The child writes the table after each point, as a run in this process does, and says what it is about to call. When it dies or
+falls silent, the backends at fault are left out, with the reason in the table, and the next child goes on from there.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import pickle
+import time
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.system.child import Child, ChildDied, python_command
+from headway.registry import Registry
+from headway.registry.records import BUILTIN_OWNER
+from headway.tuning.isolated.trial import CHILD
+from headway.tuning.measure.run import CrossoverOptions
+from headway.tuning.table.files import read_table
+from headway.tuning.table.schema import CrossoverTable
+
+log = logging.getLogger("headway")
+
+_START = 120.0
+"""Seconds for the other process to import torch and whatever the plugins import."""
+ANSWER_SECONDS = {"cpu": 15.0, "cuda": 180.0}
+"""Seconds that one backend may take at one point. On a GPU all kernels of the grid may be compiled in one go."""
+_DUMP = 'File "'
+CRASHED = "crashed the measuring process"
+"""How the reason of a backend begins that is not called again until its plugin has another version, and its table is stale."""
+
+
+def third_party_files(registry: Registry, names: Collection[str]) -> dict[str, str]:
+    """Map each of some backends that an installed plugin or a file brings to where the plugin's files lie."""
+    return {
+        name: record.file
+        for record in registry.plugins
+        if record.state == "loaded"
+        for name in record.brought.backends
+        if name in names
+    }
+
+
+def can_measure_in_child(registry: Registry, names: Collection[str]) -> bool:
+    """Whether another process finds all of some backends; an object that a program hands in exists in that program alone."""
+    return {name for name in names if registry.backends[name].owner != BUILTIN_OWNER} <= third_party_files(registry, names).keys()
+
+
+def measure_in_child(options: CrossoverOptions, registry: Registry) -> CrossoverTable:
+    """Run `run_kernel_level` in a child process, and in another one after each crash, without the backends at fault.
+
+    options: with the names of its backends, and the file of its table.
+
+    :raises HeadwayError: as there.
+    """
+    assert options.backends is not None
+    output = options.output
+    assert output is not None
+    targets = [record.target for record in registry.plugins if record.target]
+    loaded = {record.name for record in registry.plugins if record.state == "loaded"}
+    block = [record.name for record in registry.plugins if record.name not in loaded]
+    began, budget, files = time.monotonic(), options.budget, third_party_files(registry, options.backends)
+    while True:
+        options = replace(options, compile_ahead=None)
+        at, point, child = "", "its self-test", None
+        try:
+            with Child(python_command(CHILD)) as child:
+                message = {
+                    "options": base64.b64encode(pickle.dumps(options)).decode(),
+                    "threads": torch.get_num_threads(),
+                    "plugins": targets,
+                    "block": block,
+                }
+                answer = child.ask({"measure": message}, _START)
+                while "at" in answer:
+                    at, point = str(answer["at"]), str(answer["point"])
+                    answer = child.answer(ANSWER_SECONDS[options.spec.device.type])
+            if "error" in answer:
+                raise HeadwayError(str(answer["error"]))
+            return read_table(output)
+        except OSError as error:
+            raise ConfigError("auto", "a process to measure in", "none", str(error)) from error
+        except ChildDied as died:
+            blamed = _blamed(at, died.stderr, {name: file for name, file in files.items() if name not in options.excluded})
+            if not blamed:
+                raise HeadwayError(f"the process that measures ended in {point}: {died}") from died
+            why = f"{CRASHED} in {point}: {died}"
+            for name in blamed:
+                log.warning("auto leaves out %s: it %s", name, why)
+            options = replace(options, excluded={**options.excluded, **dict.fromkeys(blamed, why)}, resume=True)
+            if budget is not None:
+                options = replace(options, budget=max(1.0, budget - (time.monotonic() - began)))
+
+
+def _blamed(at: str, said: str, files: dict[str, str]) -> list[str]:
+    """Name the backends at fault: whose files the dump of a crash names, else who was about to be called, else all of `files`."""
+    named = [name for name, file in files.items() if file and f"{_DUMP}{file}" in said]
+    return named or [name for name in files if name in at.split(",")] or list(files)

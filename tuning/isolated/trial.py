@@ -1,0 +1,128 @@
+"""The trial of third-party plugins, each in a child process of its own, and the registry that every command uses: with it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from typing import Any
+
+import torch
+
+from headway import registry
+from headway.core.contract.errors import ConfigError
+from headway.core.system.child import Child, ChildDied, python_command
+from headway.registry.hookspecs import PROJECT
+from headway.registry.isolation import TIMEOUT, Verdict, verdicts
+from headway.registry.plugin_sources import InstalledPlugin, PluginSource, installed_plugins
+from headway.registry.records import PluginPolicy
+from headway.registry.registry import Registry
+
+CHILD = "headway.tuning.isolated.child"
+"""The module that a child process runs."""
+SECONDS = {"cpu": 5.0, "cuda": 60.0}
+"""Seconds from a plugin's import to the end of its self-test. On a GPU its kernels may have to be compiled first."""
+SIDE_BY_SIDE = 4
+"""Most plugins that are tried at the same time."""
+_START = 120.0
+"""Seconds for a child process to import torch from a cold disk."""
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HEADWAY_AUTOTUNE_BUDGET": "0"}
+
+
+def create_registry(
+    plugins: Mapping[str, object] | Iterable[object] = (),
+    *,
+    load_entry_points: bool = True,
+    block: Iterable[str] = (),
+    policy: str | None = None,
+    retry: bool = False,
+) -> Registry:
+    """Make a registry: the built-ins first, then the given plugin objects, then entry points of the group "headway".
+
+    plugins: modules or objects with hook implementations, backend classes, files (FILE.py or FILE.py:CLASS), or name -> plugin;
+    one that fails raises.
+    block: names of entry points to leave alone. policy: which installed plugins are wanted (all, none, allow=A,B or block=A,B);
+    None: as $HEADWAY_PLUGINS says.
+
+    An installed plugin is tried in another process first, once for each version of it (retry: whatever is remembered). One that
+    fails there or here is recorded in `failures`, and start-up goes on. A file is tried as well, once for each text of it, and
+    raises where it fails, for the user has named it.
+
+    :raises ConfigError: a policy that cannot be understood; a file that is not there.
+    :raises HeadwayError: a given plugin that cannot be registered.
+    """
+    return registry.create_registry(
+        plugins, trial=try_plugins, load_entry_points=load_entry_points, block=block, policy=policy, retry=retry
+    )
+
+
+def try_installed() -> None:
+    """Try every installed plugin that is wanted and was never tried, and import none: its verdict is remembered."""
+    policy = PluginPolicy.of_environment()
+    found = installed_plugins(PROJECT)
+    verdicts([plugin for plugin in found if isinstance(plugin, InstalledPlugin) and policy.takes(plugin)], try_plugins)
+
+
+def try_plugins(plugins: Sequence[PluginSource]) -> list[Verdict]:
+    """Try each plugin in a process of its own, several at a time.
+
+    :raises ConfigError: $HEADWAY_PLUGIN_TIMEOUT is no number above 0.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    seconds = timeout(device)
+    requests = [
+        {"name": plugin.name, "owner": plugin.owner, "file": plugin.target, "device": device, "seconds": seconds}
+        for plugin in plugins
+    ]
+    count = min(SIDE_BY_SIDE, len(requests))
+    with ExitStack() as running:
+        rows = [(running.enter_context(_Tries(requests[first::count], _START + 2 * seconds))) for first in range(count)]
+        found = [tries.verdicts() for tries in rows]
+    return [found[number % count][number // count] for number in range(len(requests))]
+
+
+class _Tries(AbstractContextManager["_Tries"]):
+    """Plugins that one child process tries one after the other; after one that ends the child, another child goes on."""
+
+    def __init__(self, requests: list[dict[str, Any]], seconds: float) -> None:
+        self._requests, self._seconds = requests, seconds
+        self._child: Child | None = None
+        self._start(0)
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            self._child.stop()
+
+    def verdicts(self) -> list[Verdict]:
+        """Wait for the verdict on each plugin."""
+        found: list[Verdict] = []
+        while len(found) < len(self._requests):
+            try:
+                if self._child is None:
+                    self._start(len(found))
+                assert self._child is not None
+                found.append(Verdict.of(self._child.answer(self._seconds)))
+            except (ChildDied, OSError, TypeError, KeyError) as error:  # a plugin may kill its parent
+                found.append(Verdict(f"crashed during its trial: {error}", date=time.strftime("%Y-%m-%d %H:%M")))
+                self.__exit__()
+                self._child = None
+        return found
+
+    def _start(self, first: int) -> None:
+        with suppress(OSError) if first == 0 else nullcontext():  # `verdicts` tries again, and says why it cannot
+            self._child = Child(python_command(CHILD), _ENVIRONMENT)
+            self._child.send({"try": self._requests[first:]})
+
+
+def timeout(device: str) -> float:
+    """Return the seconds that a plugin may take.
+
+    :raises ConfigError: $HEADWAY_PLUGIN_TIMEOUT is no number above 0.
+    """
+    text = os.environ.get(TIMEOUT, "").strip()
+    with suppress(ValueError):
+        seconds = float(text) if text else SECONDS[device]
+        if 0 < seconds < float("inf"):
+            return seconds
+    raise ConfigError(TIMEOUT, "seconds above 0", repr(text))

@@ -1,0 +1,1 @@
+"""Measuring backends for a crossover table."""

@@ -1,0 +1,255 @@
+"""One contender on one case: first whether its answer is right, then how long it takes. A wrong answer gets no time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import AttentionBackend, Plan
+from headway.core.contract.errors import BackendError
+from headway.core.contract.layout import CacheWriter
+from headway.core.contract.metadata import Phase
+from headway.testing.cases import Case
+from headway.tuning.measure.timing import Timer, Timing, host_us
+
+
+class InputsChangedError(RuntimeError):
+    """A contender wrote to what it may only read. The inputs have been restored."""
+
+
+class GuardedInputs:
+    """Remembers what a case holds. A contender may write to its output, and the new tokens where they are already."""
+
+    def __init__(self, case: Case, rebuild: Callable[[], Case]) -> None:
+        """rebuild: makes the same case again, in other memory; called only to restore a case that was changed."""
+        self._case = case
+        self._rebuild = rebuild
+        self._kept = {name: tensor.clone() for name, tensor in _small(case)}
+        self._sums = {name: _bits(tensor) for name, tensor in _large(case)}
+
+    def check(self, with_cache: bool = True) -> None:
+        """Compare the inputs with what they were. with_cache: False leaves the cache out, which takes as long as reading it.
+
+        :raises InputsChangedError: they differ; the message names them, and they have been restored.
+        """
+        changed = [name for name, tensor in _small(self._case) if not torch.equal(tensor, self._kept[name])]
+        if with_cache:
+            changed += [name for name, tensor in _large(self._case) if _bits(tensor) != self._sums[name]]
+        if changed:
+            self._restore()
+            raise InputsChangedError(f"it changed its inputs, of which a backend may write `out` alone: {', '.join(changed)}")
+
+    def _restore(self) -> None:
+        for name, tensor in _small(self._case):
+            tensor.copy_(self._kept[name])
+        if any(_bits(tensor) != self._sums[name] for name, tensor in _large(self._case)):
+            for (_, tensor), (_, was) in zip(_large(self._case), _large(self._rebuild()), strict=True):
+                tensor.copy_(was)
+
+
+def _small(case: Case) -> Iterator[tuple[str, Tensor]]:
+    """What is cheap to keep a copy of: this step's q, k and v, and the metadata."""
+    yield from (("q", case.q), ("k", case.k), ("v", case.v))
+    for field in fields(case.metadata):
+        value = getattr(case.metadata, field.name)
+        if isinstance(value, Tensor):
+            yield f"metadata.{field.name}", value
+
+
+def _large(case: Case) -> Iterator[tuple[str, Tensor]]:
+    """The cache, of which only a sum is kept."""
+    for name, tensor in case.cache.tensors.items():
+        yield f"cache.{name}", tensor
+
+
+def _bits(tensor: Tensor) -> int:
+    """The sum of a tensor's bits as whole numbers, modulo 2**64: differs when an element does, NaN included."""
+    flat = tensor.reshape(-1)
+    wide = flat.numel() * flat.element_size() % 4 == 0
+    return int(flat.view(torch.int32 if wide else torch.uint8).sum(dtype=torch.int64))
+
+
+Status = Literal["ok", "unsupported", "incorrect", "error"]
+_REASON_LENGTH = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A contender made ready for one case."""
+
+    call: Callable[[], Tensor]
+    """The kernel's work and nothing else; returns the output."""
+    error: Callable[[Tensor], float]
+    """Relative error of an output; NaN if it has one."""
+    tolerance: float
+    poison: Callable[[], object] = lambda: None
+    """Spoils the output, so that a row left unwritten shows."""
+    plan: Callable[[], object] | None = None
+    step: Callable[[], object] | None = None
+    """`plan` and `call` together, as an engine with one layer would; None: `call`."""
+    kernel: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What came of it. `timing` is there if and only if the status is ok."""
+
+    status: Status
+    reason: str = ""
+    timing: Timing | None = None
+    plan_us: float | None = None
+    host_us: float | None = None
+    relative_error: float | None = None
+    tolerance: float | None = None
+    kernel: str = ""
+
+
+def measure(
+    prepare: Callable[[], Contender], device: torch.device, timer: Timer, check: Callable[[], object] = lambda: None
+) -> Measurement:
+    """Prepare, check, time, and check again: an answer that changes under repetition is a race, not a result.
+
+    Never raises for what the contender does; its exception becomes the reason.
+
+    check: `GuardedInputs.check` of the case, called after the contender's calls, also after one that raised.
+    """
+    try:
+        contender = prepare()
+        before = checked(contender)
+        check()
+        if not before <= contender.tolerance:
+            return incorrect(before, contender)
+        timing = timer.time(contender.call, device)
+        after = checked(contender)
+        check()
+        if not after <= contender.tolerance:
+            return incorrect(after, contender, " after repeated calls, right at the first")
+        return Measurement(
+            "ok",
+            timing=timing,
+            plan_us=host_us(contender.plan, device) if contender.plan else None,
+            host_us=host_us(contender.step or contender.call, device) if device.type != "cpu" else None,
+            relative_error=max(before, after),
+            tolerance=contender.tolerance,
+            kernel=contender.kernel,
+        )
+    except Exception as error:  # whatever a kernel or its wrapper raises belongs into the result
+        with suppress(InputsChangedError):
+            check()
+        return Measurement("incorrect", reason=str(error)) if isinstance(error, InputsChangedError) else failed(error)
+
+
+def failed(error: Exception) -> Measurement:
+    """A measurement that ended in an exception."""
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+    text = " ".join(str(error).split())
+    shown = text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 3] + "..."
+    return Measurement("error", reason=f"{type(error).__name__}: {shown}")
+
+
+def run_layer(backend: AttentionBackend, case: Case, plan: Plan, out: Tensor, writer: CacheWriter | None = None) -> None:
+    """A case of one phase through one backend, as a layer of the engine calls it.
+
+    writer: of the layout; the new tokens are written (where they are already), by the backend if it does that in decode.
+    """
+    step = case.metadata
+    try:
+        if writer is not None:
+            if step.phase is Phase.DECODE and step.max_query_len == 1 and backend.decode_writes:
+                backend.write_and_decode(case.q, case.k, case.v, case.cache, plan, out)
+                return
+            writer(case.k, case.v, case.cache, step.slot_mapping)
+        if step.phase is Phase.DECODE:
+            backend.decode(case.q, case.cache, plan, out)
+        else:
+            backend.prefill(case.q, case.k, case.v, case.cache, plan, out)
+    except SystemExit as error:
+        raise BackendError(f"{backend.name} asked the program to end (SystemExit: {error})") from error
+
+
+def backend_contender(
+    backend: AttentionBackend, case: Case, error: Callable[[Tensor], float], writer: CacheWriter | None = None
+) -> Contender:
+    """A Headway backend, called as the engine calls it, into an output that is its own.
+
+    writer: as for `run_layer`.
+    """
+    view = case.metadata.decode if case.metadata.num_decodes else case.metadata.prefill
+    assert view is case.metadata, "a cell has one phase"
+    out = case.q.new_empty((*case.q.shape[:2], case.spec.v_head_dim))
+    plan = backend.plan(view)
+
+    def run(current: object) -> Tensor:
+        run_layer(backend, case, current, out, writer)
+        return out
+
+    return Contender(
+        call=lambda: run(plan),
+        error=error,
+        tolerance=backend.tolerance[case.spec.dtype],
+        poison=lambda: out.fill_(math.nan),
+        plan=lambda: backend.plan(view),
+        step=lambda: run(backend.plan(view)),
+        kernel=type(backend).kernel(case.spec, view.phase),
+    )
+
+
+def writer_contender(writer: CacheWriter, case: Case) -> Contender:
+    """A layout's cache writer. Right means: every row reads back as it was written, and no other slot was touched."""
+    cache, slots = case.cache, case.metadata.slot_mapping
+
+    def write() -> Tensor:
+        writer(case.k, case.v, cache, slots)
+        return slots
+
+    def spoil() -> None:
+        cache.key.zero_()
+        cache.value.zero_()
+
+    def error(_: Tensor) -> float:
+        k, v = cache.gather(slots)
+        wrong = max(_distance(k, case.k, cache.k_scale), _distance(v, case.v, cache.v_scale))
+        cache.logical_key.view(_BYTES[k.dtype.itemsize])[slots // cache.block_size, slots % cache.block_size] = 0
+        cache.logical_value.view(_BYTES[v.dtype.itemsize])[slots // cache.block_size, slots % cache.block_size] = 0
+        stray = cache.key.view(torch.uint8).any() or cache.value.view(torch.uint8).any()
+        return math.inf if stray else wrong
+
+    same = case.spec.cache_dtype == case.spec.dtype
+    # e4m3 keeps three bits after the leading one: a relative error of 2^-4 at most, about half of that over random rows.
+    return Contender(write, error, 0.0 if same else 0.05, spoil, kernel=writer_name(writer))
+
+
+def writer_name(writer: CacheWriter) -> str:
+    """A writer has no name of its own but its function's."""
+    return getattr(writer, "__name__", type(writer).__name__)
+
+
+_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _distance(stored: Tensor, rows: Tensor, scale: float) -> float:
+    return float((stored.double() * scale - rows.double()).norm() / rows.double().norm())
+
+
+def checked(contender: Contender) -> float:
+    """Relative error of a call into a poisoned output; NaN if a row was left out."""
+    contender.poison()
+    return contender.error(contender.call())
+
+
+def incorrect(error: float, contender: Contender, when: str = "") -> Measurement:
+    """What a wrong answer comes to. when: in which run it was wrong, if not the first."""
+    return Measurement(
+        "incorrect",
+        reason=f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}{when}",
+        relative_error=error if math.isfinite(error) else None,
+        tolerance=contender.tolerance,
+        kernel=contender.kernel,
+    )

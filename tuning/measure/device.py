@@ -1,0 +1,133 @@
+"""The machine a figure was taken on: device, driver, versions, and the two rates every figure is held against."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import UTC, datetime
+from typing import Any
+
+import psutil
+import torch
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.system.provenance import cpu_name, installed_versions
+from headway.tuning.measure.timing import Timer
+from headway.tuning.table.identity import DeviceIdentity, DeviceInfo
+
+LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers", "nvidia-cutlass-dsl", "headway")
+"""Distributions whose versions are stored, where installed. Read from package metadata: none is imported for it."""
+
+
+_NEGLIGIBLE = 0.25
+"""Cores: what an idle system takes."""
+
+
+def default_device() -> torch.device:
+    """The current GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """A device by name: auto, cpu, cuda, or cuda:N. auto and None are `default_device`.
+
+    :raises ConfigError: no such device here.
+    """
+    if name in (None, "auto"):
+        return default_device()
+    count = torch.cuda.device_count()
+    known = ["auto", "cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    if name not in known:
+        seen = f"torch sees {count or 'no'} CUDA device{'s' * (count > 1)} here; headway doctor says more"
+        raise ConfigError("device", " or ".join(known), repr(name), seen if str(name).startswith("cuda") else "")
+    return default_device() if name == "cuda" else torch.device(name)
+
+
+def identify_device(device: torch.device) -> DeviceIdentity:
+    """Ask the device and the installed software who they are."""
+    common: dict[str, Any] = {
+        "type": device.type,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "libraries": installed_versions(LIBRARIES),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    if device.type != "cuda":
+        return DeviceIdentity(name=cpu_name(), threads=torch.get_num_threads(), **common)
+    properties = torch.cuda.get_device_properties(device)
+    driver, clock = _driver(device)
+    return DeviceIdentity(
+        name=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        sm_count=properties.multi_processor_count,
+        memory_gib=round(properties.total_memory / 2**30, 1),
+        driver=driver,
+        clock_mhz=clock,
+        **common,
+    )
+
+
+def crowding() -> str:
+    """What other processes take of the CPU cores that this one may use, in words; empty where its own threads have room.
+
+    Takes a tenth of a second, in which this process must be idle.
+    """
+    allowed = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else range(psutil.cpu_count() or 1)
+    shares: list[float] = psutil.cpu_percent(interval=0.1, percpu=True)
+    cores = [core for core in allowed if core < len(shares)]
+    taken = 1e-2 * sum(shares[core] for core in cores)
+    wanted = min(int(torch.get_num_threads()), len(cores))
+    return "" if taken + wanted <= len(cores) + _NEGLIGIBLE else f"other processes kept {taken:.1f} of {len(cores)} cores busy"
+
+
+def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> DeviceInfo:
+    """Who the device is, and its two rates measured in the element type of the run (a second on a GPU)."""
+    copy_gbps, matrix_tflops = measured_rates(device, dtype, timer)
+    return DeviceInfo(
+        **identify_device(device).model_dump(),
+        copy_gbps=copy_gbps,
+        matrix_tflops=matrix_tflops,
+        matrix_dtype=DTYPE_NAMES[dtype],
+    )
+
+
+def measured_rates(device: torch.device, dtype: torch.dtype, timer: Timer) -> tuple[float, float]:
+    """(GB/s of a large copy, read plus written; TFLOP/s of a square product of random matrices).
+
+    2 GiB and 8192 on a GPU (less where it has little free memory), 64 MiB and 512 on a CPU, far beyond the caches of either.
+    """
+    if device.type == "cuda":
+        size, n = min(2**31, torch.cuda.mem_get_info(device)[0] // 8), 8192
+    else:
+        size, n = 2**26, 512
+    return _copy_gbps(size, device, timer), _matrix_tflops(n, dtype, device, timer)
+
+
+def _copy_gbps(size: int, device: torch.device, timer: Timer) -> float:
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / timer.time(lambda: target.copy_(source), device).median_us * 1e-3
+
+
+def _matrix_tflops(n: int, dtype: torch.dtype, device: torch.device, timer: Timer) -> float:
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    return 2 * n**3 / timer.time(lambda: torch.mm(a, b, out=product), device).median_us * 1e-6
+
+
+def _driver(device: torch.device) -> tuple[str | None, int | None]:
+    """Driver version and highest SM clock; None where nvidia-smi is missing or does not know the device."""
+    query = ["nvidia-smi", "--query-gpu=uuid,driver_version,clocks.max.sm", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines() if line.count(",") == 2]
+    chosen = [row for row in rows if uuid and uuid in row[0]] or rows  # one driver serves all GPUs of a machine
+    if not chosen:
+        return None, None
+    _, driver, clock = chosen[0]
+    return driver, int(clock) if clock.isdigit() else None

@@ -1,0 +1,203 @@
+"""Which way of computing a layer of experts is fastest for how many tokens: measured once on each device, and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.system.folders import cache_folder
+from headway.core.system.json_files import read_json, write_json
+from headway.core.system.provenance import Origin
+from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes
+from headway.models.experts.plain import PlainExperts
+from headway.models.experts.routing import Routing
+from headway.models.operations import Norm
+from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.timing import InterleavedTimer, Timing
+from headway.tuning.table.identity import DeviceIdentity
+
+if TYPE_CHECKING:
+    from headway.models.experts.fused import FusedExperts
+    from headway.models.experts.methods import Method
+    from headway.models.experts.weights import ExpertWeights
+
+SCHEMA = "headway.experts/1"
+_TURNS = InterleavedTimer(rounds=2, round_ms=2.0)
+_FEW = 16
+"""Tokens at most by which a method is tried before it is timed."""
+_TOLERANCE = 5e-2
+"""Relative to the answer's norm: what rounding makes in bfloat16, several times over."""
+log = logging.getLogger("headway")
+
+
+class ExpertsFile(BaseModel):
+    """The times of one kind of layer on one device."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    file_schema: str = SCHEMA
+    device: DeviceIdentity
+    origin: Origin
+    layer: str
+    """Configuration and dtype, in words."""
+    tokens: list[int]
+    us: dict[str, list[float | None]]
+    """Method -> microseconds for each of `tokens`; None: it does not take so many, or failed."""
+
+
+def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileAhead | None = None) -> None:
+    """Have each kind of layer choose by measured times: those that are kept for this device, or new ones.
+
+    budget: seconds that may be measured; 0: nothing is, and where nothing is kept a rule chooses, which the log says.
+    ahead: what kernels are compiled in, many at a time; None: each at its first launch.
+    """
+    for kind in kinds:
+        device = identify_device(kind.device)
+        path = _path(device, kind)
+        kept = _kept(path, device, kind)
+        if kept is None and budget > 0:
+            kept = _measured(kind, device, path, budget, ahead)
+        if kept is not None:
+            kind.obey(ExpertTimes(kept.us, f"measured {kept.device.date}, {path.name}"))
+        log.info("experts: %s", kind.describe())
+
+
+def _path(device: DeviceIdentity, kind: FusedExperts) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:48]
+    sizes = f"{kind.config.num_experts}-{kind.config.top_k}-{kind.config.intermediate_size}-{DTYPE_NAMES[kind.dtype]}"
+    key = hashlib.sha256(repr((device.name, _layer(kind))).encode()).hexdigest()[:8]
+    return cache_folder() / "experts" / f"{name}-{sizes}-{key}.json"
+
+
+def _layer(kind: FusedExperts) -> str:
+    return f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
+
+
+def _kept(path: Path, device: DeviceIdentity, kind: FusedExperts) -> ExpertsFile | None:
+    """The times at a path where they are of this device, software and layer; why not is logged."""
+    if not os.path.exists(path):  # a folder that may not be read counts as empty
+        return None
+    try:
+        found = read_json(path, ExpertsFile, SCHEMA)
+    except ConfigError as error:
+        log.warning("experts: measured times not used: %s", error)
+        return None
+    rows = [
+        ("device", found.device.name, device.name),
+        ("driver", found.device.driver, device.driver),
+        ("torch", found.device.torch, device.torch),
+        ("triton", found.device.libraries.get("triton"), device.libraries.get("triton")),
+        ("headway", found.device.libraries.get("headway"), device.libraries.get("headway")),
+        ("layer", found.layer, _layer(kind)),
+        ("tokens", found.tokens, list(TOKEN_COUNTS)),
+        ("methods", sorted(found.us), sorted(kind.methods)),
+    ]
+    other = [f"{what}: measured with {was}, here is {now}" for what, was, now in rows if was != now]
+    if other:
+        log.info("experts: measured times not used: %s", "; ".join(other))
+    return None if other else found
+
+
+def _measured(kind: FusedExperts, device: DeviceIdentity, path: Path, budget: float, ahead: CompileAhead | None) -> ExpertsFile:
+    """Time every method on random tokens and a random router, over the weights of a layer, and keep the times."""
+    began = time.perf_counter()
+    log.warning("experts: measuring %d ways of computing them, some seconds, once", len(kind.methods))
+    us: dict[str, list[float | None]] = {name: [None] * len(TOKEN_COUNTS) for name in kind.methods}
+    sample = SampleLayer(kind)
+    if ahead is not None:
+        with ahead():
+            for count in TOKEN_COUNTS:
+                for method in sample.methods(count):
+                    with suppress(Exception):  # the trial will meet it again, and name it
+                        sample.run(method, count)
+    right = [name for name, method in kind.methods.items() if sample.is_right(method)]
+    for cell, count in enumerate(TOKEN_COUNTS):
+        methods = [method for method in sample.methods(count) if method.name in right]
+        calls = [partial(sample.run, method, count) for method in methods]
+        if time.perf_counter() - began > budget:
+            log.warning("experts: the time did not suffice for %d tokens and more, where a rule chooses", count)
+            break
+        for method, timing in zip(methods, _TURNS.time(calls, kind.device), strict=True):
+            if isinstance(timing, Timing):
+                us[method.name][cell] = timing.median_us
+            else:
+                log.warning("experts: %s with %d tokens is left out: %s", method.name, count, timing)
+    found = ExpertsFile(device=device, origin=Origin.here(), layer=_layer(kind), tokens=list(TOKEN_COUNTS), us=us)
+    log.info("experts: measured in %.1f s, kept in %s", time.perf_counter() - began, path)
+    try:
+        write_json(found, path, "HEADWAY_CACHE")
+    except ConfigError as error:
+        log.warning("experts: the times are not kept: %s", error)
+    return found
+
+
+class SampleLayer:
+    """A layer of a kind with a random router, which spreads tokens over all experts, and random tokens."""
+
+    def __init__(self, kind: FusedExperts) -> None:
+        """:raises ValueError: no layer of this kind was loaded."""
+        if kind.example is None:
+            raise ValueError("a kind of experts without a layer")
+        self._kind = kind
+        self._generator = torch.Generator(kind.device).manual_seed(0)
+        router = self._draw(*kind.example.router.shape) * kind.example.router.shape[1] ** -0.5
+        flat = {
+            name: torch.zeros_like(bias)
+            for name in ("router_bias", "correction_bias")
+            if (bias := getattr(kind.example, name)) is not None
+        }
+        self.weights: ExpertWeights = dataclasses.replace(kind.example, router=router, **flat)
+        self.norm = Norm(torch.ones_like(router[0]), 1e-6)
+        self._tokens: dict[int, Tensor] = {}
+
+    def _draw(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._kind.dtype, device=self._kind.device).normal_(generator=self._generator)
+
+    def tokens(self, count: int) -> Tensor:
+        """A residual stream [count, hidden_size]."""
+        if count not in self._tokens:
+            self._tokens = {count: self._draw(count, self.weights.router.shape[1])}  # one at a time: the largest take memory
+        return self._tokens[count]
+
+    def methods(self, count: int) -> list[Method]:
+        """The methods that take this many tokens."""
+        return [method for method in self._kind.methods.values() if method.takes(count, self._kind.dtype)]
+
+    def run(self, method: Method, count: int) -> None:
+        """Compute the layer once."""
+        x = self.tokens(count)
+        method.add(x, method.route(x, self.norm, self.weights), self.weights)
+
+    def is_right(self, method: Method) -> bool:
+        """Whether its answer for a few tokens agrees with that of torch's operations; one that raises is wrong, too."""
+        try:
+            taken = [count for count in TOKEN_COUNTS if method.takes(count, self._kind.dtype)]
+            count = max([count for count in taken if count <= _FEW] or taken[:1])
+            routed = method.route(self.tokens(count), self.norm, self.weights)
+            found = torch.zeros_like(routed.x)
+            method.add(found, routed, self.weights)
+            plain = PlainExperts(self._kind.config, self.weights)
+            expected = plain.apply(routed.x, Routing(routed.experts, routed.weights), lambda x, linear: linear(x))
+            error = float((found - expected).float().norm() / expected.float().norm())
+            what = f"its answer is off by {error:.1e}"
+        except Exception as raised:
+            error, what = torch.inf, f"{type(raised).__name__}: {raised}"
+        if not error < _TOLERANCE:
+            log.warning("experts: %s is left out: %s", method.name, what)
+        return error < _TOLERANCE

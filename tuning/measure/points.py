@@ -1,0 +1,242 @@
+"""The points of a crossover table: batch x length grids for each phase, in the order in which they matter, and held-out ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from headway.core.contract.spec import AttentionSpec
+from headway.core.select.costs import Shape
+from headway.tuning.measure.workloads import AttentionWork, Geometry, make_work
+from headway.tuning.table.convert import CORE_PHASE
+from headway.tuning.table.schema import Cell, PhaseName, PointKey, points
+
+PHASES: tuple[PhaseName, ...] = ("decode", "prefill", "extend", "verify")
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """A grid of one phase. Points beyond the limits are left out."""
+
+    query_lens: tuple[int, ...]
+    batches: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    """() in prefill, where they are the query_lens."""
+    max_query_tokens: int
+    """batch * query_len."""
+    max_kv_tokens: int
+    """batch * kv_len."""
+
+
+GRIDS: dict[str, dict[PhaseName, Axes]] = {
+    "cuda": {
+        "decode": Axes((1,), (1, 2, 4, 8, 16, 32, 64, 128, 256), (256, 1024, 4096, 16384, 65536), 256, 2**20),
+        "prefill": Axes((32, 128, 256, 512, 1024, 2048, 4096, 8192, 32768), (1, 2, 3, 4, 6, 8, 16, 32, 64), (), 2**15, 2**15),
+        "extend": Axes((16, 32, 128, 512, 2048, 8192), (1, 3, 8), (2048, 4096, 8192, 16384, 32768), 2**13, 2**17),
+        "verify": Axes((2, 4, 8), (1, 4, 16, 64), (512, 2048, 8192, 32768), 512, 2**18),
+    },
+    "cpu": {
+        "decode": Axes((1,), (1, 4, 16, 64), (32, 128, 512, 2048), 64, 2**13),
+        "prefill": Axes((16, 64, 256, 1024), (1, 4, 16), (), 2**10, 2**10),
+        "extend": Axes((16, 128), (1, 4), (64, 256, 1024), 2**9, 2**12),
+        "verify": Axes((4,), (1, 8), (64, 512), 64, 2**12),
+    },
+}
+"""Device type -> grid. Neighbours are a factor of about 4 apart: between them times are interpolated in their logarithms. A GPU's
+batches are denser, because its times go in steps there (a kernel that does not split takes as long for 32 sequences as for 16
+where both fit the multiprocessors), its prompts around 2,048 tokens, where time goes over from launches to arithmetic, and its
+extensions in every length, since a kernel that splits keys and one that does not cross more than once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Sequences of equal lengths, and how soon they are worth measuring."""
+
+    phase: PhaseName
+    batch: int
+    query_len: int
+    kv_len: int
+    level: int = 0
+    """0: a corner of the grid, then ever finer."""
+    mixed: str = ""
+    """The case where its sequences differ; the numbers are their means then."""
+
+    @property
+    def case(self) -> str:
+        """The point as a case of the grammar of headway.testing.cases."""
+        query, kv = _text(self.query_len), _text(self.kv_len)
+        return self.mixed or (f"{self.batch}q{query}" if self.phase == "prefill" else f"{self.batch}q{query}s{kv}")
+
+    @property
+    def shape(self) -> Shape:
+        """The shape by which costs are looked up."""
+        return Shape(CORE_PHASE[self.phase], self.batch, self.query_len, self.kv_len)
+
+    def work(self, spec: AttentionSpec) -> AttentionWork:
+        """The step that the point stands for."""
+        geometry = Geometry.of(spec)
+        return make_work("decode" if self.phase in ("decode", "verify") else "prefill", self.case, geometry, spec)
+
+
+def grid(
+    device_type: str,
+    phases: Collection[PhaseName] = PHASES,
+    batches: Sequence[int] | None = None,
+    lens: Sequence[int] | None = None,
+) -> list[Point]:
+    """The device's usual points, the most telling first: corners, then middles, then the rest; decode before the others.
+
+    batches, lens: instead of the usual batch sizes and lengths (kv_len; in prefill query_len).
+    """
+    ranked: list[tuple[int, int, int, Point]] = []
+    for number, phase in enumerate(phase for phase in PHASES if phase in phases):
+        axes = GRIDS.get(device_type, GRIDS["cuda"])[phase]
+        if batches:
+            axes = replace(axes, batches=tuple(batches), max_query_tokens=2**30, max_kv_tokens=2**30)
+        if lens:
+            axes = replace(axes, query_lens=tuple(lens)) if phase == "prefill" else replace(axes, kv_lens=tuple(lens))
+            axes = replace(axes, max_query_tokens=2**30, max_kv_tokens=2**30)
+        before = [0, 0, 0]
+        for point in _points(phase, axes):
+            ranked.append((point.level, before[point.level], number, point))
+            before[point.level] += 1
+    return [point for *_, point in sorted(ranked, key=lambda row: row[:3])]
+
+
+def _points(phase: PhaseName, axes: Axes) -> Iterator[Point]:
+    for at_query, query_len in enumerate(axes.query_lens):
+        for at_batch, batch in enumerate(axes.batches):
+            lens = [query_len] if phase == "prefill" else [kv_len for kv_len in axes.kv_lens if kv_len > query_len]
+            lens = [
+                kv_len for kv_len in lens if batch * kv_len <= axes.max_kv_tokens and batch * query_len <= axes.max_query_tokens
+            ]
+            for at_len, kv_len in enumerate(lens):
+                places = [(at_query, len(axes.query_lens)), (at_batch, len(axes.batches)), (at_len, len(lens))]
+                yield Point(phase, batch, query_len, kv_len, max(_level(*place) for place in places))
+
+
+def _level(index: int, count: int) -> int:
+    if index in (0, count - 1):
+        return 0
+    return 1 if index == count // 2 else 2
+
+
+def held_out(device_type: str, count: int, seed: int, known: Collection[str]) -> list[Point]:
+    """Random points within the grid's range that are not on it: half of them decode, the rest shared by the other phases.
+
+    known: the cases that were measured. Batch and lengths are drawn uniformly in their logarithms.
+    """
+    draw = random.Random(seed)
+    phases: list[PhaseName] = ["decode", "prefill", "decode", "extend", "decode", "verify"]
+    points: list[Point] = []
+    while len(points) < count:
+        phase = phases[len(points) % len(phases)]
+        axes = GRIDS.get(device_type, GRIDS["cuda"])[phase]
+        batch = _between(draw, axes.batches)
+        query_len = draw.choice([2, 3, 4, 6, 8]) if phase == "verify" else _between(draw, axes.query_lens)
+        kv_len = query_len if phase == "prefill" else _between(draw, axes.kv_lens)
+        point = Point(phase, batch, query_len, kv_len)
+        fits = batch * query_len <= axes.max_query_tokens and batch * kv_len <= axes.max_kv_tokens
+        if fits and (phase == "prefill" or kv_len > query_len) and point.case not in known and point not in points:
+            points.append(point)
+    return points
+
+
+def _between(draw: random.Random, values: Sequence[int]) -> int:
+    return round(math.exp(draw.uniform(math.log(min(values)), math.log(max(values)))))
+
+
+def _text(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+ROUNDS = 2
+"""Halvings, one after another, of an interval in which the fastest backend changes."""
+_NEAREST = 1.5
+"""Neighbours that are nearer than this factor are not refined: times between them are interpolated well enough."""
+_LEAST_LOSS = 0.03
+"""What each of the two winners must lose at the other's point. Less is not worth a point: it is nearly a tie."""
+
+_LEVEL = 3
+"""After all levels of a grid."""
+
+_Coordinates = tuple[int, int, int]
+"""batch, query_len, kv_len."""
+_Times = Mapping[tuple[str | None, int | None], Mapping[str, float]]
+"""Layout and block size -> backend -> microseconds of a layer."""
+
+
+def midpoints(cells: Sequence[Cell], noise: float) -> list[Point]:
+    """A point in the middle, by logarithms, of every two neighbours between which the winner changes, the costliest change first.
+
+    Neighbours differ in one of batch, query_len and kv_len and have nothing measured between them. noise: of the table.
+    """
+    measured = points(cells)
+    found: dict[PointKey, tuple[float, Point]] = {}
+    for phase in dict.fromkeys(cell.phase for cell in cells):
+        times = {_place(rivals[0]): _times(rivals) for (of, _), rivals in measured.items() if of == phase}
+        for low, high in _neighbours(list(times), phase):
+            loss = _loss(times[low], times[high])
+            middle = _middle(phase, low, high)
+            if middle is None or loss <= max(_LEAST_LOSS, noise):
+                continue
+            key = (phase, middle.case)
+            if key not in measured and loss > found.get(key, (0.0, middle))[0]:
+                found[key] = loss, middle
+    return [point for _, point in sorted(found.values(), key=lambda ranked: -ranked[0])]
+
+
+def _place(cell: Cell) -> _Coordinates:
+    return cell.batch, cell.query_len, cell.kv_len
+
+
+def _times(rivals: Sequence[Cell]) -> _Times:
+    """A time without a layout holds over all of them."""
+    timed = [(cell, cell.layer_us) for cell in rivals if cell.layer_us is not None]
+    everywhere = {cell.backend: us for cell, us in timed if cell.layout is None}
+    pairs = dict.fromkeys((cell.layout, cell.block_size) for cell, _ in timed)
+    if len(pairs) > 1:
+        pairs.pop((None, None), None)
+    return {
+        pair: everywhere | {cell.backend: us for cell, us in timed if (cell.layout, cell.block_size) == pair} for pair in pairs
+    }
+
+
+def _neighbours(places: Sequence[_Coordinates], phase: PhaseName) -> Iterator[tuple[_Coordinates, _Coordinates]]:
+    """Pairs next to each other in a row of points that differ in one number. A prompt's two lengths are one."""
+    for axis in (0, 1) if phase == "prefill" else (0, 1, 2):
+        rows: dict[tuple[int, ...], list[_Coordinates]] = {}
+        for place in places:
+            others = place[:1] if phase == "prefill" and axis == 1 else place[:axis] + place[axis + 1 :]
+            rows.setdefault(others, []).append(place)
+        for row in rows.values():
+            yield from pairwise(sorted(row, key=lambda place: place[axis]))
+
+
+def _loss(low: _Times, high: _Times) -> float:
+    """What the winner of each neighbour loses at the other's point, the less of the two, as a share; of all layouts the most.
+
+    Where one of them loses nothing there is one winner of both, and a tie at one end.
+    """
+    worst = 0.0
+    for pair in low.keys() & high.keys():
+        if low[pair] and high[pair]:
+            first, second = (min(times, key=times.__getitem__) for times in (low[pair], high[pair]))
+            lost = high[pair].get(first, 0.0) / high[pair][second], low[pair].get(second, 0.0) / low[pair][first]
+            worst = max(worst, min(lost) - 1)
+    return worst
+
+
+def _middle(phase: PhaseName, low: _Coordinates, high: _Coordinates) -> Point | None:
+    """None where the neighbours are too near, or no whole number lies between."""
+    batch, query_len, kv_len = (round(math.sqrt(a * b)) for a, b in zip(low, high, strict=True))
+    if phase == "prefill":
+        kv_len = query_len
+    factor = max(b / a for a, b in zip(low, high, strict=True))
+    middle = (batch, query_len, kv_len)
+    if factor < _NEAREST or middle in (low, high) or (phase != "prefill" and kv_len <= query_len):
+        return None
+    return Point(phase, batch, query_len, kv_len, level=_LEVEL)

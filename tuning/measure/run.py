@@ -1,0 +1,278 @@
+"""`headway bench crossover --level kernel`: every backend on every layout and block size over the grid, kept as a table."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Reason
+from headway.core.system.json_files import write_json
+from headway.core.system.provenance import Origin
+from headway.core.system.terminal import progress_bar
+from headway.registry import Registry
+from headway.tuning.measure import self_test as selftest
+from headway.tuning.measure.compile_ahead import compile_points
+from headway.tuning.measure.device import crowding, identify_device
+from headway.tuning.measure.measure_point import Bench, Pair, measure_point
+from headway.tuning.measure.points import ROUNDS, Point, grid, midpoints
+from headway.tuning.measure.timing import Budget, InterleavedTimer, on_device
+from headway.tuning.table.compare import differences
+from headway.tuning.table.files import read_table
+from headway.tuning.table.noise import noise_of
+from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, PhaseName, SpecRecord, points
+
+GRAPH_LEN = 32768
+"""Longest context for which decode graphs are captured, as in an engine of max_model_len 32,768."""
+BLOCK_SIZES = (16, 256)
+"""Every built-in backend reads one of them; sizes between cost about what the larger does."""
+_FIRST = 1
+"""Levels of the grid whose kernels are compiled together where the time is limited; the few that come after compile their own."""
+
+
+@dataclass(frozen=True)
+class CrossoverOptions:
+    """What to measure; the defaults suit the device."""
+
+    spec: AttentionSpec
+    backends: Sequence[str] | None = None
+    """None: all that are available here."""
+    layouts: Sequence[str] | None = None
+    """None: all that any of the backends reads."""
+    block_sizes: Sequence[int] = BLOCK_SIZES
+    grid: Sequence[Point] | None = None
+    """None: the device's usual points."""
+    refine: int = ROUNDS
+    """Rounds of points added after the grid, within the budget, where the fastest backend changes between neighbours."""
+    turns: InterleavedTimer = field(default_factory=InterleavedTimer)
+    budget: float | None = None
+    """Seconds of measuring, to which compiling kernels adds at most twice as many; None: everything is measured."""
+    graph_len: int = GRAPH_LEN
+    seed: int = 0
+    output: Path | None = None
+    """Written anew after each point: a run that is cut short keeps what it has."""
+    resume: bool = False
+    """Go on with the table at `output`."""
+    interruptible: bool = True
+    """Whether Ctrl-C ends the run with what it has; else it ends the program."""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Backends that are not called -> why: they stand in the table as not usable."""
+    command: str = ""
+    compile_ahead: CompileAhead | None = None
+    """What the device's kernels are compiled in, before the first point of the grid; None: each when it is needed."""
+
+
+def run_kernel_level(
+    options: CrossoverOptions,
+    registry: Registry,
+    console: Console | None = None,
+    tell: Callable[[str, str], None] = lambda names, point: None,
+) -> CrossoverTable:
+    """Measure the grid. What a backend does wrong is in the table, never an exception; Ctrl-C ends the run with what it has.
+
+    console: where the progress bar goes; None shows none. tell: is called with the names of the backends that are about to run,
+    and the point.
+
+    :raises HeadwayError: unknown backends or layouts, no backend that can run, or a table that cannot be resumed.
+    """
+    with torch.no_grad(), on_device(options.spec.device), progress_bar(console) as progress:
+        names = _names(options.backends, registry)
+        pairs = _pairs(options, registry)
+        todo = list(grid(options.spec.device.type) if options.grid is None else options.grid)
+        bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget), tell)
+        task = progress.add_task("compiling", total=len(todo))
+        if options.compile_ahead is not None:
+            first = todo if options.budget is None else [point for point in todo if point.level <= _FIRST]
+            able = [name for name in names if name not in options.excluded and registry.availability(name)]
+            compile_points(first, bench, able, pairs, options.compile_ahead)
+        table = _begin(options, registry, names, pairs)
+        takers = [record.name for record in table.backends if record.usable]
+        bench.budget.begin()
+        done = {cell.point for cell in table.cells}
+        progress.update(task, description="crossover", completed=sum((p.phase, p.case) in done for p in todo))
+        search = _Search(bench, takers, pairs)
+        try:
+            for turn in range(1 + options.refine):
+                between = turn > 0
+                wanted = midpoints(table.cells, table.noise) if between else todo
+                if between and not wanted:
+                    break
+                if between:
+                    progress.update(task, total=len(wanted), completed=0)
+                for point, cells in search.measure(wanted, table.cells):
+                    table.cells += [cell.model_copy(update={"between": between}) for cell in cells]
+                    table.noise = noise_of(table.cells)
+                    table.cut_short = True
+                    _save(table, options.output)
+                    progress.update(task, advance=1, description=f"{point.phase} {point.case}")
+                measured = {cell.point for cell in table.cells}
+                table.complete = all((point.phase, point.case) in measured for point in todo)
+        except KeyboardInterrupt:
+            if options.interruptible:
+                return table
+            raise
+        table.cut_short = False
+        table.busy = table.busy or crowding()
+        if table.cells:  # nothing was measured: what lies there is worth more
+            _save(table, options.output)
+    return table
+
+
+class _Search:
+    """Points measured one after another. With a time limit losers are given up between the levels of the grid."""
+
+    def __init__(self, bench: Bench, names: Sequence[str], pairs: Sequence[Pair]) -> None:
+        self._bench, self._names, self._pairs = bench, names, pairs
+        self._dropped: dict[PhaseName, dict[str, str]] = {}
+        self._level = 0
+        self._slowest = 0.0
+
+    def measure(self, todo: Sequence[Point], cells: list[Cell]) -> Iterator[tuple[Point, list[Cell]]]:
+        """Measure the points of `todo` that `cells` lacks, one by one until the time is up; in the first search at least one.
+
+        cells: of the table so far; the caller adds what it is given.
+        """
+        bench = self._bench
+        done = {cell.point for cell in cells}
+        for point in todo:
+            remaining = bench.budget.left
+            if remaining is not None:
+                if self._slowest and remaining < self._slowest:
+                    return
+                if point.level > self._level and cells:
+                    self._level, self._pairs = point.level, surviving_pairs(cells, self._pairs)
+                    self._dropped = {phase: losers(cells, phase, self._names) for phase in {cell.phase for cell in cells}}
+            if (point.phase, point.case) in done:
+                continue
+            before = bench.budget.spent
+            yield point, measure_point(point, bench, self._names, self._pairs, self._dropped.get(point.phase, {}))
+            self._slowest = max(0.5 * self._slowest, bench.budget.spent - before)
+
+
+def _names(asked: Sequence[str] | None, registry: Registry) -> list[str]:
+    for name in asked or ():
+        registry.backend(name)  # raises, naming all that are registered
+    return list(dict.fromkeys(asked)) if asked is not None else list(registry.backends)
+
+
+def _pairs(options: CrossoverOptions, registry: Registry) -> list[Pair]:
+    layouts = [registry.layout(name).layout for name in options.layouts or registry.layouts]
+    return [(layout, size) for size in options.block_sizes for layout in layouts]
+
+
+def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], pairs: Sequence[Pair]) -> CrossoverTable:
+    called = [name for name in names if name not in options.excluded]
+    records = selftest.examine(registry, called, options.spec, pairs)
+    for name, why in options.excluded.items():
+        owner = registry.backends[name].owner
+        version = selftest.version_of(owner)
+        records.append(BackendRecord(name=name, owner=owner, version=version, available=True, reason=why))
+    if not any(record.usable for record in records):
+        reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]
+        raise UnsupportedError(f"a crossover table for {options.spec}", reasons)
+    graphs = options.spec.device.type == "cuda" and any(
+        registry.backend(record.name).captures() for record in records if record.usable
+    )
+    table = CrossoverTable(
+        level="kernel",
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=options.command or " ".join(sys.argv),
+        origin=Origin.here(),
+        busy=crowding(),
+        complete=False,
+        device=identify_device(options.spec.device),
+        spec=SpecRecord.of(options.spec),
+        graph_len=options.graph_len if graphs else None,
+        noise=0.0,
+        backends=records,
+        cells=[],
+    )
+    return _resumed(table, options.output, options.excluded) if options.resume else table
+
+
+def _resumed(table: CrossoverTable, path: Path | None, excluded: Collection[str] = ()) -> CrossoverTable:
+    """The new table with the cells of the old one.
+
+    :raises ConfigError: the old one is of another machine, layer, or set of backends.
+    """
+    if path is None:
+        raise ConfigError("--resume", "the file to go on with", "none", "name it with --output")
+    if not path.exists():
+        return table
+    old = read_table(path)
+    reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.backends})
+    cells = [cell for cell in old.cells if cell.backend not in excluded]
+    before = [record.name for record in old.backends if record.usable and record.name not in excluded]
+    now = [record.name for record in table.backends if record.usable]
+    if before != now:
+        reasons += [Reason("backends", ", ".join(before), ", ".join(now))]
+    if reasons:
+        raise UnsupportedError(f"--resume {path}: the table", reasons, "measure anew without --resume, or into another file")
+    table.cells, table.noise = cells, old.noise
+    return table
+
+
+def _save(table: CrossoverTable, path: Path | None) -> None:
+    if path is not None:
+        write_json(table, path)
+
+
+# Successive halving: with little time, clear losers make room for the points that decide between the others. After each level of
+# the grid (corners, middles, the rest) half of the layouts and block sizes go on, and in each phase half of the backends, beside
+# those that came near the fastest anywhere. After Jamieson and Talwalkar (2016), with times in place of losses.
+_UNDECIDED = 1.15
+"""Times the fastest, in the mean: layouts and block sizes between which the corners of a grid do not decide. All of them go on:
+were noise to drop one here, it would decide what `auto` takes."""
+NEAR = 1.15
+"""Times the fastest: a backend that was this near somewhere may win elsewhere."""
+
+
+def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
+    """The better half of the layouts and block sizes, by the geometric mean of their fastest backends' times, and the undecided.
+
+    They stay in the order given, smallest blocks first. One that no backend serves at some point goes.
+    """
+    measured = points(cells)
+
+    def loss(pair: Pair) -> float:
+        total = 0.0
+        for rivals in measured.values():
+            key = (pair[0].name, pair[1])
+            times = [cell.layer_us for cell in rivals if (cell.layout, cell.block_size) in (key, (None, None))]
+            total += math.log(min((us for us in times if us is not None), default=math.inf))
+        return total / max(len(measured), 1)
+
+    losses = [loss(pair) for pair in pairs]
+    limit = max(min(losses) + math.log(_UNDECIDED), sorted(losses)[math.ceil(len(pairs) / 2) - 1])
+    return [pair for pair, lost in zip(pairs, losses, strict=True) if lost <= limit and lost < math.inf] or list(pairs[:1])
+
+
+def losers(cells: Sequence[Cell], phase: str, names: Sequence[str]) -> dict[str, str]:
+    """Backends to drop in a phase, each with the reason; never all of them."""
+    ratios: dict[str, list[float]] = {name: [] for name in names}
+    for (found, _), rivals in points(cells).items():
+        timed = [(cell.backend, cell.layer_us) for cell in rivals if cell.layer_us is not None]
+        if found != phase or not timed:
+            continue
+        best = min(us for _, us in timed)
+        for name in names:
+            own = [us / best for backend, us in timed if backend == name]
+            if own:
+                ratios[name].append(min(own))
+    known = [name for name in names if ratios[name]]
+    ranked = sorted(known, key=lambda name: sum(map(math.log, ratios[name])) / len(ratios[name]))
+    worse = ranked[max(1, math.ceil(len(ranked) / 2)) :]
+    return {
+        name: f"at best {min(ratios[name]):.2f} times the fastest at the first {len(ratios[name])} points: given up to save time"
+        for name in worse
+        if min(ratios[name]) > NEAR
+    }

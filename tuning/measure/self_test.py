@@ -1,0 +1,169 @@
+"""A few small steps, held to float64, before a backend may be timed, chosen or named on this machine.
+
+A third-party backend that has passed for a layer is remembered with the digest of its plugin, and passes from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from headway.core.contract.errors import ConfigError, known_cause
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.select.startup import DEFAULT_BLOCK_SIZES
+from headway.core.system.files import write_whole
+from headway.core.system.folders import cache_folder
+from headway.registry import Registry
+from headway.registry.records import BUILTIN_OWNER
+from headway.testing.cases import make_case, parse_case
+from headway.testing.reference import reference, relative_error, run_backend
+from headway.tuning.measure.measure_point import Pair
+from headway.tuning.table.schema import BackendRecord
+
+CASES = {
+    Phase.PREFILL: (("2q17_1q5", 1),),
+    Phase.EXTEND: (("1q7s20_1q16s33", 1),),
+    Phase.DECODE: (("1q1s2_3q1s40", 1), ("2q4s21", 8)),
+}
+"""(case, most query tokens of a decode) of each phase."""
+_POISON = 1e4
+"""Value in slots that hold no token: finite, since some kernels may read them, and large enough to show in any sum."""
+SKIP = "HEADWAY_SKIP_SELF_TEST"
+"""Environment variable: 1 lets a named backend serve without its self-test."""
+log = logging.getLogger("headway")
+
+
+def examine(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs: Sequence[Pair]) -> list[BackendRecord]:
+    """Find out whether each backend is here, serves the layer, and computes the layer right on its first layout and block size.
+
+    A backend that fails takes no part, and its record says why.
+    """
+    return [_record(registry, name, spec, pairs) for name in names]
+
+
+def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs: Sequence[Pair]) -> None:
+    """Run every step of every backend, whatever comes of it, so that the kernels are compiled."""
+    for name in names:
+        for phase, cases in CASES.items():
+            pair = _first_served(registry, name, spec, pairs, phase)
+            if pair is not None:
+                for text, decode_query_len in cases:
+                    _wrong(registry, name, spec, pair, text, decode_query_len)
+
+
+def _record(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> BackendRecord:
+    owner = registry.backends[name].owner
+    here = registry.availability(name)
+    reason = here.brief if not here else self_test(registry, name, spec, pairs)
+    return BackendRecord(name=name, owner=owner, version=version_of(owner), available=bool(here), reason=reason)
+
+
+def check_named(registry: Registry, names: Iterable[str], specs: Iterable[AttentionSpec]) -> None:
+    """Hold the third-party backends among `names` to the self-test, for each distinct layer.
+
+    $HEADWAY_SKIP_SELF_TEST=1 leaves it out.
+
+    :raises ConfigError: an answer is wrong, with the step, the numbers and what to do.
+    """
+    if os.environ.get(SKIP) == "1":
+        return
+    pairs = [(info.layout, size) for size in DEFAULT_BLOCK_SIZES for info in registry.layouts.values()]
+    for name in dict.fromkeys(names):
+        entry = registry.backends.get(name)
+        if entry is None or entry.owner == BUILTIN_OWNER or not registry.availability(name):
+            continue
+        phases = registry.backend(name).capabilities.phases
+        for spec in dict.fromkeys(specs):
+            if not any(registry.supports(name, spec, *pair, phase) for pair in pairs for phase in phases):
+                continue  # the selector refuses it, with every reason
+            if wrong := self_test(registry, name, spec, pairs):
+                file = entry.owner.partition("@")[0] if "@" in entry.owner else "FILE.py"
+                target = name if " " in entry.owner else f"{file}:{registry.backend(name).__name__}"
+                hint = f"headway check {target} says more; {SKIP}=1 runs it all the same"
+                raise ConfigError(f"attention backend {name} of {entry.owner}", "right answers in its self-test", wrong, hint)
+
+
+def self_test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair], retry: bool = False) -> str:
+    """Return why a backend must not be used for a layer on this machine; empty if nothing speaks against it.
+
+    Built-ins, and what a program hands in as an object, are tested at every call. retry: test it whatever is remembered.
+    """
+    passed = _passed_file(registry, name, spec, pairs)
+    if not retry and passed is not None and os.path.exists(passed):  # False in a folder that may not be read
+        return ""
+    wrong = _test(registry, name, spec, pairs)
+    if passed is not None and not wrong:
+        log.info("attention backend %s of %s passed its self-test", name, registry.backends[name].owner)
+        try:
+            write_whole(passed, f"{name} {registry.backends[name].owner} {spec}\n".encode())
+        except OSError as error:
+            log.info("self-test of %s is not remembered: %s", name, error)
+    return wrong
+
+
+def _passed_file(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> Path | None:
+    """Where it is remembered that a version of a third-party backend has passed; None for what has no version."""
+    owner = registry.backends[name].owner
+    version = registry.digest_of(name) or owner.partition(" ")[2]  # a distribution's name and version
+    if owner == BUILTIN_OWNER or not version:
+        return None
+    gpu = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else ""
+    first = [_first_served(registry, name, spec, pairs, phase) for phase in CASES]
+    facts = (name, owner, version, spec, gpu, torch.__version__, [pair and (pair[0].name, pair[1]) for pair in first])
+    return cache_folder() / "self-tests" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.passed"
+
+
+def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> str:
+    tested = False
+    refusal = ""
+    for phase, cases in CASES.items():
+        pair = _first_served(registry, name, spec, pairs, phase)
+        if pair is None:
+            refusal = refusal or registry.supports(name, spec, *pairs[0], phase).brief
+            continue
+        for text, decode_query_len in cases:
+            tested = True
+            wrong = _wrong(registry, name, spec, pair, text, decode_query_len)
+            if wrong:
+                return f"self-test: {phase.value} {text} on {pair[0].name} {pair[1]}: {wrong}"
+    return "" if tested else refusal
+
+
+def _first_served(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair], phase: Phase) -> Pair | None:
+    return next((pair for pair in pairs if registry.supports(name, spec, *pair, phase)), None)
+
+
+def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, text: str, decode_query_len: int) -> str:
+    try:
+        writer = registry.layout(pair[0].name).load_writer(spec.device)
+        lens = parse_case(text, decode_query_len)
+        case = make_case(lens, spec, *pair, writer, poison=_POISON, decode_query_len=decode_query_len)
+        backend = registry.backend(name)(spec, *pair)
+        found = relative_error(run_backend(backend, case), reference(case), case)
+        tolerance = backend.tolerance[spec.dtype]
+    except (Exception, SystemExit) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+        cause = known_cause(str(error))
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{f' ({cause})' if cause else ''}"
+    return "" if found <= tolerance else f"relative error {found:.2g}, tolerance {tolerance:.2g}"
+
+
+def owners(registry: Registry) -> dict[str, tuple[str, str]]:
+    """Return each backend's owner and the version of that distribution that is installed now; "" where it has none."""
+    return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.backends.items()}
+
+
+def version_of(owner: str) -> str:
+    """Return the version of the distribution that brought a backend."""
+    try:
+        return metadata.version("headway" if owner == BUILTIN_OWNER else owner)
+    except (metadata.PackageNotFoundError, ValueError):
+        return ""

@@ -1,0 +1,240 @@
+"""What `headway bench kernel` measures: default cells, the work each of them is, and the filled cache it runs on.
+
+The cache is filled through its logical view, one sequence at a time, on the device and from a seed: every layout, block size and
+library sees the same numbers, no host copy of a large cache is made, and no writer has to be right for a kernel to be judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.testing.cases import Case, check_room, parse_case
+
+VERIFY_QUERY_LEN = 8
+"""Most query tokens of a sequence that decodes (speculative verification)."""
+
+PhaseName = Literal["decode", "prefill", "write"]
+"""What is measured: decode (verification too), prompts with or without a context, or the cache writer alone."""
+
+DEFAULT_CASES: dict[str, dict[PhaseName, tuple[str, ...]]] = {
+    "cuda": {
+        "decode": (
+            *("1q1s512", "1q1s2k", "1q1s8k", "1q1s32k", "1q1s128k"),
+            *("8q1s512", "8q1s2k", "8q1s8k", "8q1s32k"),
+            *("64q1s512", "64q1s2k", "64q1s8k"),
+            *("256q1s512", "256q1s2k", "256q1s8k"),
+        ),
+        "prefill": ("1q512", "1q2k", "1q8k", "1q32k", "8q512", "8q2k", "4q8k", "32q1k"),
+        "write": ("1q1s512", "64q1s512", "256q1s512", "1q64", "1q512", "1q2k", "1q8k"),
+    },
+    "cpu": {
+        "decode": ("1q1s64", "4q1s64", "2q1s256"),
+        "prefill": ("1q32", "2q64", "1q128"),
+        "write": ("8q1s64", "1q64"),
+    },
+}
+"""Device type -> what is measured -> cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The heads of an attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int = 0
+    """Where it is not head_dim. Of a single kv head, a shorter value lies in the key, as in absorbed latent attention."""
+    dense: bool = False
+    """Whether there is no cache, as of expanded latent attention."""
+
+    @classmethod
+    def parse(cls, text: str) -> Geometry:
+        """Read num_heads/num_kv_heads/head_dim, perhaps with /v_head_dim, perhaps with /dense.
+
+        :raises ConfigError: not three or four positive numbers, or query heads that kv heads do not divide.
+        """
+        need = "num_heads/num_kv_heads/head_dim[/v_head_dim][/dense], such as 32/8/128, num_heads a multiple of num_kv_heads"
+        match = re.fullmatch(r"(\d+)/(\d+)/(\d+)(?:/(\d+))?(/dense)?", text.strip())
+        heads, kv_heads, head_dim = map(int, match.groups()[:3]) if match else (0, 0, 0)
+        v_head_dim = int(match[4]) if match and match[4] else head_dim
+        if not (heads and kv_heads and head_dim and v_head_dim) or heads % kv_heads:
+            raise ConfigError("--geometry", need, repr(text))
+        return cls(heads, kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, bool(match and match[5]))
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> Geometry:
+        """The geometry of a layer."""
+        value = 0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, value, spec.dense)
+
+    def __str__(self) -> str:
+        value = f"/{self.v_head_dim}" if self.v_head_dim else ""
+        return f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}{value}{'/dense' if self.dense else ''}"
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """One case in one geometry and dtype, whichever backend runs the case."""
+
+    phase: PhaseName
+    case: str
+    lens: tuple[tuple[int, int], ...]
+    """(query_len, kv_len) of each sequence."""
+    geometry: Geometry
+    spec: AttentionSpec
+
+    @property
+    def attention_phase(self) -> Phase:
+        """What a backend is asked for: DECODE, EXTEND if any sequence has a cached context, else PREFILL."""
+        if self.phase == "decode":
+            return Phase.DECODE
+        return Phase.EXTEND if any(kv_len > query_len for query_len, kv_len in self.lens) else Phase.PREFILL
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the step."""
+        return sum(query_len for query_len, _ in self.lens)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Key and value of every sequence, each read once however many query heads share it."""
+        return sum(kv_len for _, kv_len in self.lens) * self._bytes_per_token(self.spec.cache_dtype)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of q.k and of weights.v, over the keys that causality lets each query see."""
+        seen = sum(n * (kv_len - n) + n * (n + 1) // 2 for n, kv_len in self.lens)
+        return 2 * (self.spec.head_dim + self.spec.v_head_dim) * self.spec.num_heads * seen
+
+    @property
+    def write_bytes(self) -> int:
+        """k and v of the new tokens, read in their dtype and written in the cache's."""
+        per_token = self._bytes_per_token(self.spec.dtype) + self._bytes_per_token(self.spec.cache_dtype)
+        return self.num_tokens * per_token
+
+    def _bytes_per_token(self, dtype: torch.dtype) -> int:
+        stored = self.spec.head_dim + (0 if self.spec.value_in_key else self.spec.v_head_dim)
+        return self.spec.num_kv_heads * stored * dtype.itemsize
+
+
+def make_work(phase: PhaseName, case: str, geometry: Geometry, spec: AttentionSpec) -> AttentionWork:
+    """Read a case of the grammar for a phase.
+
+    :raises ConfigError: the text is not of the grammar, or its sequences are not of that phase.
+    """
+    lens = parse_case(case, VERIFY_QUERY_LEN if phase == "decode" else 1)
+    wrong = [q for q, kv in lens if phase == "decode" and Phase.of(q, kv - q, VERIFY_QUERY_LEN) is not Phase.DECODE]
+    wrong += [q for q, kv in lens if phase == "prefill" and Phase.of(q, kv - q) is Phase.DECODE]
+    if wrong:
+        needs = {
+            "decode": f"sequences with a context and at most {VERIFY_QUERY_LEN} new tokens, as 8q1s1k",
+            "prefill": "sequences with several new tokens or no context, as 2q512 or 1q256s1k",
+        }
+        raise ConfigError(f"--cases for --phase {phase}", needs[phase], repr(case))
+    return AttentionWork(phase, case, tuple(lens), geometry, spec)
+
+
+def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device) -> AttentionSpec:
+    """A plain layer of this geometry, scale 1/sqrt(head_dim); kv_dtype None: the cache is of the layer's dtype.
+
+    An fp8 cache gets scales other than 1, so that a kernel that forgets them is caught.
+    """
+    narrow: dict[str, Any] = {} if kv_dtype in (None, dtype) else {"kv_dtype": kv_dtype, "k_scale": 0.5, "v_scale": 0.25}
+    inside = geometry.num_kv_heads == 1 and 0 < geometry.v_head_dim < geometry.head_dim and not geometry.dense
+    if inside and narrow:
+        narrow["v_scale"] = narrow["k_scale"]
+    return AttentionSpec(
+        num_heads=geometry.num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        v_head_dim=geometry.v_head_dim,
+        value_in_key=inside,
+        dense=geometry.dense,
+        scale=geometry.head_dim**-0.5,
+        dtype=dtype,
+        device=device,
+        **narrow,
+    )
+
+
+def build_case(work: AttentionWork, layout: CacheLayout, block_size: int, seed: int) -> Case:
+    """The work's step over a filled cache with shuffled blocks; q, k, v and context depend on work and seed alone."""
+    spec = work.spec
+    metadata, cache = _empty_step(work, layout, block_size, seed)
+    q = torch.empty((work.num_tokens, spec.num_heads, spec.head_dim), dtype=spec.dtype, device=spec.device)
+    k = q.new_empty((work.num_tokens, spec.num_kv_heads, spec.head_dim))
+    v = k[..., : spec.v_head_dim] if spec.value_in_key else q.new_empty((work.num_tokens, spec.num_kv_heads, spec.v_head_dim))
+    generator = torch.Generator(spec.device)
+    token = 0
+    for row, (query_len, kv_len) in enumerate(work.lens):
+        generator.manual_seed(seed * 1_000_003 + row)
+        positions = torch.arange(kv_len, device=spec.device)
+        slots = metadata.block_table[row].long()[positions // block_size], positions % block_size
+        new = slice(token, token + query_len)
+        keys = _random(kv_len, spec.num_kv_heads, spec.head_dim, spec, generator)
+        k[new] = _store(keys, cache.logical_key, slots, spec.k_scale)[kv_len - query_len :]
+        if not spec.value_in_key:
+            values = _random(kv_len, spec.num_kv_heads, spec.v_head_dim, spec, generator)
+            v[new] = _store(values, cache.logical_value, slots, spec.v_scale)[kv_len - query_len :]
+        q[new] = _random(query_len, spec.num_heads, spec.head_dim, spec, generator)
+        token += query_len
+    return Case(spec=spec, metadata=metadata, cache=cache, q=q, k=k, v=v)
+
+
+def build_write(work: AttentionWork, layout: CacheLayout, block_size: int, seed: int) -> Case:
+    """Like `build_case` but over an empty (zero) cache: the new tokens alone, for a cache writer."""
+    metadata, cache = _empty_step(work, layout, block_size, seed)
+    generator = torch.Generator(work.spec.device).manual_seed(seed)
+    dims = work.spec.head_dim, work.spec.v_head_dim
+    k, v = (_random(work.num_tokens, work.spec.num_kv_heads, dim, work.spec, generator) for dim in dims)
+    return Case(spec=work.spec, metadata=metadata, cache=cache, q=k[:0], k=k, v=v)
+
+
+def _empty_step(work: AttentionWork, layout: CacheLayout, block_size: int, seed: int) -> tuple[AttentionMetadata, LayerCache]:
+    spec = work.spec
+    check_room(work.lens, spec, block_size)
+    counts = [-(-kv_len // block_size) for _, kv_len in work.lens]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).tolist()
+    tables: list[Sequence[int]] = []
+    first = 0
+    for count in counts:
+        tables.append(order[first : first + count])
+        first += count
+    geometry = CacheGeometry.of(spec, sum(counts), block_size)
+    query_lens = [query_len for query_len, _ in work.lens]
+    context_lens = [kv_len - query_len for query_len, kv_len in work.lens]
+    decode_query_len = VERIFY_QUERY_LEN if work.phase == "decode" else 1
+    metadata = AttentionMetadata.build(query_lens, context_lens, tables, block_size, spec.device, decode_query_len)
+    return metadata, layout.allocate(geometry, spec.k_scale, spec.v_scale)
+
+
+def _random(rows: int, heads: int, dim: int, spec: AttentionSpec, generator: torch.Generator) -> Tensor:
+    return torch.randn(rows, heads, dim, dtype=spec.dtype, device=spec.device, generator=generator)
+
+
+def _store(rows: Tensor, logical: Tensor, slots: tuple[Tensor, Tensor], scale: float) -> Tensor:
+    """Put rows [n, num_kv_heads, head_dim] at (block, offset) `slots` of a cache tensor's logical view; returns what it holds.
+
+    That is `rows` except in an fp8 cache, where a dense prefill must see the rounded values if it is to agree with a paged one.
+    """
+    kept = rows
+    if logical.dtype != rows.dtype:
+        limit = torch.finfo(logical.dtype).max
+        kept = (rows.float() / scale).clamp(-limit, limit).to(logical.dtype)
+        rows = (kept.float() * scale).to(rows.dtype)
+    kept = kept.reshape(len(kept), *logical.shape[2:])
+    if logical.dtype.itemsize == 1:  # torch indexes no fp8: move it as bytes
+        kept, logical = kept.view(torch.uint8), logical.view(torch.uint8)
+    logical[slots] = kept
+    return rows

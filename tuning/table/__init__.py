@@ -1,0 +1,1 @@
+"""Crossover tables: schema, files, identity, store, comparison."""

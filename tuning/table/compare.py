@@ -1,0 +1,161 @@
+"""Whether a table fits a machine, what differs between two tables, and two put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.support import Reason
+from headway.registry.records import BUILTIN_OWNER
+from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.noise import mark_ties, noise_of
+from headway.tuning.table.schema import Cell, CrossoverTable, SpecRecord, points, without_refusals
+
+_AGAIN = "headway bench crossover measures again"
+_UNUSED = ("flashinfer-python",)
+"""Installed libraries that no backend of ours calls."""
+
+
+def differences(
+    table: CrossoverTable,
+    device: DeviceIdentity,
+    spec: SpecRecord | None = None,
+    owners: Mapping[str, tuple[str, str]] | None = None,
+) -> list[Reason]:
+    """Everything that makes a table's times those of another machine, other software or another layer.
+
+    owners: (distribution, its version) of each backend that is registered here, by `self_test.owners`.
+    """
+    was = table.device
+    rows: list[tuple[str, object, object]] = [
+        ("device", was.name, device.name),
+        ("compute capability", was.compute_capability, device.compute_capability),
+        ("driver", was.driver, device.driver),
+        ("torch", was.torch, device.torch),
+    ]
+    libraries = [name for name in {**was.libraries, **device.libraries} if name not in _UNUSED]
+    rows += [(name, was.libraries.get(name), device.libraries.get(name)) for name in libraries]
+    for record in table.backends:
+        owner, version = (owners or {}).get(record.name, (record.owner, record.version))
+        if record.available and owner != record.owner:  # one that crashed or was wrong may be mended by now
+            rows.append((f"backend {record.name} of", record.owner, owner))
+        elif record.available and owner != BUILTIN_OWNER:  # Headway's own version is among the libraries
+            rows.append((f"backend {record.name} of {owner}", record.version, version))
+    if spec is not None and table.spec.kind != spec.kind:
+        rows.append(("attention layer", table.spec, spec))
+    return [Reason(what, str(need or "none"), str(got or "none"), _AGAIN) for what, need, got in rows if need != got]
+
+
+def remarks(table: CrossoverTable, device: DeviceIdentity, available: Iterable[str]) -> list[str]:
+    """What does not make a table wrong, and is worth knowing."""
+    lines = []
+    if table.device.threads != device.threads:
+        lines.append(f"measured with {table.device.threads} CPU threads, torch now uses {device.threads}")
+    measured = [record.name for record in table.backends if record.usable]
+    new = [name for name in available if name not in measured]
+    if new:
+        lines.append(f"not in the table, and so never chosen by auto: {', '.join(new)}")
+    if not table.complete:
+        lines.append("not complete: the run was interrupted or its budget ended; headway bench crossover --resume goes on")
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A cell that two tables have differently."""
+
+    cell: Cell
+    """The first table's; the second's where only that has it."""
+    before_us: float | None
+    after_us: float | None
+    status: str
+    """What changed: "ok -> incorrect", "only in the first", "faster", "slower"."""
+    factor: float | None
+    """after / before."""
+
+
+def diff(first: CrossoverTable, second: CrossoverTable, at_least: float) -> list[Change]:
+    """Cells whose time differs by more than the noise of both tables and `at_least`, or whose status differs otherwise."""
+    noise = max(at_least, first.noise, second.noise)
+    before, after = ({_key(cell): cell for cell in table.cells} for table in (first, second))
+    changes = []
+    for key in {**before, **after}:
+        old, new = before.get(key), after.get(key)
+        if old is None or new is None:
+            if old is not None:
+                changes.append(Change(old, old.median_us, None, "only in the first", None))
+            elif new is not None:
+                changes.append(Change(new, None, new.median_us, "only in the second", None))
+        elif old.median_us is None or new.median_us is None:
+            if old.status != new.status:
+                changes.append(Change(old, old.median_us, new.median_us, f"{old.status} -> {new.status}", None))
+        elif not 1 / (1 + noise) <= new.median_us / old.median_us <= 1 + noise:
+            factor = new.median_us / old.median_us
+            changes.append(Change(old, old.median_us, new.median_us, "slower" if factor > 1 else "faster", factor))
+    return changes
+
+
+def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> CrossoverTable:
+    """One table of several parts of the same machine and layer; where two have the same cell, the later date's counts.
+
+    Parts that share no layout and block size have measured the same thing twice where no cache is read (a dense prefill): there
+    the shorter time counts, since a busy host only ever adds to it. A refusal holds for the layouts of its own part alone: it is
+    dropped where another part has measured that backend at that point.
+
+    names: of the tables' files, in the same order.
+
+    :raises UnsupportedError: they are of different machines, software, layers or levels than the newest.
+    """
+    named = dict(enumerate(names)) or {number: f"table {number + 1}" for number in range(len(tables))}
+    *older, last = sorted(range(len(tables)), key=lambda number: tables[number].date)
+    newest = tables[last]
+    reasons = []
+    for number in older:
+        rows = [(row.what, row.got, row.need) for row in differences(tables[number], newest.device, newest.spec)]
+        rows += [(what, getattr(newest, what), getattr(tables[number], what)) for what in ("level", "graph_len", "model")]
+        reasons += [
+            Reason(f"{what} of {named[number]}", f"{need or 'none'} as {named[last]} has", str(got or "none"))
+            for what, need, got in rows
+            if need != got
+        ]
+    if reasons:
+        raise UnsupportedError("these tables put together", list(dict.fromkeys(reasons)), "keep them as files of their own")
+    ordered = [tables[number] for number in (*older, last)]
+    cells: dict[tuple[object, ...], Cell] = {}
+    places: set[tuple[str | None, int | None]] = set()
+    for table in ordered:
+        own = {(cell.layout, cell.block_size) for cell in table.cells if cell.layout is not None}
+        another_part = bool(own and places) and own.isdisjoint(places)
+        for cell in table.cells:
+            before = cells.get(_key(cell)) if another_part else None
+            cells[_key(cell)] = cell if before is None else _better(before, cell)
+        places |= own
+    backends = {record.name: record for table in ordered for record in table.backends if record.usable}
+    absent = {record.name: record for table in ordered for record in table.backends if record.name not in backends}
+    merged = [marked for rivals in points(list(cells.values())).values() for marked in mark_ties(without_refusals(rivals))]
+    return newest.model_copy(
+        update={
+            "backends": [*backends.values(), *absent.values()],
+            "cells": merged,
+            "noise": noise_of(merged),
+            "complete": all(table.complete for table in ordered),
+            "command": "headway table merge",
+        }
+    )
+
+
+def _better(before: Cell, after: Cell) -> Cell:
+    """The measurement that says more: one with a time, then one timed in full, then the faster."""
+    timed = [cell for cell in (after, before) if cell.layer_us is not None]
+    return min(timed, key=lambda cell: (cell.status == "dropped", cell.layer_us), default=after)
+
+
+def partly_measured(table: CrossoverTable) -> int:
+    """Points that were measured without some of the usable backends; there those are not considered."""
+    names = {record.name for record in table.backends if record.usable}
+    return sum({cell.backend for cell in rivals} < names for rivals in points(table.cells).values())
+
+
+def _key(cell: Cell) -> tuple[object, ...]:
+    return cell.point, cell.backend, cell.layout, cell.block_size

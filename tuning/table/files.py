@@ -1,0 +1,128 @@
+"""Reading and writing table files: whole or not at all, and a faulty one is refused with the line at fault."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from headway.core.contract.errors import ConfigError
+from headway.core.system.files import read_text
+from headway.core.system.folders import cache_folder
+from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import SCHEMA, CrossoverTable, SpecRecord
+
+_NEED = f"a file of schema {SCHEMA}"
+_SPACE = " \t\n\r"
+
+
+class TableError(ConfigError):
+    """A table file that cannot be used; the message names the line."""
+
+
+def read_table(path: Path) -> CrossoverTable:
+    """Read a table.
+
+    :raises TableError: missing, not JSON, of another schema, or with a value that cannot be.
+    """
+    what = f"table {path}"
+    try:
+        text = read_text(path)
+    except OSError as error:
+        raise TableError(what, _NEED, error.strerror or str(error)) from error
+    except UnicodeDecodeError as error:
+        raise TableError(what, _NEED, "a file that is no text") from error
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        hint = "the file ends too early: a copy that was cut short?" if _is_cut(text, error) else ""
+        raise TableError(what, _NEED, line, hint) from error
+    found = data.get("schema") if isinstance(data, dict) else None
+    if found != SCHEMA:
+        raise TableError(what, _NEED, *_other_schema(found, text))
+    try:
+        return CrossoverTable.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = [str(part) for part in first["loc"]]
+        if not place and (named := first["msg"].partition("cells.")[2]):
+            place = ["cells", named.split(":")[0].split(" ")[0]]
+        more = f"; {error.error_count() - 1} more" if error.error_count() > 1 else ""
+        where = f"{'.'.join(place)}: " if place else ""
+        raise TableError(what, _NEED, f"line {line_of(text, place)}: {where}{first['msg']}{more}") from error
+
+
+def _is_cut(text: str, error: Exception) -> bool:
+    return isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip()) - 1
+
+
+def _other_schema(found: object, text: str) -> tuple[str, str]:
+    if not isinstance(found, str):
+        return "line 1: no schema", "headway bench crossover writes such files"
+    line = f"line {line_of(text, ['schema'])}: schema {found!r}"
+    ours, theirs = SCHEMA.rpartition("/"), found.rpartition("/")
+    newer = theirs[0] == ours[0] and theirs[2].isdigit() and int(theirs[2]) > int(ours[2])
+    return line, "written by a newer release: update headway, or measure again" if newer else ""
+
+
+def line_of(text: str, path: list[str]) -> int:
+    """The line (from 1) at which the value at a path of keys and indices begins; that of the nearest parent that exists."""
+    position = _skip(text, 0)
+    for part in path:
+        inside = _child(text, position, part)
+        if inside is None:
+            break
+        position = inside
+    return text.count("\n", 0, position) + 1
+
+
+def _child(text: str, position: int, part: str) -> int | None:
+    """Where the value of a key or index begins in the object or array at a position."""
+    opening = text[position]
+    if opening not in "{[":
+        return None
+    position = _skip(text, position + 1)
+    number = 0
+    while text[position] not in "}]":
+        key: Any = str(number)
+        if opening == "{":
+            key, end = scanstring(text, position + 1)
+            position = _skip(text, _skip(text, end) + 1)  # past the colon
+        if key == part:
+            return position
+        _, end = json.JSONDecoder().raw_decode(text, position)
+        position = _skip(text, end)
+        if text[position] == ",":
+            position = _skip(text, position + 1)
+        number += 1
+    return None
+
+
+def _skip(text: str, position: int) -> int:
+    while position < len(text) and text[position] in _SPACE:
+        position += 1
+    return position
+
+
+def table_folder() -> Path:
+    """The folder of all tables: crossover/ in Headway's cache folder."""
+    return cache_folder() / "crossover"
+
+
+def table_path(device: DeviceIdentity, spec: SpecRecord) -> Path:
+    """The file that `auto` reads for a layer on a device, and that `headway bench crossover` writes unless told otherwise."""
+    name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:48]
+    heads = f"{spec.num_heads}-{spec.num_kv_heads}-{spec.head_dim}-{spec.dtype}"
+    key = hashlib.sha256(repr((device.name, spec.kind)).encode()).hexdigest()[:8]
+    return table_folder() / f"{name}-{heads}-{key}.json"
+
+
+def stored_tables() -> list[Path]:
+    """All table files, the newest first."""
+    return sorted(table_folder().glob("*.json"), key=lambda path: -path.stat().st_mtime)

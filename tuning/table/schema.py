@@ -1,0 +1,283 @@
+"""The table file, schema `headway.crossover/1`: documented in docs/crossover.md, checked whenever it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from headway.core.contract.layer import describe, fault_of
+from headway.core.system.provenance import Origin
+from headway.tuning.table.identity import DeviceIdentity
+
+if TYPE_CHECKING:  # to show a table takes no torch, which takes seconds to import
+    import torch
+
+    from headway.core.contract.spec import AttentionSpec
+
+SCHEMA: Final = "headway.crossover/1"
+PhaseName = Literal["prefill", "extend", "decode", "verify", "generate"]
+"""generate: whole generations (level engine)."""
+Status = Literal["ok", "tie", "oom", "unsupported", "incorrect", "error", "dropped"]
+TIMED: Final = ("ok", "tie", "dropped")
+
+Count = Annotated[int, Field(gt=0)]
+Microseconds = Annotated[FiniteFloat, Field(gt=0)]
+_STRICT = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+PointKey = tuple[str, str]
+"""(phase, case)."""
+
+
+class SpecRecord(BaseModel):
+    """The attention layer the times hold for; fields as in core.spec.AttentionSpec."""
+
+    model_config = _STRICT
+
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    scale: FiniteFloat
+    dtype: Literal["float32", "bfloat16", "float16"]
+    kv_dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+    """Element type of the cache."""
+    k_scale: FiniteFloat = 1.0
+    v_scale: FiniteFloat = 1.0
+    sliding_window: Count | None = None
+    softcap: FiniteFloat | None = None
+    alibi_slopes: list[FiniteFloat] | None = None
+    sinks: list[FiniteFloat] | None = None
+    v_head_dim: int = Field(default=0, ge=0)
+    """0: as head_dim, also in files of before 2026-11-22."""
+    value_in_key: bool = False
+    dense: bool = False
+
+    @model_validator(mode="after")
+    def _is_a_layer(self) -> Self:
+        if fault := fault_of(self, self.v_head_dim or self.head_dim, self.kv_dtype != self.dtype):
+            raise ValueError(fault)
+        return self
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> SpecRecord:
+        """A layer as a record; its device stands elsewhere."""
+        from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
+
+        return cls(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=float(spec.scale),
+            dtype=DTYPE_NAMES[spec.dtype],  # type: ignore[arg-type]
+            kv_dtype=KV_DTYPE_NAMES[spec.cache_dtype],  # type: ignore[arg-type]
+            k_scale=float(spec.k_scale),
+            v_scale=float(spec.v_scale),
+            sliding_window=spec.sliding_window,
+            softcap=spec.softcap,
+            alibi_slopes=None if spec.alibi_slopes is None else list(spec.alibi_slopes),
+            sinks=None if spec.sinks is None else list(spec.sinks),
+            v_head_dim=0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim,
+            value_in_key=spec.value_in_key,
+            dense=spec.dense,
+        )
+
+    def to_spec(self, device: torch.device) -> AttentionSpec:
+        """The layer again, on a device."""
+        from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
+
+        kv_dtype = {**DTYPES, **KV_DTYPES}[self.kv_dtype]
+        return AttentionSpec(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.scale,
+            DTYPES[self.dtype],
+            device,
+            self.sliding_window,
+            self.softcap,
+            None if self.alibi_slopes is None else tuple(self.alibi_slopes),
+            None if self.sinks is None else tuple(self.sinks),
+            None if self.kv_dtype == self.dtype else kv_dtype,
+            self.k_scale,
+            self.v_scale,
+            v_head_dim=self.v_head_dim,
+            value_in_key=self.value_in_key,
+            dense=self.dense,
+        )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What times depend on: of scale, soft-cap, slopes and sinks only whether they are there."""
+        features = (self.softcap is not None, self.alibi_slopes is not None, self.sinks is not None)
+        heads: tuple[object, ...] = (self.num_heads, self.num_kv_heads, self.head_dim)
+        if self.v_head_dim or self.value_in_key:
+            heads += (self.v_head_dim, self.value_in_key)
+        if self.dense:
+            heads += ("dense",)
+        return (*heads, self.dtype, self.kv_dtype, self.sliding_window, *features)
+
+    def __str__(self) -> str:
+        return describe(self, self.v_head_dim or self.head_dim, self.dtype, self.kv_dtype)
+
+
+class BackendRecord(BaseModel):
+    """A backend that was asked to take part."""
+
+    model_config = _STRICT
+
+    name: str
+    owner: str
+    """"built-in", or the distribution that brought it."""
+    version: str = ""
+    """Version of that distribution."""
+    available: bool
+    reason: str = ""
+    """Why it took no part, or failed its self-test; empty otherwise."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether `auto` may take the backend."""
+        return self.available and not self.reason
+
+
+class Cell(BaseModel):
+    """One backend at one point, over one layout and block size. Only an answer that was right has a time."""
+
+    model_config = _STRICT
+
+    phase: PhaseName
+    case: str
+    """A case of the grammar of headway.testing.cases; for a generation, input_len and input_len + output_len of each request."""
+    batch: Count
+    query_len: Count
+    """Mean over the sequences; of a generation the input's."""
+    kv_len: Count
+    """Mean over the sequences; of a generation input and output."""
+    backend: str
+    layout: str | None
+    """None, as block_size: no cache is read, the time holds for all of them (a dense prefill)."""
+    block_size: Count | None
+    status: Status
+    """tie: within the noise of the fastest, which is a tie then too. dropped: a clear loser, roughly timed or given up."""
+    reason: str = ""
+    kernel: str = ""
+    graph: bool = False
+    """Whether it was timed as the replay of a CUDA graph captured at the table's graph_len."""
+    median_us: Microseconds | None = None
+    """One layer's call; of a generation, all of it."""
+    p20_us: Microseconds | None = None
+    p80_us: Microseconds | None = None
+    drift: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """How much longer the slowest round of runs took than the fastest, as a share; None where there was one round, or in a
+    file of before 2026-11-22."""
+    plan_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """Host time of a step's plan, shared by the layers."""
+    host_us: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """Host time of one layer's call; None on a CPU and in a graph."""
+    between: bool = False
+    """Whether the point was added between neighbours of the grid, because the fastest backend is another at each of them."""
+    relative_error: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    tolerance: Annotated[FiniteFloat, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _times_belong_to_right_answers(self) -> Self:
+        timed = self.median_us is not None
+        if timed and self.status not in TIMED:
+            raise ValueError(f"a cell that is {self.status} has no median_us: {self.median_us}")
+        if not timed and self.status in ("ok", "tie"):
+            raise ValueError(f"a cell that is {self.status} needs a median_us")
+        if self.median_us is not None and not (self.p20_us or 0) <= self.median_us <= (self.p80_us or 0):
+            raise ValueError(f"p20_us <= median_us <= p80_us: {self.p20_us}, {self.median_us}, {self.p80_us}")
+        if (self.status in ("ok", "tie")) == bool(self.reason):
+            raise ValueError(f"a cell has a reason if and only if it is neither ok nor tie: {self.status}, {self.reason!r}")
+        if self.kv_len < self.query_len:
+            raise ValueError(f"kv_len counts the new tokens too: query_len {self.query_len}, kv_len {self.kv_len}")
+        if (self.layout is None) != (self.block_size is None):
+            raise ValueError(f"layout and block_size are both given or both null: {self.layout}, {self.block_size}")
+        return self
+
+    @property
+    def point(self) -> PointKey:
+        """What was measured, whoever ran the measurement."""
+        return self.phase, self.case
+
+    @property
+    def layer_us(self) -> float | None:
+        """What a layer costs a step: where kernels are launched one by one, the host may be the slower of the two."""
+        return None if self.median_us is None else max(self.median_us, self.host_us or 0.0)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens of a generation over its time."""
+        if self.median_us is None or self.phase != "generate":
+            return None
+        return self.batch * (self.kv_len - self.query_len) / self.median_us * 1e6
+
+
+class CrossoverTable(BaseModel):
+    """One run, or several merged: one device, one kind of layer (or, at level engine, one model)."""
+
+    model_config = _STRICT
+
+    schema_: Literal["headway.crossover/1"] = Field(default=SCHEMA, alias="schema")
+    level: Literal["kernel", "engine"]
+    date: str
+    """UTC, ISO 8601: the start of the (last) run."""
+    command: str
+    origin: Origin | None = None
+    """The code that made it; None in files of before 2026-11-22."""
+    busy: str = ""
+    """What other processes took of the CPU when the run began or ended; empty where that was too little to matter."""
+    complete: bool
+    """False: the run was interrupted, or its budget ended; `--resume` goes on."""
+    cut_short: bool = False
+    """Whether the run never came to its end: it was interrupted or killed, or the disk was full."""
+    model: str = ""
+    """Level engine."""
+    device: DeviceIdentity
+    spec: SpecRecord
+    graph_len: Count | None = None
+    """kv_len at which decode graphs were captured; None: none were."""
+    noise: Annotated[FiniteFloat, Field(ge=0, lt=1)]
+    """Relative spread of the times: below it a step keeps the backend in use."""
+    backends: list[BackendRecord]
+    cells: list[Cell]
+
+    @model_validator(mode="after")
+    def _one_cell_each(self) -> Self:
+        seen = set()
+        names = {backend.name for backend in self.backends}
+        for number, cell in enumerate(self.cells):
+            key = (cell.point, cell.backend, cell.layout, cell.block_size)
+            if key in seen:
+                raise ValueError(f"cells.{number} is there twice: {cell.backend} at {cell.phase} {cell.case}")
+            if cell.backend not in names:
+                raise ValueError(f"cells.{number}: {cell.backend!r} is not in backends")
+            if (cell.phase == "generate") != (self.level == "engine"):
+                raise ValueError(f"cells.{number}: phase {cell.phase} in a table of level {self.level}")
+            seen.add(key)
+        return self
+
+    @property
+    def title(self) -> str:
+        """Device and layer in one line."""
+        what = f"{self.model}, {self.spec}" if self.model else str(self.spec)
+        return f"{self.device.name}, {what}"
+
+
+def without_refusals(cells: Sequence[Cell]) -> list[Cell]:
+    """Cells of one point, without the unplaced ones that only say why a backend has no time, where the same backend has another.
+
+    Such a cell speaks for the layouts of the run that wrote it; a cell with a layout, or with a time, says more.
+    """
+    told = {cell.backend for cell in cells if cell.layout is not None or cell.median_us is not None}
+    return [cell for cell in cells if cell.layout is not None or cell.median_us is not None or cell.backend not in told]
+
+
+def points(cells: Sequence[Cell]) -> dict[PointKey, list[Cell]]:
+    """Cells by point, in the order in which they were measured."""
+    found: dict[PointKey, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.point, []).append(cell)
+    return found

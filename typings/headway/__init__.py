@@ -1,1 +1,0 @@
-../../headway/__init__.py

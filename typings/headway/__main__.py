@@ -1,1 +1,0 @@
-../../headway/__main__.py

@@ -1,1 +1,0 @@
-../../headway/async_llm.py

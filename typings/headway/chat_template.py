@@ -1,1 +1,0 @@
-../../headway/chat_template.py

@@ -1,1 +1,0 @@
-../../headway/engine_spawn.py

@@ -1,1 +1,0 @@
-../../headway/kernel_caches.py

@@ -1,1 +1,0 @@
-../../headway/new_backend.py

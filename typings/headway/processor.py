@@ -1,1 +1,0 @@
-../../headway/processor.py

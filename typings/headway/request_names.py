@@ -1,1 +1,0 @@
-../../headway/request_names.py

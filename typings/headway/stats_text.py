@@ -1,1 +1,0 @@
-../../headway/stats_text.py

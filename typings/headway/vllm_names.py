@@ -1,1 +1,0 @@
-../../headway/vllm_names.py

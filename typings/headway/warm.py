@@ -1,1 +1,0 @@
-../../headway/warm.py
