@@ -48,7 +48,7 @@ def test_a_decode_reads_no_slot_behind_the_last_key(batch: int, keys: int, monke
     mask = AttentionMaskInterface()["headway:triton"](batch, 1, keys, keys - 1, 0)
     module = SimpleNamespace(is_causal=True, layer_idx=0)
     found = [AttentionInterface()["headway:triton"](module, query, key, value, mask)[0] for _ in range(2)]
-    (call,) = mask.sight.calls.values()
+    (call,) = mask.visibility.calls.values()
     assert (call.blocks.room > 0) == (keys < 16), "a copy is made where no whole block fits, and nowhere else"
     expected = scaled_dot_product_attention(query, key, value, enable_gqa=True, scale=1 / math.sqrt(32)).transpose(1, 2)
     for each in found:
