@@ -105,7 +105,7 @@ class SDPA(AttentionBackend):
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(spec, layout, block_size, options)
-        self._gpu = spec.device.type == "cuda"
+        self.on_gpu = spec.device.type == "cuda"
         cudnn = (options or {}).get("cudnn", "0")
         if cudnn not in ("0", "1"):
             raise ConfigError(f"--attn-opt {self.name}.cudnn", "0 or 1", repr(cudnn))
@@ -169,7 +169,7 @@ class SDPA(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Dense where there is no context, over gathered rows where there is."""
-        with self._kernels():
+        with self.allowed_kernels():
             for group in plan:
                 if group.slots is None:
                     shape = (group.count, group.query_len, self.spec.num_kv_heads)
@@ -180,7 +180,7 @@ class SDPA(AttentionBackend):
 
     def decode(self, q: Tensor, cache: LayerCache, plan: list[DenseGroup], out: Tensor, lse: Tensor | None = None) -> None:
         """One padded call for all sequences of the same query length."""
-        with self._kernels():
+        with self.allowed_kernels():
             for group in plan:
                 self._attend(q, *self._gather(cache, group), group, out, lse)
 
@@ -223,7 +223,7 @@ class SDPA(AttentionBackend):
                 lse[:, group.tokens] = sums.reshape(group.count, -1, group.query_len).transpose(0, 1).flatten(1)
         else:
             gqa = not folded and self.spec.group_size > 1
-            if gqa and bias is not None and self._gpu:  # flash takes no bias, and what does take one knows no groups there
+            if gqa and bias is not None and self.on_gpu:  # flash takes no bias, and what does take one knows no groups there
                 keys, values = (t.repeat_interleave(self.spec.group_size, 1) for t in (keys, values))
                 gqa = False
             result = scaled_dot_product_attention(
@@ -234,8 +234,9 @@ class SDPA(AttentionBackend):
         else:
             out[group.tokens] = result.transpose(1, 2).flatten(0, 1)
 
-    def _kernels(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._shape_bound or not self._gpu else sdpa_kernel(_ANY_SHAPE)
+    def allowed_kernels(self) -> AbstractContextManager[None]:
+        """A context in which torch may take the kernels that this backend stands for."""
+        return nullcontext() if self._shape_bound or not self.on_gpu else sdpa_kernel(_ANY_SHAPE)
 
 
 class SDPAMath(SDPA):
@@ -249,7 +250,8 @@ class SDPAMath(SDPA):
         """Name of the kernel that will really run."""
         return "explicit softmax in float32 (torch)" if _explicit(spec) else "torch SDPA, MATH"
 
-    def _kernels(self) -> AbstractContextManager[None]:
+    def allowed_kernels(self) -> AbstractContextManager[None]:
+        """A context in which torch may take its MATH kernel alone."""
         return sdpa_kernel(SDPBackend.MATH)
 
 

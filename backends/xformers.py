@@ -77,7 +77,7 @@ class XFormersAttention(AttentionBackend):
         super().__init__(spec, layout, block_size, options)
         self._masks = import_module(f"{MODULE}.attn_bias")
         self._inputs = import_module(f"{MODULE}.common").Inputs
-        self._prefill_operator = _operator(_prefill_op(options))
+        self._prefill_operator = load_operator(_prefill_op(options))
         self._accepted: set[tuple[Any, type]] = set()
 
     @classmethod
@@ -86,7 +86,7 @@ class XFormersAttention(AttentionBackend):
         support = has_gpu() & find(MODULE, "memory_efficient_attention_forward", HINT)[1]
         if not support:
             return support
-        refusals = [_works(name) for name in OPERATORS]
+        refusals = [operator_works(name) for name in OPERATORS]
         if any(refusals):
             return support
         return Support(tuple(reason for refusal in refusals for reason in refusal.reasons))
@@ -96,22 +96,22 @@ class XFormersAttention(AttentionBackend):
         """The claim, and whether the operator of this phase works here and takes the layer."""
         support = super().supports(spec, layout, block_size, phase) & at_least((8, 0), spec.device)
         if phase is Phase.PREFILL:
-            return support & _works(_default_prefill())
+            return support & operator_works(_default_prefill())
         if phase is Phase.EXTEND:  # the split-K kernel masks no ragged chunks, CUTLASS reads no paged cache
-            support &= _works("flash") and _flash_reads_blocks()
+            support &= operator_works("flash") and _flash_reads_blocks()
             if block_size % FLASH_BLOCK_MULTIPLE:
                 hint = f"--block-size {FLASH_BLOCK_MULTIPLE}"
                 support &= Support.no("block_size", f"a multiple of {FLASH_BLOCK_MULTIPLE} in extend", block_size, hint)
             return support
         if spec.head_dim not in SPLIT_K_HEAD_DIMS:
             support &= Support.no("head_dim", " or ".join(map(str, SPLIT_K_HEAD_DIMS)) + " in decode", spec.head_dim)
-        return support & _works(SPLIT_K)
+        return support & operator_works(SPLIT_K)
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
         """xformers' name of the operator that runs unless the option prefill_op names another."""
         name = SPLIT_K if phase is Phase.DECODE else "flash" if phase is Phase.EXTEND else _default_prefill()
-        return f"{_operator(name).NAME} (xformers)"
+        return f"{load_operator(name).NAME} (xformers)"
 
     def plan(self, metadata: AttentionMetadata) -> list[OperatorCall]:
         """Masks of the step, made once for all layers.
@@ -124,14 +124,14 @@ class XFormersAttention(AttentionBackend):
             bias = self._masks.BlockDiagonalCausalMask(queries, queries)
             return [OperatorCall(slice(0, metadata.num_tokens), self._prefill_operator, bias, paged=False, source=None)]
         if phase is Phase.EXTEND:
-            return [self._paged(metadata, 0, metadata.num_seqs, _operator("flash"))]
+            return [self._paged(metadata, 0, metadata.num_seqs, load_operator("flash"))]
         if metadata.max_query_len > SPLIT_K_QUERY_LEN:
             most = f"at most {SPLIT_K_QUERY_LEN} query tokens a sequence in decode"
             raise BackendError(f"xformers: {SPLIT_K} takes {most}, got {metadata.max_query_len}")
         lens, first, groups = metadata.query_lens, 0, []
         for row in range(1, len(lens) + 1):  # neighbours of one query length
             if row == len(lens) or lens[row] != lens[first]:
-                groups.append(self._paged(metadata, first, row, _operator(SPLIT_K)))
+                groups.append(self._paged(metadata, first, row, load_operator(SPLIT_K)))
                 first = row
         return groups
 
@@ -140,7 +140,7 @@ class XFormersAttention(AttentionBackend):
         starts, table = metadata.query_start_loc[first : last + 1], metadata.block_table[first:last]
         query_lens, kv_lens = metadata.query_lens[first:last], metadata.kv_lens[first:last]
         source = None
-        if operator is _operator(SPLIT_K):
+        if operator is load_operator(SPLIT_K):
             width = 1 << (table.shape[1] - 1).bit_length()
             if width > table.shape[1]:
                 source, table = table, torch.nn.functional.pad(table, (0, width - table.shape[1]))
@@ -221,23 +221,24 @@ def _prefill_op(options: Mapping[str, str] | None) -> str:
         return _default_prefill()
     if name not in ("cutlass", "flash"):
         raise ConfigError("--attn-opt xformers.prefill_op", "cutlass or flash", repr(name))
-    works = _works(name)
+    works = operator_works(name)
     if not works:
         raise ConfigError("--attn-opt xformers.prefill_op", "an operator that works here", f"{name}: {works}")
     return name
 
 
 def _default_prefill() -> str:
-    return "flash" if _works("flash") else "cutlass"
+    return "flash" if operator_works("flash") else "cutlass"
 
 
 @once
-def _operator(name: str) -> Any:
+def load_operator(name: str) -> Any:
+    """A library's forward operator by the name of its module."""
     return import_module(f"{MODULE}.{name}").FwOp
 
 
 @once
-def _works(name: str) -> Support:
+def operator_works(name: str) -> Support:
     """Ask the operator itself; on a GPU with a tiny call's inputs, for `is_available` alone does not look at the C++ part."""
     module = f"{MODULE}.{name}"
     operator, support = find(module, "FwOp", HINT)
@@ -262,7 +263,7 @@ def _refusals(operator: Any, inputs: Any) -> list[str]:
 def _flash_reads_blocks() -> Support:
     """xformers' flash reads a paged cache through the package flash-attn only, not through torch's copy of it."""
     kind = import_module(f"{MODULE}.attn_bias").PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
-    if kind in _operator("flash").SUPPORTED_ATTN_BIAS_TYPES:
+    if kind in load_operator("flash").SUPPORTED_ATTN_BIAS_TYPES:
         return Support()
     need, got = "the package flash-attn, to read a paged cache", "torch's own copy of it"
     return Support.no(f"{MODULE}.flash", need, got, "pip install flash-attn")

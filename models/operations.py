@@ -254,11 +254,11 @@ class PlainLayer:
 
     def __init__(self, experts: PlainExperts, norm: Norm, ops: Operations, gate: Callable[[Tensor], Tensor] = silu) -> None:
         """gate: SiLU of a matrix."""
-        self._experts, self._norm, self._ops, self._gate = experts, norm, ops, gate
+        self.experts, self._norm, self._ops, self._gate = experts, norm, ops, gate
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Experts."""
-        return x + self._experts(self._ops.norm(x, self._norm), self._ops.product, self._gate)
+        return x + self.experts(self._ops.norm(x, self._norm), self._ops.product, self._gate)
 
 
 def _rotated(x: Tensor, rope: Rope) -> Tensor:

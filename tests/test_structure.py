@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -48,6 +49,12 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file, parsed once for all tests."""
+    return ast.parse(path.read_text())
+
+
 SOURCES = {module_of(path): path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
@@ -61,7 +68,7 @@ def room_of(module: str) -> str:
 def imported(path: Path) -> set[str]:
     """The files of Headway that a file imports, wherever in it the import stands."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -118,7 +125,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 
 def named_in_strings(path: Path) -> set[str]:
     """The files of Headway that a file names in its strings, such as a module that another process is to run; no docstrings."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(tree_of(path)))
     documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     texts = (node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in documented)
     words = {word for text in texts if isinstance(text, str) for word in re.findall(r"\bheadway((?:\.[a-z_]\w*)+)", text)}
@@ -172,7 +179,7 @@ def test_functions_that_are_no_kernels_stay_short() -> None:
     long = {
         f"{module}.{node.name}": lines
         for module, path in SOURCES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node) and (lines := body_lines(node)) > 50
     }
     assert not long
@@ -181,10 +188,56 @@ def test_functions_that_are_no_kernels_stay_short() -> None:
 def test_a_public_class_name_stands_once() -> None:
     homes: dict[str, list[str]] = {}
     for module, path in SOURCES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module)
     assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def is_own(expression: ast.expr) -> bool:
+    """Whether an expression is a method's own object or class."""
+    if isinstance(expression, ast.Call) and isinstance(expression.func, ast.Name):
+        return expression.func.id == "super"
+    return isinstance(expression, ast.Name) and expression.id in ("self", "cls")
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """The private names that a file gives to functions, classes, variables and attributes."""
+    defined = {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    named = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    set_on = {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)}
+    return set(filter(is_private, defined | named | set_on))
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """The private names that a test's own functions, classes and objects have, which may be those of ours by chance."""
+    defined = {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    on_self = {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute) and is_own(each.value)}
+    return defined | on_self
+
+
+def reached(tree: ast.AST) -> set[str]:
+    """The private names that a file takes from others: imported, as an attribute of anything but its own object, or as a
+    string that is handed to a function."""
+    imported = {alias.name for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) for alias in each.names}
+    attributes = {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute) and not is_own(each.value)}
+    handed = (value for each in ast.walk(tree) if isinstance(each, ast.Call) for value in each.args)
+    strings = {value.value for value in handed if isinstance(value, ast.Constant) and isinstance(value.value, str)}
+    return set(filter(is_private, imported | attributes | strings))
+
+
+def test_tests_reach_no_private_name_of_ours() -> None:
+    """What a test needs to see is public, if only within the package: a private name can be renamed without opening a test."""
+    ours = set().union(*(private_names(tree_of(path)) for path in SOURCES.values()))
+    trees = {path: tree_of(path) for path in sorted((ROOT / "tests").rglob("*.py"))}
+    found = {
+        str(path.relative_to(ROOT)): names for path, tree in trees.items() if (names := reached(tree) & ours - own_names(tree))
+    }
+    assert not found
 
 
 def test_importing_headway_and_listing_backends_loads_no_kernel_library() -> None:

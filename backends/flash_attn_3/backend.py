@@ -78,7 +78,7 @@ class FlashAttention3(AttentionBackend):
         library, support = find_library()
         if library is None:
             raise BackendError(f"{self.name}: {support.brief}")
-        self._operators = library.operators
+        self.operators = library.operators
         self._call = library.operators.forward.call
         place = library.operators.forward.place
         self._q, self._k, self._v, self._out = (place[name] for name in ("q", "k", "v", "out"))
@@ -203,7 +203,7 @@ class FlashAttention3(AttentionBackend):
 
     def _step(self, metadata: AttentionMetadata, lengths_hold: bool) -> FlashStep:
         paged = metadata.phase is not Phase.PREFILL
-        splits = self._splits(metadata, lengths_hold) if paged else 0
+        splits = self.num_splits(metadata, lengths_hold) if paged else 0
         lengths = {
             "cu_seqlens_q": metadata.query_start_loc,
             "max_seqlen_q": metadata.max_query_len,
@@ -214,8 +214,8 @@ class FlashAttention3(AttentionBackend):
             keys: dict[str, Any] = {"cu_seqlens_k": metadata.query_start_loc}
         else:
             keys = {"seqused_k": metadata.seq_lens, "page_table": metadata.block_table}
-        step = FlashStep(paged, self._operators.forward.arguments(**self._always, **lengths, **keys))
-        schedule, spec = self._operators.schedule, self.spec
+        step = FlashStep(paged, self.operators.forward.arguments(**self._always, **lengths, **keys))
+        schedule, spec = self.operators.schedule, self.spec
         if paged and schedule is not None:
             step.schedule = schedule.arguments(
                 **self._mask,
@@ -233,11 +233,11 @@ class FlashAttention3(AttentionBackend):
         return step
 
     def _make_schedule(self, step: FlashStep) -> None:
-        assert self._operators.schedule is not None
+        assert self.operators.schedule is not None
         assert step.schedule is not None
-        step.arguments[self._metadata] = self._operators.schedule.call(*step.schedule)
+        step.arguments[self._metadata] = self.operators.schedule.call(*step.schedule)
 
-    def _splits(self, metadata: AttentionMetadata, lengths_hold: bool) -> int:
+    def num_splits(self, metadata: AttentionMetadata, lengths_hold: bool) -> int:
         """What to ask the library for: 0, its own rule; 1 where it would split no sequence; the most that WORKSPACE holds.
 
         Its plan cuts a sequence that takes one multiprocessor longer than all work takes all of them. Where there is none, the

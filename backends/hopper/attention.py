@@ -22,7 +22,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
 
 _LOG2E = math.log2(math.e)
-_ARGUMENTS = Struct("=8Q4q6i2f")
+ARGUMENTS = Struct("=8Q4q6i2f")
 """struct Arguments of shape.cuh."""
 _MOST_MAPS = 1024
 """Tensor maps kept: three for each layer, and new ones where activations lie elsewhere or are more."""
@@ -70,7 +70,7 @@ class HopperKernels:
         self._partials = torch.empty(0, dtype=torch.float32, device=spec.device)
         self._tickets = torch.zeros(0, dtype=torch.int32, device=spec.device)
         self._outgrown: list[Tensor] = []
-        self._arguments = Arguments(*3 * (bytes(MAP_BYTES),), bytes(_ARGUMENTS.size))
+        self._arguments = Arguments(*3 * (bytes(MAP_BYTES),), bytes(ARGUMENTS.size))
         self._kernels: dict[tuple[AttentionTile, bool], Kernel] = {}
         self._launches: dict[tuple[AttentionTile, int], Launch] = {}
         self._maps: dict[tuple[object, ...], bytes] = {}
@@ -146,7 +146,7 @@ class HopperKernels:
         address, (token, head, _) = out.data_ptr(), out.stride()
         if address & 15 or (token | head) & 7:
             raise BackendError(f"hopper: out needs rows at multiples of 16 bytes, got strides {out.stride()}")
-        arguments = _ARGUMENTS.pack(
+        arguments = ARGUMENTS.pack(
             address,
             0 if lse is None else lse.data_ptr(),
             *plan.addresses,

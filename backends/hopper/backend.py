@@ -48,7 +48,7 @@ class HopperAttention(AttentionBackend):
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(spec, layout, block_size, options)
-        self._attention = HopperKernels(spec, block_size, _num_splits(options))
+        self._attention = HopperKernels(spec, block_size, num_splits_of(options))
 
     @classmethod
     def available(cls) -> Support:
@@ -105,7 +105,11 @@ def _is_hopper(device: torch.device) -> Support:
     return Support.no("compute capability", "9.0 (H100, H200), whose instructions it uses", "{}.{}".format(*found), _HINT)
 
 
-def _num_splits(options: Mapping[str, str] | None) -> int | None:
+def num_splits_of(options: Mapping[str, str] | None) -> int | None:
+    """The number of splits that the options ask for; None: the built-in rule.
+
+    :raises ConfigError: it is no number of at least 1.
+    """
     text = (options or {}).get("num_splits")
     if text is None:
         return None

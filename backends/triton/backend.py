@@ -73,8 +73,9 @@ class TritonAttention(AttentionBackend):
         layer = Layer.of(spec)
         workspace = Workspace(spec.device)
         decode = LatentDecode if layer.value_first else Decode
-        self._decode = decode(spec, layer, layout, block_size, arch, multiprocessors, _count(options, "num_splits"), workspace)
-        self._prefill = Prefill(spec, layer, block_size, arch, multiprocessors, _count(options, "extend_splits"), workspace)
+        splits, extend_splits = _count(options, "num_splits"), _count(options, "extend_splits")
+        self.decode_kernels = decode(spec, layer, layout, block_size, arch, multiprocessors, splits, workspace)
+        self.prefill_kernels = Prefill(spec, layer, block_size, arch, multiprocessors, extend_splits, workspace)
 
     @classmethod
     def available(cls) -> Support:
@@ -117,7 +118,7 @@ class TritonAttention(AttentionBackend):
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
         """Partial results of decode, or of prefill and extend: they take turns with one buffer."""
-        return max(self._decode.workspace_bytes(max_num_seqs), self._prefill.workspace_bytes())
+        return max(self.decode_kernels.workspace_bytes(max_num_seqs), self.prefill_kernels.workspace_bytes())
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan | PrefillPlan:
         """Fix grids, splits and buffers once for all layers. With HEADWAY_DEBUG=1 a negative block number raises here.
@@ -125,7 +126,7 @@ class TritonAttention(AttentionBackend):
         A block number beyond the cache's last raises at the launch: only there the cache is known.
         """
         plan: DecodePlan | PrefillPlan
-        plan = self._decode.plan(metadata) if metadata.phase is Phase.DECODE else self._prefill.plan(metadata)
+        plan = self.decode_kernels.plan(metadata) if metadata.phase is Phase.DECODE else self.prefill_kernels.plan(metadata)
         if self._debug:
             _check_table(metadata, None)
             plan = replace(plan, checked=metadata)
@@ -137,24 +138,24 @@ class TritonAttention(AttentionBackend):
 
     def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
         """Cut the sequences into chunks for the lengths that the device has now."""
-        self._decode.cut_again(plan, metadata.kv_lens)
+        self.decode_kernels.cut_again(plan, metadata.kv_lens)
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PrefillPlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attention of several new tokens a sequence."""
         _check_plan(plan, cache)
-        self._prefill.run(q, k, v, cache, plan, out, lse)
+        self.prefill_kernels.run(q, k, v, cache, plan, out, lse)
 
     def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the newest tokens over the cache."""
         _check_plan(plan, cache)
-        self._decode.run(q, cache, plan, out, lse)
+        self.decode_kernels.run(q, cache, plan, out, lse)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
         """Attention of one new token a sequence over the cache, which gets its k and v."""
         _check_plan(plan, cache)
-        self._decode.run(q, cache, plan, out, new=(k, v))
+        self.decode_kernels.run(q, cache, plan, out, new=(k, v))
 
 
 def _count(options: Mapping[str, str] | None, name: str) -> int | None:

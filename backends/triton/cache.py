@@ -33,7 +33,7 @@ class KernelCache(FileCacheManager):  # type: ignore[misc]
     Where the folder cannot be written, files go to temporary memory of this process, with a warning.
     """
 
-    _spare: ClassVar[tuple[Path, ...]] = ()
+    spare_folders: ClassVar[tuple[Path, ...]] = ()
     """Folders of this process alone; there are none before they are needed."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
@@ -49,7 +49,7 @@ class KernelCache(FileCacheManager):  # type: ignore[misc]
 
     def get_file(self, filename: str) -> str | None:
         """Where a file is."""
-        folders = (Path(self.cache_dir).parent, *self._spare)
+        folders = (Path(self.cache_dir).parent, *self.spare_folders)
         return next((str(folder / self.key / filename) for folder in folders if (folder / self.key / filename).is_file()), None)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
@@ -81,9 +81,9 @@ class KernelCache(FileCacheManager):  # type: ignore[misc]
             return self._write(folder, filename, content)
         except OSError as error:
             warn_unwritable(folder, error.strerror or str(error))
-            if not self._spare:
-                KernelCache._spare = _temporary_folders()
-            for spare in self._spare:
+            if not self.spare_folders:
+                KernelCache.spare_folders = _temporary_folders()
+            for spare in self.spare_folders:
                 with suppress(OSError):
                     return self._write(spare, filename, content)
             raise

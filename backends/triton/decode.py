@@ -74,17 +74,17 @@ class Decode:
     ) -> None:
         self._spec = spec
         self._layer = layer
-        self._multiprocessors = multiprocessors
+        self.multiprocessors = multiprocessors
         self._num_splits = INVARIANT_SPLITS if spec.batch_invariant and num_splits is None else num_splits
         self._block_size = block_size
         row = (max(layer.block_d, layer.block_dv), spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
         self.configs = decode_configs(arch, *row)
-        self._workspace = workspace
+        self.workspace = workspace
         self._scalars = tuple(layer.scalars.values())
         self._constants: dict[Hashable, tuple[dict[str, Any], tuple[int, ...], Hashable]] = {}
         """Compile-time constants, strides and the launcher's key, by everything they follow from."""
-        self._launch = Launcher(split_kv_decode)
-        self._launch_cut = Launcher(cut_sequences)
+        self.launch = Launcher(split_kv_decode)
+        self.launch_cut = Launcher(cut_sequences)
 
     def _configs(self, max_query_len: int) -> Sequence[DecodeConfig]:
         """Configurations that serve this many query tokens."""
@@ -117,7 +117,7 @@ class Decode:
         elements = self._spec.head_dim + (0 if self._spec.value_in_key else self._spec.v_head_dim)
         key_bytes = elements * self._spec.cache_dtype.itemsize
         items = len(live) * self._spec.num_kv_heads * tiles_m
-        return choose_cut(items, keys, key_bytes, rows, self._multiprocessors, tuple(configs))
+        return choose_cut(items, keys, key_bytes, rows, self.multiprocessors, tuple(configs))
 
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
         """Fix the kernel and its buffers for a view of decoding sequences, and cut them into chunks."""
@@ -127,7 +127,7 @@ class Decode:
         chunks = Chunks(metadata.seq_lens, metadata.query_start_loc, splits, config.block_n, window, even)
         items = self._spec.num_kv_heads * tiles_m
         results = len(chunks.table) * items * rows if chunks.split else 0
-        floats = self._workspace.floats(results * (self._layer.block_dv + 1))
+        floats = self.workspace.floats(results * (self._layer.block_dv + 1))
         plan = DecodePlan(
             block_table=metadata.block_table,
             chunks=chunks,
@@ -138,7 +138,7 @@ class Decode:
             config=config,
             partial=floats,
             lse=floats[results * self._layer.block_dv :],
-            arrivals=self._workspace.counters(items * (len(chunks.table) + metadata.num_seqs) if chunks.split else 0),
+            arrivals=self.workspace.counters(items * (len(chunks.table) + metadata.num_seqs) if chunks.split else 0),
         )
         self._cut(plan, splits)
         return plan
@@ -152,7 +152,7 @@ class Decode:
 
     def _cut(self, plan: DecodePlan, splits: int) -> None:
         if len(plan.chunks.table):
-            plan.chunks.cut(self._launch_cut, splits)
+            plan.chunks.cut(self.launch_cut, splits)
 
     def run(
         self,
@@ -228,7 +228,7 @@ class Decode:
             *strides,
         )
         grid = (plan.items, len(plan.chunks.table), 1)
-        bound = self._launch.bind(compiled, grid, tensors, pointers, rest, constants, num_warps=self._num_warps(plan))
+        bound = self.launch.bind(compiled, grid, tensors, pointers, rest, constants, num_warps=self._num_warps(plan))
         if bound is not None:
             plan.launches[key] = bound
 
@@ -269,5 +269,5 @@ class Decode:
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Most bytes the partial results take: the split rule keeps launches small."""
         items = self._spec.num_kv_heads * most_chunks(max_num_seqs, self._num_splits or 1, self._num_splits is not None)
-        most = max(items, 2 * MAX_ROUNDS * self._multiprocessors)  # splits, and as many again at most where they are one
+        most = max(items, 2 * MAX_ROUNDS * self.multiprocessors)  # splits, and as many again at most where they are one
         return most * self.tile(1)[1] * (self._layer.block_dv + 1) * 4

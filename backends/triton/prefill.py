@@ -67,9 +67,9 @@ class Prefill:
         self._layer = layer
         self._block_size = block_size
         self._arch = arch
-        self._multiprocessors = multiprocessors
+        self.multiprocessors = multiprocessors
         self._num_splits = 1 if spec.batch_invariant and num_splits is None else num_splits
-        self._workspace = workspace
+        self.workspace = workspace
         self._merge_rows = max(1, min(MERGE_ELEMENTS // layer.block_dv, 8))
         self._scalars = tuple(layer.scalars.values())
         self._launch = Launcher(varlen_attention)
@@ -99,7 +99,7 @@ class Prefill:
             rule.cut,
         )
         results = schedule.slots * spec.num_kv_heads * config.block_m
-        floats = self._workspace.floats(results * (self._layer.block_dv + 1))
+        floats = self.workspace.floats(results * (self._layer.block_dv + 1))
         return PrefillPlan(
             dense=dense,
             schedule=schedule,
@@ -112,7 +112,7 @@ class Prefill:
 
     def _rule(self, config: PrefillConfig) -> RunRule:
         spec = self._spec
-        return RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self._multiprocessors, self._num_splits)
+        return RunRule(config, spec.num_kv_heads, spec.head_dim, spec.v_head_dim, self.multiprocessors, self._num_splits)
 
     def workspace_bytes(self) -> int:
         """Most bytes the partial results take, unless the option `extend_splits` asks for more."""

@@ -101,13 +101,13 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
                 for cell in _measure(name, run, options, ends):
                     run.cells.append(cell)
                     progress.update(task, advance=1, description=f"{name} {cell.case}")
-                    _save(_table(runs, options, registry, date), options.output)
+                    save(_table(runs, options, registry, date), options.output)
             except KeyboardInterrupt:
                 break
     table = _table(runs, options, registry, date)
     if table is None:
         raise UnsupportedError("generations", [Reason(name, "a backend that starts", run.reason) for name, run in runs.items()])
-    _save(table, options.output)
+    save(table, options.output)
     return table
 
 
@@ -235,7 +235,8 @@ def _owner(request: str, registry: Registry) -> str:
     return ", ".join(dict.fromkeys("headway" if name == AUTO else registry.backends[name].owner for name in names))
 
 
-def _save(table: CrossoverTable | None, path: Path | None) -> None:
+def save(table: CrossoverTable | None, path: Path | None) -> None:
+    """Write what is done so far, where a file was asked for."""
     if table is not None and path is not None:
         write_json(table, path)
 

@@ -15,17 +15,18 @@ _QUIET: Final = ("transformers", "torch", "huggingface_hub")
 """Libraries whose warnings are not about anything that the user of a command did."""
 
 
-class _Harmless(logging.Formatter):
+class LogFormatter(logging.Formatter):
     """Shows control characters as escapes, for messages hold names that somebody else wrote."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record's line, with control characters as escapes."""
         return harmless(super().format(record), keep="\n\t")
 
 
 def log_to_stderr(level: int) -> None:
     """Write messages of this level and above to stderr."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Harmless("headway: %(message)s"))
+    handler.setFormatter(LogFormatter("headway: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
     for library in _QUIET:
         logging.getLogger(library).setLevel(logging.ERROR)

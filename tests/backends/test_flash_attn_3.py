@@ -201,11 +201,11 @@ def test_no_split_is_asked_for_where_the_plan_would_make_none(fake: FlashAttn3) 
         case = case_of(text, layer)
         made = FlashAttention3(layer, NHD, 16)
         views = [view for view in (case.metadata.prefill, case.metadata.decode) if view is not None]
-        asked = [made.plan(view).arguments[made._operators.forward.place["num_splits"]] for view in views]
+        asked = [made.plan(view).arguments[made.operators.forward.place["num_splits"]] for view in views]
         assert asked[0] == splits, text
         assert {given["num_splits"] for _, given in fake.calls} == set(asked)
         captured = made.plan_for_capture(views[-1])
-        assert captured.arguments[made._operators.forward.place["num_splits"]] == 0  # its lengths change
+        assert captured.arguments[made.operators.forward.place["num_splits"]] == 0  # its lengths change
 
 
 def test_a_warm_up_meets_every_choice_of_the_library_in_few_steps(fake: FlashAttn3) -> None:
@@ -225,7 +225,7 @@ def test_a_warm_up_meets_every_choice_of_the_library_in_few_steps(fake: FlashAtt
     for lengths in steps[Phase.EXTEND]:
         query_lens, context_lens, _ = zip(*lengths, strict=True)
         step = AttentionMetadata.build(query_lens, context_lens, [[0]] * len(lengths), 2**17)
-        asked.add(made._splits(step, lengths_hold=True))
+        asked.add(made.num_splits(step, lengths_hold=True))
     assert asked == {0, 1}
     tiny = StepLimits(4, 2, 8)
     assert all(len(step) <= 2 for phase in Phase for step in made.warmup_steps(phase, tiny))

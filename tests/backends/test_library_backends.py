@@ -46,15 +46,15 @@ FINITE_POISON = 3e4
 @pytest.fixture(autouse=True)
 def fresh_probes():
     yield
-    xformers._operator.cache_clear()
-    xformers._works.cache_clear()
+    xformers.load_operator.cache_clear()
+    xformers.operator_works.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: object) -> None:
     for name, module in fake_libraries.modules(fake).items():
         monkeypatch.setitem(sys.modules, name, module)
-    xformers._operator.cache_clear()
-    xformers._works.cache_clear()
+    xformers.load_operator.cache_clear()
+    xformers.operator_works.cache_clear()
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda kind: kind.name)

@@ -24,7 +24,7 @@ def layer(device: str, **options: str) -> SDPA:
 
 
 def takes_cudnn(backend: SDPA) -> bool:
-    with backend._kernels():
+    with backend.allowed_kernels():
         return bool(torch.backends.cuda.cudnn_sdp_enabled())
 
 
@@ -41,7 +41,7 @@ def test_cudnn_which_plans_for_every_shape_must_be_asked_for() -> None:
 def test_the_way_taken_on_a_gpu_gives_the_same_answers(phase: str, case: str) -> None:
     step = build_case(make_work(phase, case, GEOMETRY, make_spec(GEOMETRY, torch.float32, None, CPU)), NHD, 16, 0)
     backend = layer("cpu")
-    backend._gpu = True
+    backend.on_gpu = True
     out, plan = torch.full_like(step.q, torch.nan), backend.plan(step.metadata)
     if phase == "decode":
         backend.decode(step.q, step.cache, plan, out)

@@ -21,7 +21,7 @@ from headway.bench.crossover.view import view
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.state.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
-from headway.core.system.logs import _Harmless
+from headway.core.system.logs import LogFormatter
 from headway.core.system.terminal import Terminal, for_standard_output
 from headway.core.system.text import csv_cell, harmless, markdown, page, picture
 from tables import a_cell, a_table
@@ -66,7 +66,7 @@ def test_the_text_of_a_spinner_is_not_markup() -> None:
 
 def test_a_log_shows_control_characters_as_escapes() -> None:
     record = logging.LogRecord("headway", logging.WARNING, "", 0, "plugin %s", ("\x1b[2J",), None)
-    assert _Harmless("headway: %(message)s").format(record) == "headway: plugin \\x1b[2J"
+    assert LogFormatter("headway: %(message)s").format(record) == "headway: plugin \\x1b[2J"
 
 
 @seed(19)

@@ -129,7 +129,7 @@ def test_a_dummy_router_spreads_tokens_over_the_experts(tmp_path: Path) -> None:
         return v.mean(0, keepdim=True).expand_as(v).repeat_interleave(2, dim=1)
 
     for layer in decoder.layers:
-        plain = layer.mlp.compute._experts
+        plain = layer.mlp.compute.experts
         plain.apply = partial(counted, touched, plain.apply)
     with torch.inference_mode():
         decoder(torch.arange(24), torch.arange(24), attention)

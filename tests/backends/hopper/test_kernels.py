@@ -46,7 +46,7 @@ def test_the_arguments_are_packed_as_they_are_declared() -> None:
     for statement in filter(None, map(str.strip, body.split(";"))):
         kind = "Q" if "*" in statement else next(code for name, code in FORMATS.items() if statement.startswith(name))
         declared += kind * (statement.count(",") + 1)
-    packed = re.sub(r"(\d+)(\D)", lambda found: found[2] * int(found[1]), attention._ARGUMENTS.format.lstrip("="))
+    packed = re.sub(r"(\d+)(\D)", lambda found: found[2] * int(found[1]), attention.ARGUMENTS.format.lstrip("="))
     assert packed == declared
 
 

@@ -28,11 +28,11 @@ FILES = {"kernel.cubin": b"\x7fELF code", "kernel.json": b"{}"}
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Path]:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(KernelCache, "_spare", ())
+    monkeypatch.setattr(KernelCache, "spare_folders", ())
     folders.warn_unwritable.cache_clear()
     caplog.set_level(logging.WARNING, "headway")
     yield tmp_path / "cache" / "triton"
-    for spare in KernelCache._spare:
+    for spare in KernelCache.spare_folders:
         shutil.rmtree(spare, ignore_errors=True)
 
 

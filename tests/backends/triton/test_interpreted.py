@@ -134,7 +134,7 @@ def test_many_results_of_a_decode_are_merged_in_two_goes() -> None:
     backend = TritonAttention(case.spec, NHD, 16, {"num_splits": "64"})
     for _ in range(2):  # a second time: the counters are back at zero
         assert relative_error(run_backend(backend, case), reference(case), case) < 2e-6
-    assert not backend._decode._workspace.counters(1).any()
+    assert not backend.decode_kernels.workspace.counters(1).any()
 
 
 def error_of_writing(

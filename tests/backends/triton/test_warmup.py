@@ -57,7 +57,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
 
 def layer_of(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> AttentionLayer:
     layer = AttentionLayer(spec, layout, block_size, LIMITS)
-    layer.backend._decode._multiprocessors = layer.backend._prefill._multiprocessors = 132
+    layer.backend.decode_kernels.multiprocessors = layer.backend.prefill_kernels.multiprocessors = 132
     return layer
 
 

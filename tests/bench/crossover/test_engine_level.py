@@ -152,7 +152,7 @@ def test_a_backend_that_cannot_start_says_why_in_its_cells(model: Path, registry
 
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_is_done(model: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = engine_level._save
+    real = engine_level.save
     saved: list[int] = []
 
     def interrupting(table: object, path: object) -> None:
@@ -161,7 +161,7 @@ def test_an_interrupt_keeps_what_is_done(model: Path, registry: Registry, monkey
         if len(saved) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine_level, "_save", interrupting)
+    monkeypatch.setattr(engine_level, "save", interrupting)
     table = run_engine_level(options(model, backends=["sdpa", "sdpa.math"]), registry)
     assert [(cell.backend, cell.case) for cell in table.cells] == [("sdpa", "1q4s8")]
     assert not table.complete
