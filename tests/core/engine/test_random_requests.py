@@ -83,7 +83,7 @@ def test_200_random_requests() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [1000, 2000])
+@pytest.mark.parametrize("first", [1000, pytest.param(2000, marks=pytest.mark.soak)])
 def test_10_000_random_requests(first: int) -> None:
     counts = run_worlds(first, num_worlds=100, num_requests=100)
     never = [what for what in ("swap", "recompute", "hits", "stored", "interrupts", *FAULTS) if not counts[what]]
