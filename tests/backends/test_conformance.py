@@ -17,7 +17,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry, create_registry
 from headway.testing.cases import Case, make_case, parse_case
-from headway.testing.cells import PHASES
+from headway.testing.cells import PHASES, CheckCell
 from headway.testing.kit import Kit
 from headway.testing.reference import reference, relative_error, run_backend
 from headway.testing.subject import load_subject
@@ -30,20 +30,23 @@ def kit(name: str) -> Kit:
     return Kit(load_subject(name, torch.device("cpu"), create_registry(load_entry_points=False)))
 
 
+@cache
+def quick_cells(name: str) -> list[CheckCell]:
+    return kit(name).cells(quick=True)
+
+
 @pytest.mark.parametrize("check", ["claims", "refuse", "options", "tolerance", "lse", "turns", "steps", "repeat", "engine"])
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
-    results = [kit(name).run(cell) for cell in kit(name).cells(quick=True) if cell.check == check]
+    results = [kit(name).run(cell) for cell in quick_cells(name) if cell.check == check]
     assert results
     assert not [result for result in results if result.status == "failed"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "sdpa.math" else pytest.mark.slow) for name in CPU_BACKENDS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "sdpa" else pytest.mark.slow) for name in CPU_BACKENDS])
 def test_the_quick_answers_of_a_phase_are_right(name: str, phase: str) -> None:
-    cells = [cell for cell in kit(name).cells(quick=True) if (cell.check, cell.phase) == ("answer", phase)]
+    cells = [cell for cell in quick_cells(name) if (cell.check, cell.phase) == ("answer", phase)]
     assert len(cells) > 5
     assert not [result for result in map(kit(name).run, cells) if result.status == "failed"]
 

@@ -157,6 +157,7 @@ def test_whatever_is_read_plainly_is_what_transformers_reads(tmp_path: Path, kin
         assert fields(plain) == fields(by_transformers(tmp_path)), changed
 
 
+@pytest.mark.slow  # a process for each
 @pytest.mark.parametrize("shape", sorted(path.name for path in (Path(loader.__file__).parent / "shapes").iterdir()))
 def test_shipped_shapes_need_no_transformers(shape: str) -> None:
     code = (

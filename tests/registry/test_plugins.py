@@ -109,6 +109,7 @@ def all_together(plugins: Path) -> Path:
     return plugins
 
 
+@pytest.mark.slow
 def test_every_failure_is_listed_from_outside(all_together: Path, tmp_path: Path) -> None:
     plugins = all_together
     listed = run_headway("backends", plugins=plugins, cwd=tmp_path, columns=200)

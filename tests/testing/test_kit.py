@@ -198,6 +198,7 @@ def test_failures_of_one_kind_are_shown_once() -> None:
     assert patterns([*some, results[-1]]) == ["answers are right exactly where block_size is 128 (4 cells are wrong)"]
 
 
+@pytest.mark.slow
 def test_the_command_line_and_its_exit_codes(tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "headway", "check", *arguments], capture_output=True, text=True)
@@ -214,6 +215,7 @@ def test_the_command_line_and_its_exit_codes(tmp_path: Path) -> None:
     assert "Traceback" not in mistaken.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_shows_what_was_found(tmp_path: Path) -> None:
     options = ["--quick", "--jobs", "1", "--json", str(tmp_path / "found.json"), "--badge", str(tmp_path / "badge.svg")]
     command_ = [sys.executable, "-m", "headway", "check", f"{HOSTILE}:HangsAndTells", *options]
@@ -254,6 +256,7 @@ def test_the_example_keeps_the_contract() -> None:
     assert not [result for result in results if result.status == "failed"]
 
 
+@pytest.mark.slow
 def test_the_pytest_plugin_makes_a_test_of_each_cell(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "no:headway", "-p", "headway.testing.pytest_plugin"]  # whether its entry point is installed or not

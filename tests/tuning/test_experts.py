@@ -66,6 +66,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "experts"
 
 
+@pytest.mark.slow
 def test_the_fastest_right_way_serves_and_is_remembered(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "headway")
     slow, fast, few = Fake("slow", 1.2e-3), Fake("fast", 3e-4), Fake("few", 0.0, most=2)

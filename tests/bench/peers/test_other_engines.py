@@ -61,6 +61,7 @@ def test_transformers_is_measured_on_the_requests_of_the_benchmark(tiny_model_fo
     assert found.origin is not None
 
 
+@pytest.mark.slow
 def test_what_a_peer_raises_is_told_in_one_line(tiny_model_folder: Path) -> None:
     options = PeerOptions("transformers", str(tiny_model_folder), "auto", "no such dtype", repeat=1, warmup=0)
     with pytest.raises(HeadwayError, match="transformers: AttributeError"):

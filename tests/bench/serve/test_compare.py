@@ -53,15 +53,20 @@ def test_a_server_and_the_engine_without_http_get_the_same_work(tmp_path: Path) 
     assert not [each for each in ours if Path(each.cwd()) == tmp_path], "a server goes on"
 
 
+def rare(server: str, match: str) -> object:
+    """One of the slow tests: each starts a command."""
+    return pytest.param(server, match, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("server", "match"),
     [
         ("a=sleep 5", r"--server: needs NAME=COMMAND with \{port\}"),
-        ("a=in-process {", "--server: needs NAME=COMMAND"),
-        ("a=in-process [1]", "--server: needs NAME=COMMAND"),
-        ("a=serve 'x {port}", "--server: needs NAME=COMMAND"),
-        ('a=in-process {"model": "nowhere-at-all"}', "nowhere-at-all"),
-        ("a=/nowhere/server {port}", "a: /nowhere/server cannot be started: No such file"),
+        rare("a=in-process {", "--server: needs NAME=COMMAND"),
+        rare("a=in-process [1]", "--server: needs NAME=COMMAND"),
+        rare("a=serve 'x {port}", "--server: needs NAME=COMMAND"),
+        rare('a=in-process {"model": "nowhere-at-all"}', "nowhere-at-all"),
+        rare("a=/nowhere/server {port}", "a: /nowhere/server cannot be started: No such file"),
         (
             f"a={sys.executable} -c 'print(\"no room\"); raise SystemExit(3)' {{port}}",
             "a: the server exited with code 3: no room",
