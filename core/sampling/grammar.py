@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MOST_COMPILED = 256
 """Grammars that are kept; the one used longest ago goes first."""
 _MOST_COMPILED_BYTES = 2**26
-"""Bytes of their forms. A compiled form takes some 30 to 100 times the bytes of its text."""
+"""Bytes of their forms. A compiled form takes up to 50 times the bytes of its text."""
 
 
 class Grammar:
@@ -88,6 +88,14 @@ class GrammarCompiler:
         if not self._eos:
             raise ConfigError(what, "a model with an end-of-text token", "none")
 
+    def has(self, form: StructuredOutputsParams) -> bool:
+        """Whether the form is compiled already; it then counts as used."""
+        with self._lock:
+            found = form.key in self._compiled
+            if found:
+                self._compiled.move_to_end(form.key)
+            return found
+
     def find(self, form: StructuredOutputsParams) -> Grammar | None:
         """The grammar at its beginning, where the form is compiled already."""
         with self._lock:
@@ -97,35 +105,32 @@ class GrammarCompiler:
             self._compiled.move_to_end(form.key)
             return Grammar(found.deep_copy(), self._eos)
 
-    def compile(self, form: StructuredOutputsParams, text: str | None = None) -> Grammar:
-        """The grammar at its beginning; compiled once for equal forms, which takes a millisecond to seconds.
+    def compile(self, form: StructuredOutputsParams, text: str | None = None) -> None:
+        """Compile a form, once for equal forms, which takes a millisecond to seconds; `find` then has the grammar.
 
         text: the form in llguidance's notation, where it is known. A form that is not known to be harmless may take the process
         along, unless it was tried: see `GrammarQueue`, which calls this method in threads with large stacks.
 
         :raises GrammarError: llguidance cannot compile it, or has no first token for it.
         """
-        grammar = self.find(form)
-        if grammar is not None:
-            return grammar
+        if self.has(form):
+            return
         from llguidance import LLMatcher
 
         try:
             matcher = LLMatcher(self._load(), grammar_text(form) if text is None else text, log_level=0)
         except ValueError as error:
             raise GrammarError(f"structured_outputs: {brief_reason(str(error))}") from None
-        first = matcher.deep_copy()
-        if not first.is_error():
-            first.compute_bitmask()  # llguidance meets some of its limits here; and what it finds, the first step need not
-        if first.is_error():
-            raise GrammarError(f"structured_outputs cannot be compiled: {brief_reason(first.get_error())}")
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # llguidance meets some of its limits here; and what it finds, the first step need not
+        if matcher.is_error():
+            raise GrammarError(f"structured_outputs cannot be compiled: {brief_reason(matcher.get_error())}")
         with self._lock:
             if form.key not in self._compiled:  # another thread may have compiled it meanwhile
                 self._bytes += len(form.key)
             self._compiled[form.key] = matcher
             while len(self._compiled) > _MOST_COMPILED or self._bytes > _MOST_COMPILED_BYTES:
                 self._bytes -= len(self._compiled.popitem(last=False)[0])
-            return Grammar(matcher.deep_copy(), self._eos)
 
     def tokenizer_arguments(self) -> dict[str, Any]:
         """The arguments of llguidance's tokenizer, as another process needs them."""

@@ -73,7 +73,7 @@ class GrammarQueue:
         self._compiler.compile(form)
 
     def _try_and_compile(self, form: StructuredOutputsParams, ready: Future[None]) -> None:
-        if self._compiler.find(form) is not None:
+        if self._compiler.has(form):
             return
         trial: GrammarTrial | None = getattr(self._trials, "own", None)
         if trial is None:
@@ -92,7 +92,7 @@ class GrammarQueue:
         """Whether a form may be compiled in this process: it is small, or has survived a trial."""
         if len(form.key) <= SMALL_FORM_BYTES or sys.platform == "win32":  # which has no limits for a process
             return True
-        return self._compiler.find(form) is not None or _hash(form) in self._tried
+        return self._compiler.has(form) or _hash(form) in self._tried
 
 
 def _finish(
