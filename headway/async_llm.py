@@ -17,7 +17,7 @@ from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.hosting.driver import EngineDriver, driver_of
-from headway.hosting.host import EngineDeadError, EngineHost, Task, abort_request, add_request, query
+from headway.hosting.host import EngineDeadError, EngineFacts, EngineHost, Task, abort_request, add_request, query
 from headway.hosting.process_host import EngineProcess
 from headway.hosting.thread_host import EngineThread
 from headway.outputs import RequestOutput
@@ -77,7 +77,7 @@ class AsyncLLM:
     def _start(self, host: EngineHost) -> None:
         self.host = host
         """What runs the engine, in a thread or a process."""
-        self.model, self.facts = host.model, host.facts
+        self.model = host.model
         self._mailboxes = Mailboxes()
         self._tokenisers = ThreadPoolExecutor(_TOKENISERS, "headway-tokenise")
         self._draining = False
@@ -163,9 +163,10 @@ class AsyncLLM:
 
         The stream must be read to its end or closed; `generate` sees to that.
 
-        :raises ConfigError: the id is taken.
+        :raises ConfigError: the id is taken, or a step of the engine makes this call and would wait for itself.
         :raises EngineDeadError: the engine has ended or is being drained.
         """
+        self.host.check_caller()
         if self._draining:
             raise EngineDeadError("the engine takes no more requests, because it is being drained")
         box = self._mailboxes.of(asyncio.get_running_loop(), self.model.tokenizer, partial(abort_request, self.host))
@@ -242,8 +243,15 @@ class AsyncLLM:
 
         concurrently: run the task beside the engine's steps, which it must not change, and not between two of them.
         """
+        if not concurrently:
+            self.host.check_caller()
         run = self.host.run_concurrently if concurrently else self.host.run_between_steps
         return await asyncio.wrap_future(run(task))
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Facts about the engine."""
+        return self.host.facts
 
     @property
     def driver(self) -> EngineDriver:
@@ -280,10 +288,16 @@ class AsyncLLM:
         """Why the engine has ended; None while it runs."""
         return self.host.error
 
-    async def check_health(self) -> None:
-        """:raises EngineDeadError: the engine has ended."""
+    async def check_health(self, step_timeout: float | None = None) -> None:
+        """Check that the engine can serve. step_timeout: seconds that a step may take; None: any.
+
+        :raises EngineDeadError: the engine has ended, or has not come to the end of a step for longer than `step_timeout`.
+        """
         if self.host.error is not None:
             raise self.host.error
+        stalled = self.host.stalled_seconds
+        if step_timeout is not None and stalled > step_timeout:
+            raise EngineDeadError(f"the engine is stuck: no step has ended for {stalled:.0f} s (step_timeout={step_timeout:g})")
 
     @property
     def num_unfinished_requests(self) -> int:

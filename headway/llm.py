@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, cast, overload
 
 from tqdm import tqdm
@@ -224,8 +225,7 @@ class LLM:
         try:
             yield
         finally:
-            with self.driver.lock:
-                self._end(requests)
+            self.driver.call_between_steps(partial(self._end, requests))
 
     def _end(self, requests: Sequence[RequestState]) -> None:
         for request in requests:

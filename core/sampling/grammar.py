@@ -1,18 +1,19 @@
-"""Grammars of llguidance, compiled once and followed per row: the tokens that may come next in a completion of a given form."""
+"""Grammars of llguidance, kept for equal forms and followed per row: the tokens that may come next in a completion."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy
 from numpy.typing import NDArray
 
-from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.errors import ConfigError
+from headway.core.sampling.grammar_text import GrammarError, brief_reason, grammar_text
 from headway.core.sampling.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -20,10 +21,8 @@ if TYPE_CHECKING:
 
 _MOST_COMPILED = 256
 """Grammars that are kept; the one used longest ago goes first."""
-
-
-class GrammarError(HeadwayError):
-    """A form that cannot be compiled, or a grammar that cannot go on; it ends the request alone."""
+_MOST_COMPILED_BYTES = 2**26
+"""Bytes of their forms. A compiled form takes up to 50 times the bytes of its text."""
 
 
 class Grammar:
@@ -37,7 +36,7 @@ class Grammar:
     @property
     def fault(self) -> str:
         """Why the grammar cannot go on, in one line; empty where it can."""
-        return _brief(self.matcher.get_error()) if self.matcher.is_error() else ""
+        return brief_reason(self.matcher.get_error()) if self.matcher.is_error() else ""
 
     def accept(self, token: int) -> None:
         """Take the token that came.
@@ -68,11 +67,13 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """tokenizer: transformers' fast tokenizer. vocab_size: of the model; tokens that the tokenizer lacks never come."""
-        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, frozenset(eos_token_ids)
+        self.tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, frozenset(eos_token_ids)
         self._loaded: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._bytes = 0
+        """Bytes of the compiled forms."""
+        self._lock, self._loading = threading.Lock(), threading.Lock()
 
     def check(self) -> None:
         """Check that forms can be compiled at all.
@@ -82,42 +83,62 @@ class GrammarCompiler:
         what = "structured_outputs"
         if find_spec("llguidance") is None:
             raise ConfigError(what, "the package llguidance", "none", "pip install 'headway[structured]'")
-        if not getattr(self._tokenizer, "is_fast", False):
-            raise ConfigError(what, "a fast tokenizer", f"a {type(self._tokenizer).__name__}")
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ConfigError(what, "a fast tokenizer", f"a {type(self.tokenizer).__name__}")
         if not self._eos:
             raise ConfigError(what, "a model with an end-of-text token", "none")
 
-    def compile(self, form: StructuredOutputsParams) -> Grammar:
-        """The grammar at its beginning; compiled once for equal forms, which takes a millisecond to a second.
-
-        :raises GrammarError: llguidance cannot compile it.
-        """
-        key = form.key
+    def has(self, form: StructuredOutputsParams) -> bool:
+        """Whether the form is compiled already; it then counts as used."""
         with self._lock:
-            if key in self._compiled:
-                self._compiled.move_to_end(key)
-                return Grammar(self._compiled[key].deep_copy(), self._eos)
-            tokenizer = self._load()
+            found = form.key in self._compiled
+            if found:
+                self._compiled.move_to_end(form.key)
+            return found
+
+    def find(self, form: StructuredOutputsParams) -> Grammar | None:
+        """The grammar at its beginning, where the form is compiled already."""
+        with self._lock:
+            found = self._compiled.get(form.key)
+            if found is None:
+                return None
+            self._compiled.move_to_end(form.key)
+            return Grammar(found.deep_copy(), self._eos)
+
+    def compile(self, form: StructuredOutputsParams, text: str | None = None) -> None:
+        """Compile a form, once for equal forms, which takes a millisecond to seconds; `find` then has the grammar.
+
+        text: the form in llguidance's notation, where it is known. A form that is not known to be harmless may take the process
+        along, unless it was tried: see `GrammarQueue`, which calls this method in threads with large stacks.
+
+        :raises GrammarError: llguidance cannot compile it, or has no first token for it.
+        """
+        if self.has(form):
+            return
         from llguidance import LLMatcher
 
         try:
-            matcher = LLMatcher(tokenizer, _grammar_text(form), log_level=0)
+            matcher = LLMatcher(self._load(), grammar_text(form) if text is None else text, log_level=0)
         except ValueError as error:
-            raise GrammarError(f"structured_outputs: {_brief(str(error))}") from None
+            raise GrammarError(f"structured_outputs: {brief_reason(str(error))}") from None
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # llguidance meets some of its limits here; and what it finds, the first step need not
         if matcher.is_error():
-            raise GrammarError(f"structured_outputs cannot be compiled: {_brief(matcher.get_error())}")
+            raise GrammarError(f"structured_outputs cannot be compiled: {brief_reason(matcher.get_error())}")
         with self._lock:
-            self._compiled[key] = matcher
-            if len(self._compiled) > _MOST_COMPILED:
-                self._compiled.popitem(last=False)
-            return Grammar(self._compiled[key].deep_copy(), self._eos)
+            if form.key not in self._compiled:  # another thread may have compiled it meanwhile
+                self._bytes += len(form.key)
+            self._compiled[form.key] = matcher
+            while len(self._compiled) > _MOST_COMPILED or self._bytes > _MOST_COMPILED_BYTES:
+                self._bytes -= len(self._compiled.popitem(last=False)[0])
 
-    def warm(self, form: StructuredOutputsParams) -> None:
-        """Compile a form ahead of time.
-
-        :raises GrammarError: see `compile`.
-        """
-        self.compile(form)
+    def tokenizer_arguments(self) -> dict[str, Any]:
+        """The arguments of llguidance's tokenizer, as another process needs them."""
+        with self._loading:
+            backend = copy(self.tokenizer.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()
+            return {"tokenizer": backend.to_str(), "vocab_size": self._size, "eos_token_ids": sorted(self._eos)}
 
     def masks(self, grammars: Sequence[Grammar]) -> NDArray[numpy.int32]:
         """Masks of the tokens that may come next in each: int32 [len(grammars), words], token t being bit t % 32 of word t / 32.
@@ -136,45 +157,13 @@ class GrammarCompiler:
         return masks
 
     def _load(self) -> LLTokenizer:
-        if self._loaded is None:
-            from llguidance.hf import from_tokenizer
+        with self._loading:
+            if self._loaded is None:
+                from llguidance.hf import from_tokenizer
 
-            size = max(self._vocab_size, len(self._tokenizer))
-            self._loaded = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=sorted(self._eos))
-        return self._loaded
+                self._loaded = from_tokenizer(self.tokenizer, n_vocab=self._size, eos_token=sorted(self._eos))
+            return self._loaded
 
-
-def _grammar_text(form: StructuredOutputsParams) -> str:
-    """The form in llguidance's own notation."""
-    from llguidance import LLMatcher, grammar_from
-
-    if form.regex is not None:
-        return LLMatcher.grammar_from_regex(form.regex)
-    if form.choice is not None:
-        return grammar_from("choice", json.dumps(list(form.choice)))
-    if form.grammar is not None:
-        return grammar_from("grammar", form.grammar)
-    schema: Any = {"type": "object"} if form.json is None else form.json
-    if form.disable_additional_properties:
-        schema = _closed(schema)
-    spaces: Any = {"whitespace_flexible": not form.disable_any_whitespace}
-    if form.whitespace_pattern is not None:
-        spaces = {"whitespace_pattern": form.whitespace_pattern}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=spaces)
-
-
-def _closed(schema: Any) -> Any:
-    """Forbid additional properties wherever a schema names properties and says nothing of others."""
-    if isinstance(schema, Mapping):
-        closed = {key: _closed(value) for key, value in schema.items()}
-        if "properties" in schema or "patternProperties" in schema:
-            closed.setdefault("additionalProperties", False)
-        return closed
-    return [_closed(item) for item in schema] if isinstance(schema, list) else schema
-
-
-def _brief(text: str) -> str:
-    """llguidance's reason in one line: its first, and where that only announces it the one that begins with "error:"."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["llguidance gives no reason"]
-    reason = next((line for line in lines if line.startswith("error:")), "") if lines[0].endswith(":") else ""
-    return f"{lines[0]} {reason}".strip()
+    @property
+    def _size(self) -> int:
+        return max(self._vocab_size, len(self.tokenizer))

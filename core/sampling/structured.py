@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError, knows_its_fields
+from headway.core.system.text import shown
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+MOST_FORM_BYTES: Final = 2**20
+"""Bytes of a form that is written as JSON with ASCII characters alone."""
+MOST_SCHEMA_LEVELS: Final = 120
+"""Levels of objects and arrays of a JSON schema; llguidance's parser of JSON takes 124."""
 
 _ELSEWHERE: Final = {
     "structural_tag": "not supported yet: grammar can say where a schema begins and ends",
@@ -71,14 +78,42 @@ class StructuredOutputsParams:
             self._refuse("json_object", "True, or None for another form")
         if self.whitespace_pattern is not None and not isinstance(self.whitespace_pattern, str):
             self._refuse("whitespace_pattern", "a regular expression")
+        self._check_size(given[0])
+
+    def _check_size(self, kind: str) -> None:
+        """Check that the form can be handed to another process and to llguidance, whose reader of JSON calls itself."""
+        if _deeper(self.json, MOST_SCHEMA_LEVELS):
+            raise ConfigError("structured_outputs.json", f"at most {MOST_SCHEMA_LEVELS} levels of objects and arrays", "more")
+        try:
+            size = len(self.key)
+        except (TypeError, ValueError) as error:
+            raise ConfigError("structured_outputs.json", "a JSON schema", f"values that are not JSON ({error})") from None
+        if size > MOST_FORM_BYTES:
+            raise ConfigError(f"structured_outputs.{kind}", f"at most {MOST_FORM_BYTES} bytes", f"{size} bytes")
 
     def _refuse(self, field: str, need: str) -> None:
-        raise ConfigError(f"structured_outputs.{field}", need, repr(getattr(self, field)))
+        raise ConfigError(f"structured_outputs.{field}", need, shown(getattr(self, field)))
 
-    @property
+    @cached_property
     def key(self) -> str:
-        """Equal for equal forms, as a text."""
-        return json.dumps([getattr(self, field) for field in self.__dataclass_fields__], sort_keys=True, default=dict)
+        """The form as JSON, equal for equal forms. The order of a schema's properties belongs to the form."""
+        return json.dumps([getattr(self, field) for field in self.__dataclass_fields__], default=dict)
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether objects and arrays are nested in more than `most` levels; also for one that contains itself."""
+    level = [value]
+    for _ in range(most + 1):
+        level = list({id(item): item for each in level for item in _parts(each)}.values())
+        if not level:
+            return False
+    return True
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _has_halves(text: str) -> bool:

@@ -6,7 +6,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,10 @@ from rich.console import Console
 from headway.cli.engine_options import takes_engine_options
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import EngineArgs, help_texts
+
+if TYPE_CHECKING:
+    from headway.async_llm import AsyncLLM
+    from headway.hosting.process_messages import SpawnedEngine
 
 SERVER = "Server"
 LIMITS = "Limits"
@@ -67,6 +71,20 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.", rich_help_panel=LIMITS)
     ] = 30.0,
+    step_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001, help="Seconds without the end of a step after which /health answers 503.", rich_help_panel=LIMITS
+        ),
+    ] = 300.0,
+    restart_engine: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Times that an engine is started again which a fault has ended. With none left the server ends, exit code 1.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 0,
 ) -> None:
     """Serve MODEL with OpenAI's API: chats, completions, and Prometheus' metrics."""
     from headway.hosting.process_messages import spawn_engine
@@ -78,6 +96,8 @@ def serve(
     model = model_option or model
     args = EngineArgs.of(model, **engine)
     sock = bound_socket(host, port)
+    if restart_engine and sys.platform == "win32":
+        raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restart_engine)
     # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread.
     spawned = None if sys.platform == "win32" else spawn_engine()
     try:
@@ -97,17 +117,32 @@ def serve(
         read_timeout=read_timeout,
         write_timeout=write_timeout,
         shutdown_timeout=shutdown_timeout,
+        step_timeout=step_timeout,
         profile_dir=profile_dir,
     )
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
-        from headway.async_llm import AsyncLLM
-        from headway.hosting.driver import driver_of
-        from headway.hosting.process_host import EngineProcess
-        from headway.hosting.thread_host import EngineThread
-
-        make = partial(driver_of, args)
-        llm = AsyncLLM.over(EngineThread(make()) if spawned is None else EngineProcess(make, spawned))
+        llm = _load(args, spawned, restart_engine)
     err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {llm.facts.selection}")
-    listen(llm, options, host, sock, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))
+    from headway.hosting.host import EngineDeadError
+
+    try:
+        listen(llm, options, host, sock, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))
+    except EngineDeadError as error:
+        err.print(f"headway: the server has ended with its engine: {error}")
+        raise typer.Exit(1) from error
+
+
+def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int) -> AsyncLLM:
+    """Have the engine's process load the model; without one, load it here."""
+    from headway.async_llm import AsyncLLM
+    from headway.hosting.driver import driver_of
+    from headway.hosting.process_host import EngineProcess
+    from headway.hosting.restarting_host import RestartingEngine
+    from headway.hosting.thread_host import EngineThread
+
+    make = partial(driver_of, args)
+    if spawned is None:
+        return AsyncLLM.over(EngineThread(make()))
+    return AsyncLLM.over(RestartingEngine(EngineProcess(make, spawned), make, restarts))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any
 
+from headway.core.contract.errors import ConfigError
 from headway.core.engine.state.step import OutputDelta
 from headway.engine_args import EngineArgs
 from headway.hosting.assembly import Assembly, assemble
@@ -20,17 +21,48 @@ class FairLock:
     """A lock for `with`, first come first served. Ctrl-C waits until the main thread has released the lock.
 
     A threading.Lock may go again and again to the thread that has just released it: a call that steps an engine in a loop would
-    keep all others out until it has finished.
+    keep all others out until it has finished. A thread that has the lock and enters it again would wait for itself, and gets
+    an error: so do a logits processor and the handler of a signal that call the engine within its step.
     """
 
     def __init__(self) -> None:
         self._guard = Lock()
         self._taken = False
+        self._callers: set[int] = set()
+        """The threads that have the lock or wait for it."""
         self._waiting: deque[Lock] = deque()
         self._interrupts = HeldInterrupts()
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the lock, or waits for it."""
+        return get_ident() in self._callers
+
+    def check_not_mine(self) -> None:
+        """Check that this thread may wait for the engine.
+
+        :raises ConfigError: it has the lock or waits for it, so that it would wait for itself.
+        """
+        if self.is_mine:
+            need = "calls between its steps, or from a thread that the step does not wait for"
+            raise ConfigError("the engine", need, "a call within a step, by a logits processor or the handler of a signal")
+
     def __enter__(self) -> None:
-        self._interrupts.hold()
+        self.check_not_mine()
+        try:
+            self._callers.add(get_ident())
+            self._interrupts.hold()
+            self._take()
+        except BaseException:  # an interrupt
+            self._callers.discard(get_ident())
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._pass_on()
+        self._callers.discard(get_ident())
+        self._interrupts.release()
+
+    def _take(self) -> None:
         with self._guard:
             if not self._taken:
                 self._taken = True
@@ -49,10 +81,6 @@ class FairLock:
                     raise
             self._pass_on()  # the turn had come already
             raise
-
-    def __exit__(self, *_: object) -> None:
-        self._pass_on()
-        self._interrupts.release()
 
     def _pass_on(self) -> None:
         with self._guard:
@@ -83,6 +111,8 @@ class EngineDriver:
         """Objects that tasks leave for later tasks, by name; see headway.hosting.host."""
         self.on_cpu = assembly.device.type == "cpu"
         """True where activations and compiled products lie in this process's memory, which is then given back now and then."""
+        self._deferred: list[Callable[[], None]] = []
+        """Calls that this step's own thread has left for the end of the step."""
         self._next_give_back = time.perf_counter() + GIVE_BACK_INTERVAL
 
     def add_listener(self, listener: Listener) -> None:
@@ -95,9 +125,22 @@ class EngineDriver:
         with self._guard:
             self._listeners = tuple(each for each in self._listeners if each != listener)
 
+    def call_between_steps(self, function: Callable[[], None]) -> None:
+        """Call a function while no step runs: at once, or, from within a step, at the step's end.
+
+        A step's own thread calls from within it where the garbage collector ends a generator that nobody reads any more.
+        """
+        if self.lock.is_mine:
+            self._deferred.append(function)
+            return
+        with self.lock:
+            function()
+
     def step(self) -> None:
         """Run one step of the engine. The caller holds `lock`."""
         deltas = self.engine.step()
+        while self._deferred:
+            self._deferred.pop()()
         if self.assembly.stats_log is not None:
             self.assembly.stats_log.stepped(self.engine)
         started = time.perf_counter()

@@ -52,7 +52,6 @@ class EngineFacts(NamedTuple):
 class EngineHost(Protocol):
     """Runs one engine. Any thread may call a host, and no call but `stop` waits for a step."""
 
-    facts: EngineFacts
     validator: RequestValidator
     names: RequestNames
 
@@ -61,12 +60,30 @@ class EngineHost(Protocol):
         """The model that the engine runs."""
 
     @property
+    def facts(self) -> EngineFacts:
+        """Facts about the engine."""
+
+    @property
     def error(self) -> EngineDeadError | None:
         """Why the engine has ended; None while it runs."""
 
     @property
     def num_sequences(self) -> tuple[int, int]:
         """Sequences that run, and that wait, as far as is known in this process."""
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether an engine that has ended is being started again."""
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds since the engine was last seen to come to the end of a step; 0.0 while there is nothing for it to do."""
+
+    def check_caller(self) -> None:
+        """Check that the calling thread may wait for the engine.
+
+        :raises ConfigError: it runs a step of the engine itself, which calls a logits processor or the handler of a signal.
+        """
 
     def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
         """Call `listener` after every step from now on, and `died` where a fault ends the engine."""

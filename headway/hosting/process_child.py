@@ -10,6 +10,7 @@ import pickle
 import signal
 import socket
 import sys
+import time
 import traceback
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,6 +26,9 @@ from headway.hosting.process_messages import EngineFault, EngineReady, Failed, R
 from headway.hosting.thread_host import EngineThread
 from headway.machine.threads import SWITCH_INTERVAL
 
+_SIGN_INTERVAL = 1.0
+"""Seconds after which a step without outputs is told of, too, so that the parent sees that the engine is not stuck."""
+
 
 class EngineChild:
     """Serves the parent process until the parent closes the wire or ends."""
@@ -32,6 +36,8 @@ class EngineChild:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._host: EngineThread | None = None
+        self._next_sign = 0.0
+        """When the parent is told of a step even if it has brought nothing."""
         self._left = Event()
         """Set when the parent has closed its end of the wire, or has ended."""
 
@@ -93,7 +99,9 @@ class EngineChild:
 
     def _stepped(self, deltas: list[OutputDelta]) -> tuple[tuple[str, int | None], ...]:
         assert self._host is not None
-        if deltas:
+        now = time.monotonic()
+        if deltas or now >= self._next_sign:  # many steps of a long prompt bring no token
+            self._next_sign = now + _SIGN_INTERVAL
             self._send(StepOutputs.of(deltas, self._host.num_sequences))
         return ()
 

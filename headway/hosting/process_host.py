@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -51,6 +52,16 @@ class TextFacts(NamedTuple):
     tokenizer: Any
 
 
+class _WaitingTask(NamedTuple):
+    """A task that the child has been sent."""
+
+    future: Future[Any]
+    since: float
+    """When, by time.monotonic."""
+    concurrently: bool
+    """Whether it is done beside the steps, and not between two of them."""
+
+
 class EngineProcess:
     """Runs an engine in a child process; an `EngineHost`. The child ends with this process, whatever ends that."""
 
@@ -66,7 +77,9 @@ class EngineProcess:
         self._guard = Lock()
         """Protects `_error` and `_waiting`."""
         self._error: EngineDeadError | None = None
-        self._waiting: dict[int, Future[Any]] = {}
+        self._waiting: dict[int, _WaitingTask] = {}
+        self._heard = time.monotonic()
+        """When the child sent its last message; while it steps, there is one each second at least."""
         self._numbers = count()
         self._listeners: list[Listener] = []
         self._died: list[Callable[[EngineDeadError], None]] = []
@@ -97,6 +110,24 @@ class EngineProcess:
     def num_sequences(self) -> tuple[int, int]:
         """Sequences that run and that wait, as of the last step that had outputs, or the last task; see EngineHost."""
         return self._num_sequences
+
+    @property
+    def is_restarting(self) -> bool:
+        """See EngineHost. This process is not started again."""
+        return False
+
+    @property
+    def stalled_seconds(self) -> float:
+        """See EngineHost. A task that is to be done between two steps is work, too."""
+        with self._guard:
+            waiting = [task.since for task in self._waiting.values() if not task.concurrently]
+        if self._error is not None or not (waiting or sum(self._num_sequences)):
+            return 0.0
+        began = self._heard if sum(self._num_sequences) else max(self._heard, min(waiting))
+        return time.monotonic() - began
+
+    def check_caller(self) -> None:
+        """See EngineHost. No step runs in this process."""
 
     def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
         """See EngineHost. Both are called in a thread of this process."""
@@ -144,7 +175,7 @@ class EngineProcess:
             if self._error is not None:
                 raise EngineDeadError(str(self._error)) from self._error.__cause__
             number = next(self._numbers)
-            self._waiting[number] = future
+            self._waiting[number] = _WaitingTask(future, time.monotonic(), concurrently)
         with suppress(OSError):  # the process has just ended: `_read` tells everybody
             self._wire.send(RunTask(number, data, concurrently))
         return future
@@ -154,6 +185,7 @@ class EngineProcess:
         try:
             while True:
                 message = self._wire.receive()
+                self._heard = time.monotonic()
                 if isinstance(message, StepOutputs):
                     self._pass_on(message)
                 elif isinstance(message, EngineFault):
@@ -177,11 +209,12 @@ class EngineProcess:
     def _resolve(self, message: TaskResult | Failed) -> None:
         assert message.number is not None
         with self._guard:
-            future = self._waiting.pop(message.number, None)
+            task = self._waiting.pop(message.number, None)
         if isinstance(message, TaskResult):
             self._num_sequences = message.num_sequences
-        if future is None or not future.set_running_or_notify_cancel():
+        if task is None or not task.future.set_running_or_notify_cancel():
             return
+        future = task.future
         if isinstance(message, Failed):
             future.set_exception(message.exception())
             return
@@ -197,7 +230,7 @@ class EngineProcess:
                 return
             self._error = error
             waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
+        for future, _, _ in waiting.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
         if error.__cause__ is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
@@ -36,6 +37,8 @@ class EngineThread:
         self._guard = Lock()
         """Protects `_error`, so that no task is queued after the queue was emptied for the last time."""
         self._error: EngineDeadError | None = None
+        self._began: float | None = None
+        """When the thread turned to the step, and the tasks before it, that it is at; None: it waits for work."""
         self._died: list[Callable[[EngineDeadError], None]] = []
         self._concurrent = ThreadPoolExecutor(1, "headway-concurrent")
         self.thread = Thread(target=self._run, name="headway-engine", daemon=True)
@@ -51,6 +54,21 @@ class EngineThread:
         """See EngineHost."""
         scheduler = self.driver.engine.scheduler
         return len(scheduler.running), len(scheduler.waiting)
+
+    @property
+    def is_restarting(self) -> bool:
+        """See EngineHost. A thread is not started again."""
+        return False
+
+    @property
+    def stalled_seconds(self) -> float:
+        """See EngineHost."""
+        began = self._began
+        return 0.0 if began is None or self._error is not None else time.monotonic() - began
+
+    def check_caller(self) -> None:
+        """See EngineHost."""
+        self.driver.lock.check_not_mine()
 
     def add_client(self, listener: Listener, died: Callable[[EngineDeadError], None]) -> None:
         """See EngineHost. Both are called in the engine's thread."""
@@ -97,7 +115,9 @@ class EngineThread:
             torch.cuda.set_device(driver.assembly.device)
         try:
             while True:
+                self._began = None if not busy else time.monotonic()
                 calls, stopped = self._next_calls(wait=not busy)
+                self._began = time.monotonic()
                 with driver.lock:
                     for task, future in calls:
                         _serve(task, driver, future)

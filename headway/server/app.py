@@ -143,8 +143,8 @@ class Routes:
         return _json(self._model(name))
 
     async def health(self) -> Response:
-        """Answer 200 while the engine serves requests."""
-        await self._llm.check_health()
+        """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
+        await self._llm.check_health(self._service.options.step_timeout)
         return Response()
 
     async def version(self) -> Response:

@@ -72,6 +72,15 @@ class Server(uvicorn.Server):
             host = str(self.config.host)
             self._started_at(f"http://{f'[{host}]' if ':' in host else host}:{self.port}")
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether the server is to end: it was told to, or a fault has ended the engine and nobody starts it again."""
+        return await super().on_tick(counter) or self.has_lost_engine
+
+    @property
+    def has_lost_engine(self) -> bool:
+        """Whether a fault has ended the engine for good."""
+        return self._llm.errored and not self._llm.host.is_restarting
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end for `shutdown_timeout` seconds, then end them."""
         ending = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._llm.shutdown)
@@ -95,7 +104,10 @@ def serve(
     log_requests: bool = False,
     started_at: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until a signal, which also shuts down the engine. sock: bound to the host; None: bind port 8000 of the host."""
+    """Serve until a signal, which also shuts down the engine. sock: bound to the host; None: bind port 8000 of the host.
+
+    :raises EngineDeadError: a fault has ended the engine, and with it the server.
+    """
     sock = sock or bound_socket(host, 8000)
     raise_file_limit()
     if most_connections() < options.max_connections:
@@ -111,6 +123,8 @@ def serve(
             "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
         )
     Server(llm, options, host, 0, log_requests, started_at).run([sock])
+    if llm.errored and llm.dead_error is not None:
+        raise llm.dead_error
 
 
 def most_connections() -> int:

@@ -31,6 +31,8 @@ class ServerOptions:
     """Seconds that a client may take to send a request's head, and again its body."""
     write_timeout: float = 60.0
     """Seconds that a client may take to read what is written to it."""
+    step_timeout: float = 300.0
+    """Seconds without the end of a step, while there is work, after which /health says that the engine is stuck."""
     shutdown_timeout: float = 30.0
     """Seconds that requests may go on after the server was told to stop."""
     profile_dir: Path | None = None

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -27,7 +28,9 @@ from headway.core.contract.support import Reason
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.step import OutputDelta
 from headway.engine_args import EngineArgs
+from headway.hosting.driver import driver_of
 from headway.hosting.process_host import EngineProcess
+from headway.hosting.restarting_host import RestartingEngine
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
 
@@ -240,13 +243,97 @@ def test_a_fault_in_the_engine_ends_its_requests_with_the_cause(llm: LLM) -> Non
     made.shutdown()
 
 
+@pytest.mark.slow
+def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed(llm: LLM) -> None:
+    make = partial(driver_of, EngineArgs.of(str(llm.model.folder), kv_cache_memory="8MiB", num_threads=1, block_size=16))
+    host = RestartingEngine(EngineProcess(make), make, restarts=1)
+    made = AsyncLLM.over(host)
+    first = process_of(made)
+
+    async def run() -> None:
+        expected = plain((await read(made.generate([1, 2, 3], GREEDY)))[-1])
+        await made.query(_slow)
+        stream = made.generate([1, 2, 3], LONG)
+        await anext(stream)
+        first.kill()
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await read(stream)
+        with pytest.raises(EngineDeadError, match=r"being started again \(1 of 1 times\).*SIGKILL"):
+            await made.check_health()
+        with pytest.raises(EngineDeadError, match="being started again"):
+            await read(made.generate([1, 2, 3], GREEDY))
+        while host.is_restarting:
+            await asyncio.sleep(0.05)
+        await made.check_health()
+        assert plain((await read(made.generate([1, 2, 3], GREEDY)))[-1]) == expected
+        process_of(made).kill()
+        while made.is_running:
+            await asyncio.sleep(0.01)
+        assert not host.is_restarting
+
+    asyncio.run(run())
+    assert (made.errored, made.num_unfinished_requests) == (True, 0)
+    made.shutdown()
+    assert not first.is_running()
+    assert not psutil.pid_exists(host.pid)
+
+
+def test_health_tells_of_a_step_that_does_not_end(llm: LLM, apart: AsyncLLM) -> None:
+    async def run(made: AsyncLLM) -> None:
+        await made.query(_slow_down)
+        stream = made.generate([1, 2, 3], replace(GREEDY, max_tokens=1))
+        reading = asyncio.create_task(read(stream))
+        await asyncio.sleep(0.4)
+        with pytest.raises(EngineDeadError, match=r"stuck: no step has ended for \d+ s \(step_timeout=0.1\)"):
+            await made.check_health(0.1)
+        await made.check_health(60.0)
+        await reading
+        await made.query(_fast)
+        await made.check_health(0.1)  # nothing is to be done
+
+    asyncio.run(run(apart))
+    beside = AsyncLLM.from_llm(llm)
+    asyncio.run(run(beside))
+    beside.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_server_ends_with_its_engine_or_starts_it_again(llm: LLM, restarts: int) -> None:
+    options = ["--port", "0", "--kv-cache-memory", "8MiB", "--num-threads", "1", "--restart-engine", str(restarts)]
+    command = [sys.executable, "-m", "headway", "serve", str(llm.model.folder), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = next(line.split()[2] for line in process.stderr if line.startswith("listening on"))
+        for left in reversed(range(restarts + 1)):
+            psutil.Process(process.pid).children()[0].kill()
+            if left:
+                _wait_for(f"{url}/health", 503)
+                _wait_for(f"{url}/health", 200)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, "Traceback" in said) == (1, False), said
+    assert "the server has ended with its engine: the engine's process was killed by SIGKILL" in said
+
+
+def _wait_for(url: str, status: int) -> None:
+    for _ in range(600):
+        if httpx.get(url).status_code == status:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{url} has not answered {status}")
+
+
+def _slow_down(engine: EngineLoop) -> None:
+    engine.step = partial(_step_slowly, engine.step, 0.6)  # type: ignore[method-assign]
+
+
 def _slow(engine: EngineLoop) -> None:
     """Slow the engine down, so that no request ends before the test has acted."""
     engine.step = partial(_step_slowly, engine.step)  # type: ignore[method-assign]
 
 
-def _step_slowly(step: Callable[[], list[OutputDelta]]) -> list[OutputDelta]:
-    time.sleep(0.02)
+def _step_slowly(step: Callable[[], list[OutputDelta]], seconds: float = 0.02) -> list[OutputDelta]:
+    time.sleep(seconds)
     return step()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,11 +16,10 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo
 from headway.core.engine.state.step import Sampled, StartedRow
-from headway.core.sampling.grammar import Grammar, GrammarCompiler, GrammarError
+from headway.core.sampling.grammar import Grammar, GrammarCompiler
+from headway.core.sampling.grammar_queue import GrammarQueue
+from headway.core.sampling.grammar_text import GrammarError
 from headway.core.sampling.params import LogitsProcessor, SamplingParams
-
-_COMPILERS = 2
-"""Threads that compile grammars; each holds the interpreter for a part of its time."""
 
 
 class Waitable(Protocol):
@@ -60,13 +59,15 @@ class HostRows:
         """grammars: None where no form can be compiled, for want of a tokenizer. processors: those that requests may name."""
         self._grammars, self._infos = grammars, processors
         self._makers: dict[str, Callable[[Mapping[str, Any]], Callable[..., Any]]] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._queue: GrammarQueue | None = None
         self._rows: dict[int, HostRow] = {}
         self._unread: list[tuple[Waitable, list[tuple[int, HostRow]]]] = []
         """Launched steps whose tokens have not been taken, and which of their sequences are in which row."""
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """Begin what a request needs before its first step; None: nothing. The future fails with a GrammarError.
+        """Begin what a request needs before its first step; None: nothing.
+
+        The future fails with a GrammarError. Cancelled, it ends what it has begun.
 
         :raises ConfigError: a logits processor that is not registered, or forms cannot be compiled here.
         """
@@ -79,9 +80,9 @@ class HostRows:
         if self._grammars is None:
             raise ConfigError("structured_outputs", "a model with a tokenizer", "none")
         self._grammars.check()
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_COMPILERS, "headway-grammar")
-        return self._threads.submit(self._grammars.warm, form)
+        if self._queue is None:
+            self._queue = GrammarQueue(self._grammars)
+        return self._queue.add(form)
 
     def _load(self, name: str) -> Callable[[Mapping[str, Any]], Callable[..., Any]]:
         if name not in self._infos:
@@ -101,8 +102,8 @@ class HostRows:
         row = self._rows[started.row] = HostRow(list(started.token_ids[: started.num_prompt_tokens]), started.num_prompt_tokens)
         try:
             if params.structured_outputs is not None:
-                assert self._grammars is not None, "prepare() has refused it"
-                row.grammar = self._grammars.compile(params.structured_outputs)
+                assert self._queue is not None, "prepare() has refused it"
+                row.grammar = self._queue.grammar(params.structured_outputs)
             for each in params.logits_processors or ():
                 function = self._makers[each](params.extra_args or {}) if isinstance(each, str) else each
                 row.processors.append(_with_prompt(function))

@@ -80,6 +80,9 @@ class AdmissionQueue:
         if not self.occupied:
             return
         kept = [(ready, [seq for seq in waiting if not seq.finished]) for ready, waiting in self._preparing]
+        for ready, waiting in kept:
+            if not waiting:
+                ready.cancel()  # nobody waits for the request's preparation any more
         self._preparing = [each for each in kept if each[1]]
         for seq in seqs:
             waiting = [other for other in self._siblings.pop(seq.request_id, ()) if not other.finished]

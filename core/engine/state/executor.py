@@ -108,7 +108,9 @@ class Executor(Protocol):
         """
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """Begin what a request needs before its first step, such as its grammar; None: nothing. A failure ends the request.
+        """Begin what a request needs before its first step, such as its grammar; None: nothing.
+
+        A failure of the future ends the request; a request that ends before cancels the future.
 
         :raises ConfigError: the parameters name something that this process has not.
         """

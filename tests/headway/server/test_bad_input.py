@@ -119,6 +119,16 @@ def test_invalid_schema_is_answered_400(served: Running, http: httpx.Client) -> 
         assert "regex" in told(http.post(TEXT, json=body), 400)["message"]
 
 
+@pytest.mark.parametrize("levels", [130, 250, 480])
+def test_a_schema_that_is_too_deep_is_answered_400(served: Running, http: httpx.Client, levels: int) -> None:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        schema = {"items": schema}
+    wanted = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    error = told(http.post(TEXT, json={"prompt": "a", "response_format": wanted}), 400)
+    assert "structured_outputs.json: needs at most 120 levels" in error["message"] or "recursion" in error["message"]
+
+
 def test_a_body_of_100_mb_is_refused_unread(served: Running, http: httpx.Client) -> None:
     def parts() -> Any:
         for _ in range(100):
