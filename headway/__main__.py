@@ -11,7 +11,13 @@ from typing import Final
 
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.system.logs import log_traceback
-from headway.core.system.system_errors import drop_unwritten, escape_unencodable, open_closed_streams, system_error_text
+from headway.core.system.system_errors import (
+    drop_unwritten,
+    escape_unencodable,
+    open_closed_streams,
+    outlive_stderr,
+    system_error_text,
+)
 from headway.machine.interrupts import handle_sigint, interrupt_command
 
 _NARROWEST: Final = 20
@@ -29,6 +35,7 @@ def main() -> None:
     message and exit code 2, Ctrl-C with 130 or by SIGINT. Only a fault of Headway's own shows a traceback.
     """
     open_closed_streams()
+    outlive_stderr()
     escape_unencodable(sys.stdout, sys.stderr)
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) < _NARROWEST:  # some terminals say 0; nothing can be shown in a few columns

@@ -21,7 +21,6 @@ from headway.hosting.host import EngineDeadError, EngineFacts, EngineHost, Task,
 from headway.hosting.process_host import EngineProcess
 from headway.hosting.thread_host import EngineThread
 from headway.outputs import RequestOutput
-from headway.requests.chat_template import template_options
 from headway.requests.prompts import Message, Prompt, list_of_one
 from headway.requests.streams import Mailbox, Mailboxes, RequestStream
 from headway.requests.validation import RequestName, quickly_checked
@@ -134,13 +133,32 @@ class AsyncLLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        split_special_tokens: bool = False,
     ) -> Prompt:
         """A conversation in the model's chat template, ready for `generate`; rendered and tokenised in a thread. See LLM.chat.
 
         :raises HeadwayError: the model has no chat template, or a message has another form.
         """
-        options = template_options(add_generation_prompt, continue_final_message, chat_template, tools, chat_template_kwargs)
-        return await self.in_thread(partial(self.host.validator.chat_prompt, messages, **options))
+        render = partial(
+            self.host.validator.chat_prompt,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            split_special_tokens=split_special_tokens,
+        )
+        return await self.in_thread(render)
+
+    async def text_prompt(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
+        """A text in which the names of control tokens are text, ready for `generate`; tokenised in a thread.
+
+        add_special_tokens: whether the tokenizer puts its own around it, such as BOS.
+
+        :raises HeadwayError: the model's tokenizer cannot do that.
+        """
+        return await self.in_thread(partial(self.host.validator.text_prompt, text, add_special_tokens))
 
     async def check(
         self,

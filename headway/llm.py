@@ -16,7 +16,6 @@ from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.hosting.assembly import assemble
 from headway.hosting.driver import EngineDriver
 from headway.outputs import RequestOutput
-from headway.requests.chat_template import template_options
 from headway.requests.prompts import Message, Prompt, is_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState
 from headway.vllm_names import check_keywords, missing_attribute
@@ -140,21 +139,29 @@ class LLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        split_special_tokens: bool = False,
         **others: object,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the model's own chat template; the outputs come in their order.
 
         messages: a list of {"role": ..., "content": ...}, or a list of such lists. continue_final_message: continue the last
         message instead of answering it. chat_template: replaces the model's. tools, chat_template_kwargs: for the template.
+        split_special_tokens: the names of control tokens in messages of users and tools are text.
 
         :raises HeadwayError: the model has no chat template, or a message has another form.
         """
-        known = ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tools", "chat_template_kwargs")
-        check_keywords("LLM.chat", others, ("sampling_params", "use_tqdm", *known))
+        template: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+            "split_special_tokens": split_special_tokens,
+        }
+        check_keywords("LLM.chat", others, ("messages", "sampling_params", "use_tqdm", *template))
         one = all(isinstance(message, Mapping) for message in messages)
         conversations = [messages] if one else messages
-        options = template_options(add_generation_prompt, continue_final_message, chat_template, tools, chat_template_kwargs)
-        prompts = [self.driver.validator.chat_prompt(cast("Sequence[Message]", each), **options) for each in conversations]
+        prompts = [self.driver.validator.chat_prompt(cast("Sequence[Message]", each), **template) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 _PART = ".headway-part"
 """End of the names of files and folders that are not complete yet."""
+_SHARED, _PRIVATE = 0o666, 0o600
+"""Modes of files."""
 LARGEST_TEXT = 1 << 28
 """Bytes of the largest text file that is read. A table of 20,000 cells takes 10 MiB."""
 
@@ -38,13 +40,14 @@ def read_text(path: Path) -> str:
     return content.decode("utf-8")
 
 
-def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False) -> None:
+def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False, private: bool = False) -> None:
     """Write a file whole or not at all: no reader sees half a file, and a failed write leaves the old one unchanged.
 
     A symbolic link stays one: the file that it points to is written. The mode and the owner of an existing file are kept. A
     character device or a FIFO is written into and never replaced. Incomplete files that a killed process has left in the folder
     are removed. content: pieces of the file, in order. durable: the file is on the disk when this returns, so that a loss of
-    power neither takes an old file nor leaves an empty one.
+    power neither takes an old file nor leaves an empty one. private: nobody but this user may read the file, whatever the umask
+    and an existing file's mode.
 
     :raises OSError: the file cannot be written, and nothing is left of it; or the path is a folder, a block device, a socket, a
         read-only file, or a file of another owner, whom only root can keep.
@@ -61,9 +64,11 @@ def write_whole(path: Path, *content: bytes | memoryview, durable: bool = False)
     if old is not None:
         _check_replaceable(path, old)
     clean_once(path.parent)
-    with _part_file(path) as (part, handle):
+    with _part_file(path, _PRIVATE if private else _SHARED) as (part, handle):
         _write_all(handle, content)
-        if old is not None:
+        if private:
+            os.fchmod(handle, _PRIVATE)
+        elif old is not None:
             if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
                 with contextlib.suppress(PermissionError):  # the group is none of this user's
                     os.fchown(handle, old.st_uid if os.geteuid() == 0 else -1, old.st_gid)
@@ -97,6 +102,19 @@ def new_folder(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(part, ignore_errors=True)
         os.close(handle)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that nobody but this user may enter, whatever the umask; one that exists becomes so.
+
+    :raises PermissionError: the folder exists and belongs to another user.
+    :raises OSError: the folder cannot be made.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = folder.stat().st_uid
+    if owner != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to another user ({owner})", str(folder))
+    folder.chmod(0o700)
 
 
 def clean(folder: Path) -> list[Path]:
@@ -133,11 +151,12 @@ def _part_name(path: Path) -> Path:
 
 
 @contextmanager
-def _part_file(path: Path) -> Iterator[tuple[Path, int]]:
-    """Yield a new file beside another, locked while being written, and removed afterwards unless renamed."""
+def _part_file(path: Path, mode: int) -> Iterator[tuple[Path, int]]:
+    """Yield a new file beside another, locked while being written, and removed afterwards unless renamed. mode: of the file,
+    but for what the umask takes from it."""
     while True:
         part = _part_name(path)
-        handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:  # else another process removed it between the two calls, as a dead one's

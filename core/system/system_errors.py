@@ -7,10 +7,12 @@ import errno
 import io
 import os
 import sys
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 from headway.core.system.text import shown
 
+_STDERR: Final = 2
+"""Descriptor of stderr."""
 _ROOM: Final = "free some space, or name another place"
 _ADVICE: Final = {
     errno.ENOSPC: _ROOM,
@@ -77,6 +79,35 @@ def open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (open until the process ends)
+
+
+class LossyFile(io.FileIO):
+    """A stream's file, whose writes never fail: what a full disk or a closed pipe does not take is lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream.fileno(), "w", closefd=False)
+        self._stream = stream
+        """Closes the file when nobody holds it any more."""
+
+    def write(self, data: Any) -> int:
+        """Write as much as can be written; returns the number of bytes that were given."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        with contextlib.suppress(OSError):
+            while left:
+                left = left[super().write(left) or len(left) :]
+        return size
+
+
+def outlive_stderr() -> None:
+    """Have commands go on where the messages on stderr cannot be written (`2>/dev/full`): nobody waits for these.
+
+    A stream that somebody has put in the place of the process's own is left alone.
+    """
+    found = sys.stderr
+    if type(found) is io.TextIOWrapper and found.fileno() == _STDERR:
+        raw = LossyFile(found)
+        sys.stderr = io.TextIOWrapper(raw, found.encoding, found.errors, line_buffering=True, write_through=True)
 
 
 def escape_unencodable(*streams: TextIO | None) -> None:

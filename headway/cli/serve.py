@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from functools import partial
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 SERVER = "Server"
 LIMITS = "Limits"
+_KEY_VARIABLE = "HEADWAY_API_KEY"
 
 
 @takes_engine_options(*(name for name in help_texts() if name != "model"))
@@ -35,7 +37,7 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar="HEADWAY_API_KEY",
+            envvar=_KEY_VARIABLE,
             help="What requests must bring as Authorization: Bearer KEY. Processes of this machine see a command line.",
             rich_help_panel=SERVER,
         ),
@@ -54,6 +56,21 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Host that requests may name in the header Host; *.example.org: all below it. Repeatable; default: any.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    split_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--split-special-tokens",
+            help="Read the names of control tokens in messages of users and tools as text; a request may say otherwise.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Requests that may wait for a first token; one more gets 429.", rich_help_panel=LIMITS)
     ] = 1024,
@@ -88,12 +105,10 @@ def serve(
 ) -> None:
     """Serve MODEL with OpenAI's API: chats, completions, and Prometheus' metrics."""
     from headway.hosting.process_messages import spawn_engine
-    from headway.server.options import bound_socket
+    from headway.server.options import ServerOptions, bound_socket
 
-    if api_key and (api_key != api_key.strip() or not api_key.isprintable()):  # not shown: it is a secret
-        got = "one with spaces around it or control characters"
-        raise ConfigError("--api-key", "a text that a header carries", got, "a file's last line break may belong to it")
     model = model_option or model
+<<<<<<< HEAD
     args = EngineArgs.of(model, **engine)
     sock = bound_socket(host, port)
     if restart_engine and sys.platform == "win32":
@@ -107,9 +122,11 @@ def serve(
         if spawned is not None:
             spawned.wire.close()
         raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
+=======
+>>>>>>> h2
     options = ServerOptions(
         served_model_names=tuple(served_model_name or ()) or (model,),
-        api_key=api_key or None,
+        api_key=os.environ.get(_KEY_VARIABLE) if api_key is None else api_key,  # typer takes an empty variable for none
         max_queue=max_queue,
         max_body_bytes=max_body,
         max_connections=max_connections,
@@ -119,7 +136,19 @@ def serve(
         shutdown_timeout=shutdown_timeout,
         step_timeout=step_timeout,
         profile_dir=profile_dir,
+        split_special_tokens=split_special_tokens,
+        allowed_hosts=tuple(allowed_hosts or ()),
     )
+    args = EngineArgs.of(model, **engine)
+    sock = bound_socket(host, port)
+    # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread.
+    spawned = None if sys.platform == "win32" else spawn_engine()
+    try:
+        from headway.server.launch import serve as listen
+    except ImportError as error:
+        if spawned is not None:
+            spawned.wire.close()
+        raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
     with err.status(f"loading {model}"):

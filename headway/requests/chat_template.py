@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError, PromptError
+from headway.requests.control_tokens import ControlTokens
 from headway.requests.prompts import Message, Prompt, whole_text
 
 SECONDS: Final = 2.0
@@ -21,29 +23,52 @@ _LARGEST: Final = 1_000_000
 """Largest number beside a multiplication: `"a" * 10000000000` is one operation, which nothing interrupts."""
 _CLOCK_INTERVAL: Final = 32
 """Lines of a template between two readings of the clock."""
+_VARIABLES: Final = frozenset(("documents", "tools", "add_generation_prompt", "continue_final_message"))
+"""Variables of templates that are arguments of transformers' apply_chat_template, too."""
+_RENDERING: Final = frozenset(("self", "messages", "conversations"))
+"""Further names that transformers and Jinja use where they render a template."""
 _CODE: Final = "<template>"
 """File name that Jinja gives to a template that came as a text."""
 
 
 def chat_prompt(
-    tokenizer: Any, model: str, messages: str | Sequence[Message], add_generation_prompt: bool = True, **options: Any
+    tokenizer: Any,
+    model: str,
+    messages: str | Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    control_tokens: ControlTokens | None = None,
 ) -> Prompt:
     """A conversation in the tokenizer's chat template, as {"prompt": text, "prompt_token_ids": ids}.
 
     messages: a user's message, or a list of {"role": ..., "content": ...}. The template writes the special tokens itself, so the
-    tokenizer adds none: a text passed on would begin with two BOS tokens where both add one. options: of transformers'
-    apply_chat_template.
+    tokenizer adds none: a text passed on would begin with two BOS tokens where both add one. chat_template_kwargs: further
+    variables of the template. control_tokens: the tokenizer's, where their names in messages of users and tools are to be text;
+    None: they become tokens. The others: as in transformers' apply_chat_template.
 
-    :raises ConfigError: the tokenizer brings no chat template.
+    :raises ConfigError: the tokenizer brings no chat template, or a further variable has a name that is taken.
     :raises PromptError: messages of another form, or that the template refuses; or a template that never ends.
     """
-    if not (getattr(tokenizer, "chat_template", None) or (options.get("chat_template") and tokenizer is not None)):
+    if not (getattr(tokenizer, "chat_template", None) or (chat_template and tokenizer is not None)):
         raise ConfigError("chat", "a model whose tokenizer has a chat template", model, "leave --chat out")
     listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else [_message(each) for each in messages]
     if not listed:
         raise PromptError("messages", "at least one message", "none")
+    for each in listed:
+        whole_text(each["content"], "messages")
+    options = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "chat_template": chat_template,
+        "tools": tools,
+        **_variables(tokenizer, chat_template_kwargs or {}),
+    }
     try:
-        text = rendered(tokenizer, listed, **{"add_generation_prompt": add_generation_prompt, **options})
+        text = rendered(tokenizer, listed if control_tokens is None else control_tokens.protect(listed), **options)
     except PromptError:
         raise
     except Exception as error:  # a template is the model's own program, and may raise anything
@@ -51,10 +76,24 @@ def chat_prompt(
         raise PromptError(
             "messages", "a conversation that the chat template accepts", f"{type(error).__name__}: {line}"
         ) from error
-    return {
-        "prompt": text,
-        "prompt_token_ids": list(tokenizer(whole_text(text, "messages"), add_special_tokens=False)["input_ids"]),
-    }
+    whole_text(text, "messages")
+    if control_tokens is None:
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    else:
+        text, ids = control_tokens.encode(text)
+    return {"prompt": text, "prompt_token_ids": ids}
+
+
+def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The further variables of a template, unchanged.
+
+    :raises ConfigError: the name of one is an argument of what renders the template.
+    """
+    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *_RENDERING} - _VARIABLES
+    wrong = next((str(name) for name in given if name in taken or not isinstance(name, str)), None)
+    if wrong is not None:
+        raise ConfigError("chat_template_kwargs", "variables of the chat template", f"{wrong!r}, which is none", "leave it out")
+    return given
 
 
 def _message(message: object) -> dict[str, Any]:
@@ -72,23 +111,6 @@ def _message(message: object) -> dict[str, Any]:
     if not isinstance(content, str):
         raise PromptError("messages", need, f"content of the type {type(content).__name__}")
     return {**message, "content": content}
-
-
-def template_options(
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    chat_template: str | None,
-    tools: Sequence[Mapping[str, Any]] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """The arguments of `chat` beside messages, as `chat_prompt` reads them."""
-    return {
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
-        "chat_template": chat_template,
-        "tools": tools,
-        **(chat_template_kwargs or {}),
-    }
 
 
 class _TooMuch(Exception):

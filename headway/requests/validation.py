@@ -13,6 +13,7 @@ from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.state.request_limits import CheckedRequest, RequestLimits
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.requests.chat_template import chat_prompt
+from headway.requests.control_tokens import ControlTokens
 from headway.requests.prompts import Message, ParsedPrompt, Prompt, parse_prompts, whole_text
 from headway.requests.sampling_defaults import default_params, params_of_each, resolve
 
@@ -68,9 +69,25 @@ class RequestValidator:
             for number, (prompt, own, first) in enumerate(zip(parsed, params, priorities, strict=True))
         ]
 
-    def chat_prompt(self, messages: str | Sequence[Message], **options: Any) -> Prompt:
-        """A conversation in the model's chat template; see `chat_template.chat_prompt`."""
-        return chat_prompt(self.tokenizer, self.model.name, messages, **options)
+    def chat_prompt(self, messages: str | Sequence[Message], *, split_special_tokens: bool = False, **options: Any) -> Prompt:
+        """A conversation in the model's chat template; see `chat_template.chat_prompt`.
+
+        split_special_tokens: the names of control tokens in messages of users and tools are text.
+        """
+        control_tokens = self.control_tokens if split_special_tokens else None
+        return chat_prompt(self.tokenizer, self.model.name, messages, control_tokens=control_tokens, **options)
+
+    def text_prompt(self, text: str, add_special_tokens: bool = True) -> Prompt:
+        """A text as {"prompt": text, "prompt_token_ids": ids}, in which the names of control tokens are text.
+
+        :raises ConfigError: the model's tokenizer cannot do that.
+        """
+        return {"prompt": text, "prompt_token_ids": self.control_tokens.encode_text(whole_text(text), add_special_tokens)}
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The control tokens of the model, read when they are first asked for."""
+        return ControlTokens(self.tokenizer)
 
     def default_params(self) -> SamplingParams:
         """The parameters that the model's generation_config.json recommends."""

@@ -12,6 +12,7 @@ import orjson
 from openai.types import CompletionUsage
 from openai.types.completion_usage import PromptTokensDetails
 
+from headway.core.engine.state.step import NO_TOKEN_LEFT
 from headway.core.sampling.logprobs import Logprob
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
 from headway.server.errors import ApiError
@@ -108,7 +109,8 @@ def check_ended(new: CompletionOutput, structured: bool) -> None:
     :raises ApiError: the completion has failed, or was ended by the server.
     """
     if new.finish_reason == "error":
-        raise ApiError(400 if structured and not new.token_ids else 500, new.error or "the completion has failed")
+        said = new.error or "the completion has failed"
+        raise ApiError(400 if NO_TOKEN_LEFT in said or (structured and not new.token_ids) else 500, said)
     if new.finish_reason == "abort":
         raise ApiError(503, "the server has ended the request", code="aborted")
 

@@ -24,13 +24,14 @@ from headway.server.chat import ChatAnswer
 from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
 from headway.server.metrics import CONTENT_TYPE
+from headway.server.middleware import ApiKeyMiddleware, HostMiddleware, JsonMiddleware
 from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
 from headway.server.params import chat_params, completion_params, messages_of, prompts_of, template_kwargs
 from headway.server.profile_routes import ProfileRoutes
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from headway.server.routing import ApiKeyMiddleware, DirectMiddleware, Endpoint, endpoint, read_body
+from headway.server.routing import DirectMiddleware, Endpoint, endpoint, read_body
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -50,7 +51,11 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     for each in app.state.routes:
         each.add_to(app)
     app.add_middleware(DirectMiddleware, endpoints=routes.direct, refuse=routes.refuse)
+    if service.options.api_key is None:
+        app.add_middleware(JsonMiddleware)
     app.add_middleware(ApiKeyMiddleware, api_key=service.options.api_key, open_paths=OPEN_PATHS)
+    if service.options.allowed_hosts:
+        app.add_middleware(HostMiddleware, allowed=service.options.allowed_hosts)
     return app
 
 
@@ -117,7 +122,11 @@ class Routes:
                 continue_final_message=body.continue_final_message,
                 tools=body.tools,
                 chat_template_kwargs=template_kwargs(body),
+                split_special_tokens=self._splits(body.split_special_tokens),
             )
+            tokens = prompt["prompt_token_ids"]
+        elif body.split_special_tokens:
+            prompt = await self._llm.text_prompt(body.prompt or "", add_special_tokens=body.add_special_tokens)
             tokens = prompt["prompt_token_ids"]
         else:
             encode = partial(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
@@ -171,12 +180,19 @@ class Routes:
             continue_final_message=body.continue_final_message,
             tools=tools,
             chat_template_kwargs=template_kwargs(body),
+            split_special_tokens=self._splits(body.split_special_tokens),
         )
         return await self._llm.check([prompt], params, priority=body.priority)
 
     async def _prepare_completions(self, body: CompletionRequest) -> Sequence[CheckedRequest]:
         params = completion_params(body, self._service.params_maker)
-        return await self._llm.check(prompts_of(body), params, priority=body.priority)
+        prompts = prompts_of(body)
+        if body.split_special_tokens:
+            prompts = [await self._llm.text_prompt(each) if isinstance(each, str) else each for each in prompts]
+        return await self._llm.check(prompts, params, priority=body.priority)
+
+    def _splits(self, asked: bool | None) -> bool:
+        return self._service.options.split_special_tokens if asked is None else asked
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 from typing import Final
 
 import uvicorn
@@ -25,6 +27,9 @@ log = logging.getLogger("headway")
 _LISTENERS: Final = 8
 """Descriptors of the socket that listens. libuv accepts one connection from each in a round of the event loop, so that of a crowd
 the last, and the probe behind it, would wait for as many rounds as there are connections."""
+_SEND_BUFFER: Final = 128 * 1024
+"""Bytes of an answer that the system takes in before the client has read any; Linux doubles the number. Its own choice grows to
+megabytes, in which a whole stream that nobody reads would disappear before `write_timeout` begins."""
 _SPARE_FILES: Final = 128
 """File descriptors kept free for files that are opened while the server runs: kernels, traces."""
 
@@ -52,20 +57,33 @@ class Server(uvicorn.Server):
             http=limited_protocol(options, most_connections()),
             ws="none",
             lifespan="off",
-            log_level="info" if log_requests else "warning",
+            log_config=None,  # the process's own, in which uvicorn's lines look like all others
+            log_level="warning",
             access_log=log_requests,
             backlog=4096,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(round(options.shutdown_timeout), 1) + 2,
             server_header=False,
         )
+        if log_requests:
+            access = logging.getLogger("uvicorn.access")
+            access.propagate = True  # another server of this process may have silenced it
+            access.setLevel(logging.INFO)
         super().__init__(config)
         self._shutdown_timeout = options.shutdown_timeout
         self._started_at = started_at
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop at a signal. A second SIGTERM ends the process at once, and with it the engine's."""
+        if self.should_exit and sig == signal.SIGTERM:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and report the URL."""
         sockets = [bound_socket(self.config.host, self.config.port)] if sockets is None else sockets
+        sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections have it from the listener
         sockets += [sockets[0].dup() for _ in range(_LISTENERS - 1)]
         await super().startup(sockets)
         if self._started_at is not None:

@@ -37,6 +37,25 @@ class ServerOptions:
     """Seconds that requests may go on after the server was told to stop."""
     profile_dir: Path | None = None
     """Folder for traces of the engine's steps; None: /start_profile is refused."""
+    split_special_tokens: bool = False
+    """Whether the names of control tokens in messages of users and tools are text, where a chat does not say."""
+    allowed_hosts: Sequence[str] = ()
+    """Hosts that requests may name in the header Host, "*.example.org" for all below one; none: any."""
+
+    def __post_init__(self) -> None:
+        """:raises ConfigError: a key that no header can carry, or a file in the place of a folder."""
+        key, folder = self.api_key, self.profile_dir
+        if key is not None and (not key or key != key.strip() or not key.isprintable()):  # not shown: it is a secret
+            got = "one with spaces around it or control characters" if key else "an empty one"
+            hint = "a file's last line break may belong to it" if key else "a variable of the shell may not be set"
+            raise ConfigError("--api-key", "a text that a header carries", got, hint)
+        for host in self.allowed_hosts:
+            name = host.removeprefix("*.")
+            if not name or host.count(":") == 1 or set(name) & set("*/ ,"):
+                need = "names or addresses without ports, or *.NAME for all below one"
+                raise ConfigError("--allowed-hosts", need, repr(host), "repeat the option for each")
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ConfigError("--profile-dir", "a folder", f"{folder}, which is none", "name another place")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

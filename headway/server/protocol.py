@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from httptools import HttpParserError, HttpParserUpgrade
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headway.server.errors import ApiError
+from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
 
 _AT_ONCE: Final = 8
@@ -55,11 +57,13 @@ class PacedStarts:
 
 
 _MOST_HEAD: Final = 64 * 1024
-"""Most bytes of a request line and its headers."""
+"""Most bytes of a path and of all headers and trailers, as the parser tells them: the same whatever the packets they came in."""
+_MOST_UNPARSED: Final = 2 * _MOST_HEAD
+"""Most bytes that the parser takes in without telling of any, such as a header without an end."""
+_MOST_PIPELINED: Final = 64
+"""Most requests of a connection that wait for the answers before theirs."""
 _READ_GRACE: Final = 0.02
 """Seconds in which the event loop reads bytes that have arrived."""
-_PROBES: Final = frozenset(("/health", "/ping"))
-"""Paths that never queue: a probe takes a server that answers slowly for a dead one."""
 LINGER: Final = 1.0
 """Seconds that a refused client has to send its request, to read the answer and to close. A connection closed with unread bytes
 is reset, and the client may lose the answer."""
@@ -76,8 +80,14 @@ class LimitedProtocol(HttpToolsProtocol):
     _read_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _head = 0
-    _in_head = True
+    """Bytes of the path, headers and trailers of the request that is being read."""
+    _unparsed = 0
+    """Bytes since the parser last told of anything."""
     _surplus = _refused = False
+    _answering: RequestResponseCycle | None = None
+    """The request that is being answered, or was last; `cycle` is the one that came last."""
+    _last_words: ApiError | None = None
+    """What a refused client is told once the requests before have their answers."""
 
     def connection_made(self, transport: Any) -> None:
         """Count the connection, and expect its first request."""
@@ -92,36 +102,59 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect(self.options.read_timeout, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers."""
+        """Cancel the timers, and end every request of the connection."""
         self._cancel_read_timer()
         self._cancel_write_timer()
         self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        if self._answering is not None:  # uvicorn ends the request that came last
+            _end(self._answering)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has arrived, and bound the size of a head."""
+        """Parse what has arrived. In place of uvicorn's: bytes that are no HTTP wait for their turn to be refused."""
+        self._unset_keepalive_if_required()
+        self._unparsed += len(data)
+        while data and not self._refused:
+            try:
+                self.parser.feed_data(data)
+                break
+            except HttpParserUpgrade as found:  # to a protocol that this server does not speak: HTTP goes on
+                data = data[found.args[0] :]
+            except HttpParserError:
+                self._refuse(ApiError(400, "the bytes that were sent are no HTTP request"))
         if self._refused:
             return
-        if self._in_head:
-            self._head += len(data)
-        super().data_received(data)
-        if self._in_head and self._head > _MOST_HEAD and not self.transport.is_closing():
-            self._refuse(ApiError(431, f"the headers: needs at most {_MOST_HEAD} bytes"))
+        if self._unparsed > _MOST_UNPARSED:
+            self._refuse(_too_long(431, "the headers"))
         elif self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._expect(self.options.read_timeout, self.transport.abort)  # empty lines, or the body of what has been answered
+            self._expect(self.options.read_timeout, self._give_up)  # empty lines, or the body of what has been answered
 
     def on_message_begin(self) -> None:
         """Expect the rest of a head."""
+        self._head = self._unparsed = 0
         super().on_message_begin()
-        self._in_head = True
         if self._read_timer is None:
-            self._expect(self.options.read_timeout, self.transport.abort)
+            self._expect(self.options.read_timeout, self._give_up)
+
+    def on_url(self, url: bytes) -> None:
+        """Take in a part of a path, and bound its size."""
+        if self._takes_head(len(url), 414, "the path"):
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take in a header or a trailer, and bound their size."""
+        if self._takes_head(len(name) + len(value) + len(": \r\n"), 431, "the headers"):
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Pass a request on; its body is timed where it is read."""
-        self._in_head, self._head = False, 0
         if self._surplus:
             self._refuse_surplus()
+        elif len(self.pipeline) >= _MOST_PIPELINED:
+            self._refuse(
+                ApiError(429, f"more than {_MOST_PIPELINED} requests of one connection wait for their turn", retry_after=1)
+            )
         if self._refused:
             return
         self._cancel_read_timer()
@@ -129,6 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Pass a part of a body on."""
+        self._unparsed = 0
         if not self._refused:
             super().on_body(body)
 
@@ -137,9 +171,17 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._refused:
             super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        """Begin the next request, or tell a refused client so, now that the requests before have their answers."""
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if is_last and self._last_words is not None and not self.transport.is_closing():
+            self._write_last(self._last_words)
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle
         begin = partial(super()._start_asgi_task, cycle, app)
-        if cycle.scope["path"] in _PROBES:
+        if cycle.scope["path"] in PROBES:  # which takes a server that answers slowly for a dead one
             begin()
         else:
             self.starts.begin(begin, self.loop)
@@ -161,20 +203,27 @@ class LimitedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             self._refuse(ApiError(503, "the server is shutting down", retry_after=1))
-            cycle.disconnected = True  # for what reads the body
-            cycle.message_event.set()
             return
         super().shutdown()
         if self.transport.is_closing():
             self._expect(LINGER, self.transport.abort)
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
-        self._refuse(ApiError(400, msg))
-
     def _expect(self, seconds: float, otherwise: Callable[[], None]) -> None:
         self._cancel_read_timer()
         self._read_timer = self.loop.call_later(seconds, self._wait_for_reading, otherwise)
+
+    def _give_up(self) -> None:
+        """End a connection on which nothing has come in time; a request that is being answered still gets its answer."""
+        if self._answers:
+            self._refuse(ApiError(408, f"the request behind this one has taken longer than {self.options.read_timeout:g} s"))
+        else:
+            self.transport.abort()
+
+    @property
+    def _answers(self) -> bool:
+        """Whether a request is being answered."""
+        found = self._answering
+        return found is not None and not (found.response_complete or found.disconnected)
 
     def _wait_for_reading(self, otherwise: Callable[[], None]) -> None:
         """Wait a little longer after a timeout: bytes may be unread because the server was busy, not the client slow."""
@@ -193,17 +242,48 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse_surplus(self) -> None:
         self._refuse(ApiError(503, f"there are {self.options.max_connections} connections already", retry_after=1))
 
+    def _takes_head(self, size: int, status: int, what: str) -> bool:
+        """Count bytes of a head; False: the client is refused, with this status."""
+        self._unparsed = 0
+        self._head += size
+        if self._head > _MOST_HEAD:
+            self._refuse(_too_long(status, what))
+        return not self._refused
+
     def _refuse(self, error: ApiError) -> None:
-        """Answer a connection that never becomes a request; the connection is closed once the client has had time to read."""
+        """Read no more requests, and answer with an error what never becomes one, after the answers to those before it."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
+        broken = self.cycle
+        if broken is not None and broken.more_body and not broken.response_started:  # its body breaks off: the error answers it
+            _end(broken)
+            if self.pipeline and self.pipeline[0][0] is broken:
+                self.pipeline.popleft()
+        if self._answers:
+            self._last_words = error
+            self._cancel_read_timer()  # what it waits for is not read any more
+        else:
+            self._write_last(error)
+
+    def _write_last(self, error: ApiError) -> None:
+        """Write an answer after which the connection is closed, once the client has had time to read."""
         body = orjson.dumps(error.body)
         retry = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
         head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.write_eof()
         self._expect(LINGER, self.transport.abort)
+
+
+def _too_long(status: int, what: str) -> ApiError:
+    return ApiError(status, f"{what}: needs at most {_MOST_HEAD} bytes of path and headers")
+
+
+def _end(cycle: RequestResponseCycle) -> None:
+    """Let a request find its client gone: what reads its body and what waits for its end wake, and what it writes is dropped."""
+    cycle.disconnected = True
+    cycle.message_event.set()
 
 
 def limited_protocol(options: ServerOptions, most_open: int) -> type[LimitedProtocol]:

@@ -13,7 +13,8 @@ MOST_STOPS = 64
 
 Count = Annotated[int, Field(ge=1, le=MOST_COMPLETIONS)]
 Stops = Annotated[list[str], Field(max_length=MOST_STOPS)]
-TokenIds = list[int]
+TokenIds = list[Annotated[int, Field(strict=True)]]
+"""Whole numbers; true and "5" are none."""
 
 
 class StreamOptions(BaseModel):
@@ -78,6 +79,9 @@ class SamplingRequest(BaseModel):
     structured_outputs: dict[str, Any] | None = None
     """Fields of StructuredOutputsParams."""
     priority: int = 0
+    split_special_tokens: bool | None = None
+    """Whether the names of control tokens in a prompt, or in a chat's messages of users and tools, are text. None: in chats what
+    the server's option says, in prompts no."""
     return_token_ids: bool = False
     """Add `token_ids` to every choice, and the prompt's to the first."""
     return_tokens_as_token_ids: bool = False
@@ -122,6 +126,8 @@ class TokenizeRequest(BaseModel):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    split_special_tokens: bool | None = None
+    """As in a SamplingRequest."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None

@@ -1,12 +1,11 @@
-"""Between the connection and the routes: the API key, the direct way past FastAPI, bodies, and methods as endpoints."""
+"""Between the connection and the routes: the direct way past FastAPI, bodies, and methods as endpoints."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
@@ -23,29 +22,6 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 Answer = TypeVar("Answer")
 Body = TypeVar("Body", bound=BaseModel)
-
-
-class ApiKeyMiddleware:
-    """ASGI middleware that refuses requests without the API key, before anything else looks at them."""
-
-    def __init__(self, app: App, api_key: str | None, open_paths: Collection[str]) -> None:
-        """api_key: None lets everybody in. open_paths: need no key."""
-        self._app, self._open_paths = app, frozenset(open_paths)
-        self._key = None if api_key is None else api_key.encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass on a request, or refuse one without the API key."""
-        if self._key is None or scope["type"] != "http" or scope["path"] in self._open_paths or self._knows(scope["headers"]):
-            await self._app(scope, receive, send)
-            return
-        error = ApiError(401, "the header Authorization: Bearer KEY has no valid key", code="invalid_api_key")
-        await error.response()(scope, receive, send)
-
-    def _knows(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        given = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        assert self._key is not None
-        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
 
 
 class DirectMiddleware:

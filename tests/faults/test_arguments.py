@@ -47,6 +47,8 @@ REFUSED = {
     "a limit that is no number": ("bench crossover --level engine --cell-limit nan", "--cell-limit: needs a time such as 120s"),
     "requests of another level": ("bench crossover --mixed 1q8s16", "--mixed: needs --level engine"),
     "a key that no header carries": ("serve --api-key a\x07", "--api-key: needs a text that a header carries"),
+    "an empty key": ("serve --api-key=", "--api-key: needs a text that a header carries, got an empty one"),
+    "a file for profiles": ("serve --profile-dir /etc/passwd", "--profile-dir: needs a folder, got /etc/passwd, which is none"),
     "a negative limit": ("bench serve --goodput ttft:-1", "--goodput: needs limits"),
 }
 
@@ -75,6 +77,12 @@ def test_an_invalid_number_or_address_is_refused(
     assert code == 2, said
     assert words in said
     assert "Traceback" not in said
+
+
+def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HEADWAY_API_KEY", "")
+    code, said = run("serve", monkeypatch, capfd)
+    assert (code, "--api-key: needs a text that a header carries, got an empty one" in said) == (2, True)
 
 
 def test_a_batch_size_over_the_limit_is_refused() -> None:

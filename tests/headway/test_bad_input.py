@@ -105,6 +105,16 @@ def test_a_bad_option_is_refused_before_a_model_is_looked_for(
     assert_refused(headway(*generate(tmp_path, *options)), *words)
 
 
+def test_the_meta_device_is_refused_by_name(tiny_model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"device: needs a text, got device\(type='meta'\)"):
+        LLM(str(tiny_model_folder), device=torch.device("meta"))  # type: ignore[arg-type]
+    with (
+        torch.device("meta"),
+        pytest.raises(ConfigError, match="device: needs one that holds numbers, got meta, torch's default"),
+    ):
+        LLM(str(tiny_model_folder))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_device_that_is_not_there_is_refused(headway: Headway, tiny_model_folder: Path, device: str) -> None:

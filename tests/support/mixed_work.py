@@ -80,7 +80,9 @@ class MixedWork:
             for body, status in BAD_BODIES:
                 answer = await http.post("/v1/completions", json=body)
                 assert (answer.status_code, set(answer.json())) == (status, {"error"}), answer.text
-            answer = await http.post("/v1/chat/completions", content=b'{"messages": [')
+            answer = await http.post(
+                "/v1/chat/completions", content=b'{"messages": [', headers={"content-type": "application/json"}
+            )
             assert answer.status_code == 400
         self.counts["HTTP, refused"] += len(BAD_BODIES) + 1
 

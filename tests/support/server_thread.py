@@ -63,7 +63,8 @@ def running(llm: LLM, options: ServerOptions | None = None) -> Iterator[Running]
 
 
 def raw(method: str, path: str, body: bytes = b"", **headers: object) -> bytes:
-    """An HTTP request as bytes."""
+    """An HTTP request as bytes. A body is JSON unless headers say otherwise."""
+    headers = {"content_type": "application/json", **headers}
     lines = [f"{method} {path} HTTP/1.1", "host: test", f"content-length: {len(body)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

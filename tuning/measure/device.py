@@ -32,8 +32,11 @@ def default_device() -> torch.device:
 def resolve_device(name: str | None) -> torch.device:
     """A device by name: auto, cpu, cuda, or cuda:N. auto and None are `default_device`.
 
-    :raises ConfigError: no such device here.
+    :raises ConfigError: no such device here, or torch makes all tensors on the meta device, which holds no numbers.
     """
+    if torch.empty(0).is_meta:
+        hint = "call Headway outside of `with torch.device(...)` and torch.set_default_device"
+        raise ConfigError("device", "one that holds numbers", "meta, torch's default device here", hint)
     if name in (None, "auto"):
         return default_device()
     count = torch.cuda.device_count()

@@ -17,7 +17,7 @@ from headway.core.engine.offload.costs import OffloadFailures
 from headway.core.engine.offload.host_tier import HostTier
 from headway.core.engine.state.page_mover import KeptPage, PageMover, PageName, Pending
 from headway.core.engine.state.stats import EngineStats
-from headway.core.system.files import write_whole
+from headway.core.system.files import make_private, write_whole
 
 
 class DiskTier:
@@ -195,7 +195,7 @@ class DiskStore:
         self._parts, self._wait = parts, wait_for_slot
         self._warned: set[str] = set()
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            _make_folders(folder, self._folder)
             others = _trim(folder, max_bytes, self._folder)
             found = [(path.stat().st_mtime_ns, path.name) for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
         except OSError as error:
@@ -247,7 +247,7 @@ class DiskStore:
     def _write(self, page: KeptPage) -> None:
         parts = self._parts(page.slot)
         header = _HEADER.pack(_MAGIC, len(page.tokens), sum(map(len, parts)), _checksum(page, parts))
-        write_whole(self._path(page.name), header, page.tokens, *parts)
+        write_whole(self._path(page.name), header, page.tokens, *parts, private=True)  # it holds a prompt's tokens
 
     def _read(self, page: KeptPage) -> None:
         path, parts = self._path(page.name), self._parts(page.slot)
@@ -266,6 +266,18 @@ class DiskStore:
             path.unlink(missing_ok=True)
             raise
         os.utime(path)  # used last
+
+
+def _make_folders(folder: Path, own: Path) -> None:
+    """Make the folder of all models where there is none, and the one of this model, which nobody else may read.
+
+    :raises OSError: one of them cannot be made; the one of this model belongs to another user.
+    """
+    if not folder.exists():
+        make_private(folder)
+    elif folder.stat().st_uid not in (os.geteuid(), 0):
+        log.warning("kv_offload_dir: %s belongs to another user, who can delete what is written there", folder)
+    make_private(own)
 
 
 def _exactly(content: bytes | memoryview, size: int) -> bytes | memoryview:

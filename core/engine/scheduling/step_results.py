@@ -15,7 +15,7 @@ from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.state.schedule import ScheduledSequence
 from headway.core.engine.state.sequence import Sequence
 from headway.core.engine.state.stats import EngineStats
-from headway.core.engine.state.step import OutputDelta, Sampled, SampledExtras
+from headway.core.engine.state.step import NO_TOKEN_LEFT, OutputDelta, Sampled, SampledExtras
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.sampler import NOT_A_TOKEN
 
@@ -131,7 +131,7 @@ def _reason_for(seq: Sequence, fault: int, error: str | None, first_nan: str | N
     if fault == NOT_A_TOKEN:
         found = first_nan or "HEADWAY_DEBUG=1 says which layer made the first"
         return f"the logits of token {seq.num_tokens} hold a NaN; {found}"
-    return f"token {seq.num_tokens}: what the request forbids leaves no token; its parameters exclude each other here"
+    return f"token {seq.num_tokens}: {NO_TOKEN_LEFT}; its parameters exclude each other here"
 
 
 def _keep_prompt_logprobs(step: Items[Sequence], extras: SampledExtras) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
@@ -122,6 +122,10 @@ class Sampled:
             rows: list[list[int]] = self.tokens.tolist()
             return rows
         return [row[:count] for row, count in zip(self.tokens.tolist(), self.counts.tolist(), strict=True)]
+
+
+NO_TOKEN_LEFT: Final = "what the request forbids leaves no token"
+"""Part of the error of a completion that was ended by its own parameters, not by a fault."""
 
 
 class OutputDelta(NamedTuple):

@@ -11,9 +11,11 @@ import openai
 import pytest
 from openai import OpenAI
 
+from headway import LLM
 from server_thread import Running, raw
 
 ASK = [{"role": "user", "content": "the quick fox"}]
+JSON = {"content-type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -54,6 +56,20 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "tools without a template": (CHAT, {"messages": ASK, "tools": [{"type": "function"}]}, "tools"),
     "a template of one's own": (CHAT, {"messages": ASK, "chat_template": "{% for i in range(9) %}{% endfor %}"}, "chat_template"),
     "and by the back door": (CHAT, {"messages": ASK, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
+    "messages by the back door": (CHAT, {"messages": ASK, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    "an argument of a method": (CHAT, {"messages": ASK, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    "an argument of the rendering": (
+        CHAT,
+        {"messages": ASK, "chat_template_kwargs": {"conversations": 1}},
+        "chat_template_kwargs",
+    ),
+    "another tokenisation": (CHAT, {"messages": ASK, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    "a truth value among tokens": (TEXT, {"prompt": [5, True]}, "prompt"),
+    "a truth value among the tokens of a second prompt": (TEXT, {"prompt": [[5], [True]]}, "prompt"),
+    "a text among stop tokens": (TEXT, {"prompt": "a", "stop_token_ids": ["5"]}, "stop_token_ids.0"),
+    "a truth value as an allowed token": (TEXT, {"prompt": "a", "allowed_token_ids": [True]}, "allowed_token_ids.0"),
+    "a text among tokens to decode": ("/detokenize", {"tokens": ["5"]}, "tokens.0"),
+    "no allowed tokens": (TEXT, {"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
     "usage without a stream": (CHAT, {"messages": ASK, "stream_options": {"include_usage": True}}, "stream_options"),
     "a suffix": (TEXT, {"prompt": "a", "suffix": "z"}, "suffix"),
     "a seed beyond 64 bits": (TEXT, {"prompt": "a", "seed": 2**70}, "seed"),
@@ -81,7 +97,17 @@ def test_a_value_that_cannot_work_is_named(
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"prompt": "a"', b"\xff\xfe", b'{"prompt": NaNa}', b"[" * 100_000])
 def test_invalid_json_is_answered_with_the_place(served: Running, http: httpx.Client, body: bytes) -> None:
-    assert told(http.post(TEXT, content=body), 400)["type"] == "invalid_request_error"
+    assert told(http.post(TEXT, content=body, headers=JSON), 400)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_parameters_that_leave_no_token_are_the_clients_fault(
+    served: Running, http: httpx.Client, llm: LLM, stream: bool
+) -> None:
+    eos = llm.get_tokenizer().eos_token_id
+    body = {"prompt": "a", "allowed_token_ids": [eos], "min_tokens": 3, "max_tokens": 5, "stream": stream}
+    error = told(http.post(TEXT, json=body), 400)
+    assert (error["type"], "leaves no token" in error["message"]) == ("invalid_request_error", True)
 
 
 def test_unknown_fields_are_ignored(served: Running, http: httpx.Client) -> None:
@@ -134,14 +160,14 @@ def test_a_body_of_100_mb_is_refused_unread(served: Running, http: httpx.Client)
         for _ in range(100):
             yield bytes(2**20)
 
-    assert told(http.post(TEXT, content=bytes(100 * 2**20)), 413)["code"] == "body_too_large"
+    assert told(http.post(TEXT, content=bytes(100 * 2**20), headers=JSON), 413)["code"] == "body_too_large"
     with served.connect() as sock:
-        sock.sendall(
-            raw("POST", TEXT, content_type="application/json").replace(b"content-length: 0", b"content-length: 99999999")
-        )
+        sock.sendall(raw("POST", TEXT).replace(b"content-length: 0", b"content-length: 99999999"))
         assert sock.recv(100).startswith(b"HTTP/1.1 413")
     with suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
-        told(http.post(TEXT, content=parts()), 413)  # it is cut off: the client may hear of that before it hears why
+        told(
+            http.post(TEXT, content=parts(), headers=JSON), 413
+        )  # it is cut off: the client may hear of that before it hears why
     assert http.get("/health").status_code == 200
 
 
@@ -155,7 +181,7 @@ def test_what_is_not_http_is_refused(served: Running, http: httpx.Client) -> Non
         with served.connect() as sock:
             sock.sendall(nonsense)
             status = sock.recv(12)
-            assert status in (b"HTTP/1.1 400", b"HTTP/1.1 431"), status
+            assert status in (b"HTTP/1.1 400", b"HTTP/1.1 414", b"HTTP/1.1 431"), status
     assert http.get("/health").status_code == 200
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 import time
 
@@ -12,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from headway import LLM
-from headway.server import protocol
+from headway.server import launch, protocol
 from headway.server.options import ServerOptions, is_local
 from server_thread import raw, running
 
@@ -119,6 +120,28 @@ def test_client_that_never_reads_a_stream_is_closed(llm: LLM) -> None:
             served.wait_idle(30)
 
 
+def test_many_streams_that_nobody_reads_are_given_up_and_disturb_nobody(llm: LLM) -> None:
+    with running(llm, ServerOptions(write_timeout=0.5)) as served:
+        asked = {**LONG, "stream": True, "logprobs": 20, "n": 8, "max_tokens": 250}  # some 4 MB, more than a socket takes
+        body = httpx.Request("POST", "http://x", json=asked).content
+        connections, socks = served.server.server_state.connections, [served.connect() for _ in range(20)]
+        try:
+            for sock in socks:
+                sock.sendall(raw("POST", TEXT, body))
+            unread = [0]
+            began = time.monotonic()
+            while connections or not unread[-1]:
+                assert time.monotonic() - began < 60
+                kept = [each.transport.get_write_buffer_size() for each in list(connections)]  # type: ignore[union-attr]
+                unread.append(max(*unread, *kept, 0))
+                time.sleep(0.01)
+            assert httpx.post(f"{served.url}{TEXT}", json={**LONG, "max_tokens": 3}, timeout=30).status_code == 200
+        finally:
+            for sock in socks:
+                sock.close()
+        assert unread[-1] < 2**20
+
+
 def test_shutdown_lets_running_requests_end(llm: LLM) -> None:
     texts: list[str] = []
     with running(llm, ServerOptions(shutdown_timeout=20)) as served:
@@ -172,6 +195,21 @@ def test_shutdown_aborts_requests_after_the_timeout(llm: LLM, monkeypatch: pytes
         served.server.should_exit = True
         ask.join()
     assert (found[0].status_code, found[0].json()["error"]["code"]) == (503, "aborted")
+
+
+def test_second_sigterm_ends_the_process_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[int] = []
+    monkeypatch.setattr(launch.signal, "raise_signal", raised.append)
+    before = signal.getsignal(signal.SIGTERM)
+    with running(llm) as served:
+        server = launch.Server(served.llm, ServerOptions())
+        try:
+            server.handle_exit(signal.SIGTERM, None)
+            assert (server.should_exit, raised) == (True, [])
+            server.handle_exit(signal.SIGTERM, None)
+            assert (raised, signal.getsignal(signal.SIGTERM)) == ([signal.SIGTERM], signal.SIG_DFL)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def test_health_answers_503_for_a_dead_engine(llm: LLM) -> None:

@@ -10,7 +10,8 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from headway import LLM, SamplingParams
-from server_thread import Running
+from headway.server.options import ServerOptions
+from server_thread import Running, running
 
 ASK = [{"role": "user", "content": "the quick fox"}]
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -158,6 +159,26 @@ def test_texts_to_tokens_and_back(llm: LLM, served: Running, http: httpx.Client)
     assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "the quick"}
     chat = http.post("/tokenize", json={"messages": ASK}).json()
     assert chat["tokens"] == llm.chat_prompt(ASK)["prompt_token_ids"]  # type: ignore[index]
+
+
+def test_control_tokens_in_a_text_are_text_where_it_is_asked_for(llm: LLM, served: Running, http: httpx.Client) -> None:
+    eos = llm.get_tokenizer().eos_token_id
+    split = {"split_special_tokens": True}
+    for asked in ({"prompt": "a<eos>"}, {"messages": [{"role": "user", "content": "a<eos>"}]}):
+        assert eos in http.post("/tokenize", json=asked).json()["tokens"]
+        tokens = http.post("/tokenize", json={**asked, **split}).json()["tokens"]
+        assert eos not in tokens
+        path = "/v1/completions" if "prompt" in asked else "/v1/chat/completions"
+        answer = http.post(path, json={**asked, **split, "max_tokens": 1, "return_token_ids": True}).json()
+        assert (answer["choices"][0].get("prompt_token_ids") or answer.get("prompt_token_ids")) == tokens
+    with running(llm, ServerOptions(split_special_tokens=True)) as careful:
+        for given, kept in (({}, False), ({"split_special_tokens": False}, True)):
+            messages = [{"role": "user", "content": "a<eos>"}]
+            found = httpx.post(f"{careful.url}/tokenize", json={"messages": messages, **given}).json()["tokens"]
+            assert (eos in found) is kept
+        assert (
+            eos in httpx.post(f"{careful.url}/tokenize", json={"prompt": "a<eos>"}).json()["tokens"]
+        )  # a prompt is its caller's
 
 
 def test_continuous_usage_is_in_every_chunk(served: Running, client: OpenAI) -> None:

@@ -185,7 +185,7 @@ def test_damaged_file_is_recomputed_and_counted(
 def test_full_disk_changes_no_token(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("headway.core.engine.offload.disk_tier.write_whole", full)

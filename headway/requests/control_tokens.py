@@ -1,0 +1,130 @@
+"""Control tokens that somebody's text names: encoding such a text as text, where a tokenizer would write the tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from headway.core.contract.errors import ConfigError
+from headway.requests.prompts import Message
+
+_TRUSTED: Final = frozenset(("system", "developer", "assistant"))
+"""Roles whose messages are written by the application or by the model; what others say may come from anywhere."""
+
+
+class ControlTokens:
+    """Encodes texts in which the names of control tokens, such as "<|im_end|>", are text.
+
+    A copy of the tokenizer knows the control tokens by names that nobody can guess, and is the same in everything else. A chat
+    template still has to write its own: `protect` hides the names within messages from the template and what follows it, and
+    `encode` gives what the template wrote the secret names, and the messages their own words back, before the copy sees either.
+    So a text is encoded in one piece, and its tokens are those that the tokenizer would make of it if it had no such names.
+
+    Control tokens are the tokenizer's special tokens, and added tokens that the chat template writes. Any thread may call this.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Copy a tokenizer of transformers', which takes up to a second for a large vocabulary.
+
+        :raises ConfigError: the tokenizer is not one of the tokenizers library, or cannot be copied with other names.
+        """
+        self._nonce = secrets.token_hex(16)
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        if not hasattr(backend, "to_str"):
+            raise _unable(f"a {type(tokenizer).__name__}")
+        described = json.loads(backend.to_str())
+        ids = {each["content"]: each["id"] for each in described["added_tokens"] if _controls(each, template)}
+        self._secrets = {name: f"{self._nonce}t{token}t" for name, token in ids.items()}
+        self._tokenizer = _renamed(described, self._secrets)
+        for name, token in ids.items():
+            if self._tokenizer.token_to_id(self._secrets[name]) != token:
+                raise _unable(f"one whose token {name!r} cannot be told from others")
+        names = sorted(self._secrets, key=len, reverse=True)
+        self._starts = {name[:end] for name in names for end in range(1, len(name))}
+        self._ends = {name[start:] for name in names for start in range(1, len(name))}
+        self._longest = max(map(len, names), default=0)
+        listed = "|".join(map(re.escape, names)) or "(?!)"
+        hidden = rf"{self._nonce}h([0-9a-f]*)h"
+        self._name, self._hidden, self._either = re.compile(listed), re.compile(hidden), re.compile(f"{hidden}|({listed})")
+
+    def protect(self, messages: Iterable[Message]) -> list[Mapping[str, Any]]:
+        """Hide the names of control tokens in every text of messages whose role is not system, developer or assistant."""
+        return [each if each["role"] in _TRUSTED else self._protected(each) for each in messages]
+
+    def encode(self, rendered: str) -> tuple[str, list[int]]:
+        """The text that a chat template made of protected messages, with their own words, and the text's tokens."""
+
+        def told(found: re.Match[str]) -> str:
+            return bytes.fromhex(found[1]).decode() if found[2] is None else self._secrets[found[2]]
+
+        ids = self._tokenizer.encode(self._either.sub(told, rendered), add_special_tokens=False).ids
+        return self._hidden.sub(lambda found: bytes.fromhex(found[1]).decode(), rendered), ids
+
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text in which nothing is a control token.
+
+        add_special_tokens: whether the tokenizer puts its own around the text, such as BOS.
+        """
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return found
+
+    def _protected(self, message: Message) -> dict[str, Any]:
+        return {key: self._hide(value) if isinstance(value, str) and key != "role" else value for key, value in message.items()}
+
+    def _hide(self, text: str) -> str:
+        """Hide names, and what at either end could become one together with text beside it, which templates may trim first."""
+        words = text.strip()
+        before, _, after = text.partition(words) if words else ("", "", text)
+        head = next((words[:size] for size in self._sizes(words) if words[:size] in self._ends), "")
+        words = words[len(head) :]
+        tail = next((words[-size:] for size in self._sizes(words) if words[-size:] in self._starts), "")
+        words = words[: len(words) - len(tail)]
+        return before + self._mark(head) + self._name.sub(lambda found: self._mark(found[0]), words) + self._mark(tail) + after
+
+    def _sizes(self, words: str) -> Sequence[int]:
+        return range(min(self._longest, len(words)), 0, -1)
+
+    def _mark(self, text: str) -> str:
+        """A word in the place of a text: of lower-case letters and digits, which templates pass on unchanged."""
+        return f"{self._nonce}h{text.encode().hex()}h" if text else ""
+
+
+def _controls(added: Mapping[str, Any], template: str) -> bool:
+    """Whether an added token is a control token. White space that a template writes, such as Gemma's "\\n\\n", is text."""
+    name = added["content"]
+    return bool(name) and (added["special"] or (name in template and not name.isspace()))
+
+
+def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> Any:
+    """Make a tokenizer from its description, with other names for some tokens, which its model makes of no text either."""
+    from tokenizers import Tokenizer
+
+    model = described["model"]
+    described["truncation"] = described["padding"] = None
+    for each in described["added_tokens"]:
+        each["content"] = names.get(each["content"], each["content"])
+    vocab = model.get("vocab", {})
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(token, token): index for token, index in vocab.items()}
+    else:  # Unigram's: pairs of a token and its score
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [each for each in model["merges"] if _joined(each) not in names]
+    try:
+        return Tokenizer.from_str(json.dumps(described))
+    except Exception as error:  # the library raises nothing more precise
+        raise _unable(f"one that does not let itself be copied: {error}") from error
+
+
+def _joined(merge: str | Sequence[str]) -> str:
+    return merge.replace(" ", "") if isinstance(merge, str) else "".join(merge)
+
+
+def _unable(got: str) -> ConfigError:
+    return ConfigError("split_special_tokens", "a tokenizer of the tokenizers library (tokenizer.json)", got, "leave it out")

@@ -1,0 +1,99 @@
+"""Refusals before anything else looks at a request: a wrong key, a foreign host, a body that a foreign page may have sent."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, Final
+
+from headway.server.errors import ApiError
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class ApiKeyMiddleware:
+    """ASGI middleware that refuses requests without the API key, before anything else looks at them."""
+
+    def __init__(self, app: App, api_key: str | None, open_paths: Collection[str]) -> None:
+        """api_key: None lets everybody in. open_paths: need no key."""
+        self._app, self._open_paths = app, frozenset(open_paths)
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass on a request, or refuse one without the API key."""
+        if self._key is None or scope["type"] != "http" or scope["path"] in self._open_paths or self._knows(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "the header Authorization: Bearer KEY has no valid key", code="invalid_api_key")
+        await error.response()(scope, receive, send)
+
+    def _knows(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        given = next((value for name, value in headers if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        assert self._key is not None
+        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+
+
+PROBES: Final = frozenset(("/health", "/ping"))
+"""Paths of probes, which name an address and learn nothing: any host may ask, and none has to wait."""
+
+
+class HostMiddleware:
+    """ASGI middleware that refuses requests for hosts that this server is not known by.
+
+    A page of a foreign host whose name comes to mean this machine (DNS rebinding) could otherwise read the answers.
+    """
+
+    def __init__(self, app: App, allowed: Collection[str]) -> None:
+        """allowed: names and addresses without ports; "*.example.org": every host below example.org."""
+        self._app = app
+        names = [(f"[{name}]" if ":" in name and name[0] != "[" else name).lower() for name in allowed]
+        self._names = frozenset(names)
+        self._ends = tuple(name[1:] for name in names if name.startswith("*."))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass on a request, or refuse one for another host."""
+        if scope["type"] != "http" or scope["path"] in PROBES:
+            await self._app(scope, receive, send)
+            return
+        given = _header(scope, b"host").lower()
+        name, colon, port = given.rpartition(":")
+        host = name if colon and port.isdecimal() else given
+        if host in self._names or (self._ends and host.endswith(self._ends)):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(421, f"the header Host: needs one of --allowed-hosts, got {host[:100]!r}", code="host_not_allowed")
+        await error.response()(scope, receive, send)
+
+
+class JsonMiddleware:
+    """ASGI middleware that refuses bodies that are not declared to be JSON; for servers without a key.
+
+    A browser lets any page post texts and forms to any address, this machine's included. JSON it sends to another host only
+    where that host has agreed, which this server never does.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass on a request, or refuse one with a body of another type."""
+        if scope["type"] == "http" and scope["method"] == "POST" and not _is_json(scope):
+            got = _header(scope, b"content-type")[:100]
+            message = f"the header Content-Type: needs application/json, since this server asks for no key, got {got or None!r}"
+            await ApiError(415, message, code="not_json").response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_json(scope: Any) -> bool:
+    """Whether a request declares JSON, or has no body and comes from no page."""
+    kind = _header(scope, b"content-type").partition(";")[0].strip().lower()
+    if kind:
+        return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    has_body = _header(scope, b"content-length") not in ("", "0") or bool(_header(scope, b"transfer-encoding"))
+    return not has_body and not _header(scope, b"origin")
+
+
+def _header(scope: Any, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")

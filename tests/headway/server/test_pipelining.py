@@ -1,0 +1,156 @@
+"""Several requests of one connection, and bytes behind them that are none: whole answers in order."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from http.client import HTTPResponse
+from io import BytesIO
+from typing import Any
+
+import pytest
+
+from headway import LLM
+from headway.server.options import ServerOptions
+from server_thread import Running, raw, running
+
+TEXT = "/v1/completions"
+GARBAGE = b"\x00\x01 this is no HTTP\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def pipelined(llm: LLM) -> Iterator[Running]:
+    with running(llm, ServerOptions(read_timeout=0.3)) as found:
+        yield found
+
+
+def ask(tokens: int, stream: bool = True, **more: object) -> bytes:
+    body = {"prompt": [3], "max_tokens": tokens, "ignore_eos": True, "stream": stream, **more}
+    return raw("POST", TEXT, json.dumps(body).encode())
+
+
+def answers_to(served: Running, *parts: bytes, pause: float = 0.0) -> list[tuple[int, bytes]]:
+    """The statuses and bodies of all answers of a connection on which these bytes are sent, until the server closes it."""
+    with served.connect() as sock:
+        for part in parts:
+            sock.sendall(part)
+            time.sleep(pause)
+        received = b"".join(iter(lambda: sock.recv(65536), b""))
+    return list(parsed(received))
+
+
+def parsed(received: bytes) -> Iterator[tuple[int, bytes]]:
+    file = BytesIO(received)
+    file.close = lambda: None  # type: ignore[method-assign]  # which HTTPResponse does after each answer
+
+    class Connection:
+        def makefile(self, *_: Any) -> BytesIO:
+            return file
+
+    while file.tell() < len(received):
+        answer = HTTPResponse(Connection())  # type: ignore[arg-type]
+        answer.begin()
+        yield answer.status, answer.read()
+
+
+def tokens_of(body: bytes) -> int:
+    """Number of tokens of a stream that ended as streams do."""
+    events = body.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return sum(len(json.loads(each[6:])["choices"][0].get("token_ids", ())) for each in events[:-2])
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_pipelined_requests_get_whole_answers_in_order(pipelined: Running, pause: float) -> None:
+    streams = [ask(tokens, return_token_ids=True) for tokens in (100, 7, 30)]
+    last = raw("GET", "/nowhere", connection="close")
+    found = answers_to(pipelined, *streams, raw("GET", "/version"), last, pause=pause)
+    assert [status for status, _ in found] == [200, 200, 200, 200, 404]
+    assert [tokens_of(body) for _, body in found[:3]] == [100, 7, 30]
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.02])
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_that_are_no_http_never_enter_an_answer(
+    pipelined: Running, stream: bool, pause: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        asked = ask(150, stream=stream, return_token_ids=True), ask(9, return_token_ids=True)
+        found = answers_to(pipelined, *asked, GARBAGE, b"and more", pause=pause)
+    assert [status for status, _ in found] == [200, 200, 400]
+    assert tokens_of(found[1][1]) == 9
+    assert (tokens_of(found[0][1]) if stream else json.loads(found[0][1])["usage"]["completion_tokens"]) == 150
+    assert json.loads(found[2][1])["error"]["type"] == "invalid_request_error"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_half_a_request_behind_an_answer_ends_after_the_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.01), step())[1])
+    with running(llm, ServerOptions(read_timeout=0.1)) as served:
+        found = answers_to(served, ask(60, return_token_ids=True), b"GET /v1/models HT")
+    assert [status for status, _ in found] == [200, 408]
+    assert tokens_of(found[0][1]) == 60
+
+
+@pytest.mark.parametrize("bad", [b"zz\r\n{}", b"5\r\n{}\r\nxx"])
+def test_a_broken_chunk_is_answered_in_its_turn(pipelined: Running, bad: bytes) -> None:
+    head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    assert [status for status, _ in answers_to(pipelined, head + bad)] == [400]
+    assert [status for status, _ in answers_to(pipelined, ask(40), head + bad)] == [200, 400]
+
+
+def test_an_offer_of_another_protocol_changes_nothing(pipelined: Running, caplog: pytest.LogCaptureFixture) -> None:
+    offered = raw("GET", "/version", connection="Upgrade, HTTP2-Settings", upgrade="h2c", http2_settings="AAMAAABk")
+    asked = raw("GET", "/version", connection="Upgrade", upgrade="websocket")
+    found = answers_to(pipelined, offered + asked + raw("GET", "/version", connection="close"))
+    assert [status for status, _ in found] == [200, 200, 200]
+    assert not caplog.records
+
+
+def test_more_requests_at_once_than_may_wait_are_refused_after_their_answers(pipelined: Running) -> None:
+    found = answers_to(pipelined, ask(20) + raw("GET", "/version") * 500)
+    assert [status for status, _ in found] == [200] * 65 + [429]
+
+
+HEADS = {
+    "a path": (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 414),
+    "one header": (b"GET /version HTTP/1.1\r\nhost: x\r\na: " + b"b" * 70_000 + b"\r\n\r\n", 431),
+    "many headers": (b"GET /version HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 12_000 + b"\r\n", 431),
+    "a path and a header": (b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\na: " + b"b" * 40_000 + b"\r\n\r\n", 431),
+    "trailers": (
+        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+        + b"a: b\r\n" * 12_000
+        + b"\r\n",
+        431,
+    ),
+    "less": (b"GET /version HTTP/1.1\r\nconnection: close\r\na: " + b"b" * 60_000 + b"\r\n\r\n", 200),
+}
+
+
+@pytest.mark.parametrize(("head", "status"), HEADS.values(), ids=HEADS)
+def test_64_kib_of_path_and_headers_are_the_limit_whatever_the_packets(pipelined: Running, head: bytes, status: int) -> None:
+    for size in (len(head), 30_000, 1_000):
+        parts = [head[start : start + size] for start in range(0, len(head), size)]
+        with pipelined.connect() as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for part in parts:
+                sock.sendall(part)
+            received = b"".join(iter(lambda: sock.recv(65536), b""))
+        assert next(parsed(received))[0] == status, size
+
+
+def test_all_requests_of_a_connection_end_with_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.005), step())[1])
+    with running(llm) as served:
+        before = llm.engine.stats.num_output_tokens
+        with served.connect() as sock:
+            sock.sendall(ask(200) + ask(200) + GARBAGE)
+            while not served.llm.num_running:
+                time.sleep(0.002)
+        served.wait_idle()
+        assert llm.engine.stats.num_output_tokens - before < 150
