@@ -24,7 +24,7 @@ from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.spec import AttentionSpec
-    from headway.core.select.costs import CostTable, Shape
+    from headway.core.select.costs import CostTable, Shape, StepCosts
     from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.selector import Selector
     from headway.registry import Registry
@@ -73,7 +73,7 @@ class Explanation:
 
     @property
     def gap(self) -> tuple[str, float] | None:
-        """(runner-up, its time over the choice's)."""
+        """(the fastest of the others, its time over the choice's); below 1 where a slower backend was named."""
         timed = [candidate for candidate in self.candidates if candidate.step_us is not None]
         if len(timed) < 2 or timed[0].name != self.choice:
             return None
@@ -114,17 +114,19 @@ def explain(
     registry = create_registry(plugin or ())
     shape = _shape(phase, batch, query_len, length)
     tables = {spec: _table(crossover_table, spec, registry) for spec in kind.counts}
+    costs = _costs(kind, tables)
     selector = Selector(
         registry,
         kind,
         BackendRequest.parse(attn_backend),
         kv_layout=kv_layout,
         block_size=block_size,
-        costs=_costs(kind, tables),
+        costs=costs,
         workload=Workload.parse(workload),
     )
     spec = kind.in_phase(specs[0], shape.phase)
-    found = explanation(selector, registry, spec, shape, layers, tables[spec])
+    times = None if costs is None else _step_costs(selector, kind, costs)
+    found = explanation(selector, registry, spec, shape, layers, tables[spec], times)
     if as_json:
         print(json.dumps(_plain(found), indent=2))
     else:
@@ -132,9 +134,18 @@ def explain(
 
 
 def explanation(
-    selector: Selector, registry: Registry, spec: AttentionSpec, shape: Shape, layers: int, table: CrossoverTable | None
+    selector: Selector,
+    registry: Registry,
+    spec: AttentionSpec,
+    shape: Shape,
+    layers: int,
+    table: CrossoverTable | None,
+    costs: StepCosts | None,
 ) -> Explanation:
-    """Explain what a selector would do with one step, with each backend's time or reasons."""
+    """Explain what a selector would do with one step, with each backend's time or reasons.
+
+    costs: the measured times over the selection's layout and block size, whether or not they decided; None: there are none.
+    """
     backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
     choice = next(iter(backends.values())).name
     chosen = selector.selection
@@ -143,7 +154,7 @@ def explanation(
     for name in registry.backends:
         support = registry.supports(name, spec, selector.layout_of(spec), chosen.block_size, shape.phase)
         reasons = [str(reason) for reason in support.reasons] + ([failed[name]] if failed.get(name) else [])
-        us = selector.costs.step_us(name, shape) if selector.costs is not None and not reasons else float("inf")
+        us = costs.step_us(name, shape) if costs is not None and not reasons else float("inf")
         if us == float("inf") and not reasons:
             reasons = [_unmeasured(name, shape, table)]
         candidates.append(BackendTime(name, us if us < float("inf") else None, tuple(reasons)))
@@ -160,6 +171,14 @@ def _costs(kind: LayerSpecs, tables: Mapping[AttentionSpec, CrossoverTable | Non
 
     costs = {spec: to_costs(table, phases=kind.phases_of(spec)) for spec, table in tables.items() if table is not None}
     return costs if len(costs) == len(tables) else None
+
+
+def _step_costs(selector: Selector, kind: LayerSpecs, costs: Mapping[AttentionSpec, CostTable]) -> StepCosts:
+    """The times over the layout and block size that the selector has chosen: a backend that was named by hand has them too."""
+    from headway.core.select.costs import StepCosts
+
+    parts = [(costs[spec], count) for spec, count in kind.counts.items()]
+    return StepCosts(parts, selector.selection.layout.name, selector.selection.block_size)
 
 
 def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
@@ -237,7 +256,8 @@ def _print(found: Explanation, console: Console) -> None:
     if found.gap is not None:
         name, factor = found.gap
         verdict = "as fast within a hundredth" if abs(factor - 1) < 0.01 else f"{factor:.2f} times as long"
-        console.print(Text(f"runner-up {name}: {verdict}"), soft_wrap=True)
+        rank = "runner-up" if factor > 0.99 else "faster here,"
+        console.print(Text(f"{rank} {name}: {verdict}"), soft_wrap=True)
     console.print(Text(f"{found.selection}", "dim"), soft_wrap=True)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("backend", no_wrap=True)

@@ -194,6 +194,19 @@ def test_explain_names_choice_runner_up_gap_row_and_age(headway: Headway, kept: 
     assert short.splitlines()[0].endswith("tokens: sdpa")
 
 
+def test_explain_of_backends_that_are_named_shows_the_measured_times(headway: Headway, kept: Path) -> None:
+    named = ("backends", "explain", *TINY, "--layers", "4", "--len", "4000", "--batch", "2")
+    auto = json.loads(headway(*named, "--json").out)
+    for request in ("sdpa", "prefill=sdpa,decode=sdpa"):
+        found = json.loads(headway(*named, "--json", "--attn-backend", request).out)
+        assert found["choice"] == "sdpa"
+        times = {each["name"]: each["step_us"] for each in found["candidates"]}
+        assert times == {each["name"]: each["step_us"] for each in auto["candidates"]}
+    shown = headway(*named, "--attn-backend", "sdpa", columns=200).out
+    assert "not measured" not in shown
+    assert shown.splitlines()[1].startswith("faster here, sdpa.math: 0.5")
+
+
 def test_explain_is_data_too(headway: Headway, kept: Path) -> None:
     found = json.loads(headway("backends", "explain", *TINY, "--phase", "prefill", "--len", "64", "--layers", "2", "--json").out)
     assert found["choice"] == "sdpa"
