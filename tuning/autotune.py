@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,12 +19,13 @@ from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.system.files import clean
+from headway.core.system.json_files import write_json
 from headway.registry import Registry
-from headway.tuning.isolated.measure_in_child import CRASHED, can_measure_in_child, measure_in_child, third_party_files
+from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.points import Point, grid
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
-from headway.tuning.measure.self_test import owners
+from headway.tuning.measure.self_test import owners, plugin_digest
 from headway.tuning.measure.timing import MOST_COMPILING, InterleavedTimer
 from headway.tuning.table.compare import differences, remarks
 from headway.tuning.table.convert import CORE_PHASE, to_costs
@@ -126,10 +127,14 @@ class _Tables:
         table = self._read(path, spec)
         budget = 0.0 if named else self.request.seconds(spec.device)
         wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
-        if table is not None and not table.cut_short and (named or _suffices(table, wanted)):
+        repaired = self._repaired(table) if table is not None and budget > 0 else []
+        if table is not None and not table.cut_short and not repaired and (named or _suffices(table, wanted)):
             return table
+        if repaired:
+            text = "crossover table %s: %s failed in it, and its plugin's files are others now: it is measured again"
+            log.warning(text, path, ", ".join(repaired))
         if budget > 0:
-            return self._measure(spec, wanted, path, budget, table)
+            return self._measure(spec, wanted, path, budget, table, resume=table is not None and not repaired)
         if table is not None and table.cut_short:
             log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
         return table
@@ -159,16 +164,43 @@ class _Tables:
             log.info("crossover table %s: %s", path, line)
         return table
 
+    def _repaired(self, table: CrossoverTable) -> list[str]:
+        """Backends that failed in a table, or in some cell of it, and whose plugin has other files now (and the same version)."""
+        failed = {record.name for record in table.backends if record.available and record.reason}
+        failed |= {cell.backend for cell in table.cells if cell.status in ("error", "incorrect")}
+        digests = {name: plugin_digest(self.registry, name) for name in self.available if name in failed}
+        records = {record.name: record for record in table.backends}
+        return [name for name, digest in digests.items() if digest and digest != records[name].digest]
+
+    def _without_missing(self, table: CrossoverTable, path: Path) -> CrossoverTable:
+        """A table that is about to be completed, and its file, without the backends that cannot run here any more."""
+        here = set(self.available)
+        gone = [f"{record.name} of {record.owner}" for record in table.backends if record.usable and record.name not in here]
+        if not gone:
+            return table
+        log.warning("crossover table %s is completed without what is not here any more: %s", path, ", ".join(gone))
+        backends = [record for record in table.backends if record.name in here]
+        cells = [cell for cell in table.cells if cell.backend in here]
+        left = table.model_copy(update={"backends": backends, "cells": cells})
+        write_json(left, path)
+        return left
+
     def _measure(
-        self, spec: AttentionSpec, wanted: Sequence[Point], path: Path, budget: float, old: CrossoverTable | None
+        self,
+        spec: AttentionSpec,
+        wanted: Sequence[Point],
+        path: Path,
+        budget: float,
+        old: CrossoverTable | None,
+        *,
+        resume: bool,
     ) -> CrossoverTable | None:
         """Measure a table in `budget` seconds over the layouts that the backends prefer.
 
-        old: a table that fits and lacks points: it is completed, and returned as it is where that cannot be.
+        old: the table that is at `path` and fits: it is returned as it is where nothing can be measured. resume: complete it.
         """
         started = time.perf_counter()
-        _announce(spec, budget, old)
-        crashed = [record for record in old.backends if record.reason.startswith(CRASHED)] if old is not None else []
+        _announce(spec, budget, old if resume else None)
         options = CrossoverOptions(
             spec=spec,
             backends=self.available,
@@ -177,13 +209,19 @@ class _Tables:
             turns=TIMER,
             budget=budget,
             output=path,
-            resume=old is not None,
+            resume=resume,
             interruptible=False,
-            excluded={record.name: record.reason for record in crashed},
             command=f"autotune {budget:g} s",
             compile_ahead=self.compile_ahead,
         )
         try:
+            if resume and old is not None:
+                old = self._without_missing(old, path)
+                # What failed fails again: it is tried when its plugin has another version, or other files.
+                failed = {
+                    record.name: record.reason for record in old.backends if record.name in self.available and record.reason
+                }
+                options = replace(options, excluded=failed)
             apart = third_party_files(self.registry, self.available) and can_measure_in_child(self.registry, self.available)
             table = (measure_in_child if apart else run_kernel_level)(options, self.registry)
         except (HeadwayError, OSError) as error:
