@@ -93,7 +93,9 @@ def explain(
     layers: Annotated[int, typer.Option(min=1, help="How many layers share a step's plan.")] = 32,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
-    crossover_table: Annotated[Path | None, typer.Option(help="A table file, of any machine. Default: this one's.")] = None,
+    crossover_table: Annotated[
+        list[Path] | None, typer.Option(help="A table file, of any machine. Repeatable. Default: this one's.")
+    ] = None,
     plugin: PluginFiles = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -113,7 +115,7 @@ def explain(
     kind = LayerSpecs(specs[:1] * layers, expanded)
     registry = create_registry(plugin or ())
     shape = _shape(phase, batch, query_len, length)
-    tables = {spec: _table(crossover_table, spec, registry) for spec in kind.counts}
+    tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
     costs = _costs(kind, tables)
     selector = Selector(
         registry,
@@ -181,8 +183,12 @@ def _step_costs(selector: Selector, kind: LayerSpecs, costs: Mapping[AttentionSp
     return StepCosts(parts, selector.selection.layout.name, selector.selection.block_size)
 
 
-def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
-    """The table at `path`, unchecked against this machine; else the one that auto would use, or None."""
+def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
+    """The first of the files that holds a layer's times, unchecked against this machine; without files the table that auto would
+    use, or None.
+
+    :raises ConfigError: no file holds them.
+    """
     from headway.core.select.backend_request import ALL_AUTO
     from headway.core.select.layer_specs import LayerSpecs
     from headway.tuning.autotune import TableRequest, costs_for
@@ -190,11 +196,13 @@ def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> Crosso
     from headway.tuning.table.files import read_table, table_path
     from headway.tuning.table.schema import SpecRecord
 
-    if path is not None:
-        table = read_table(path)
-        if table.spec.kind != SpecRecord.of(spec).kind:
-            raise ConfigError("--crossover-table", f"a table for {spec}", f"one for {table.spec}", "say --geometry and --dtype")
-        return table
+    if paths:
+        tables = [read_table(path) for path in paths]
+        found = next((table for table in tables if table.spec.kind == SpecRecord.of(spec).kind), None)
+        if found is None:
+            got = " and ".join(f"one for {table.spec}" for table in tables)
+            raise ConfigError("--crossover-table", f"a table for {spec}", got, "say --geometry and --dtype")
+        return found
     usable = costs_for(LayerSpecs([spec]), registry, ALL_AUTO, TableRequest(budget=0.0))
     return read_table(table_path(identify_device(spec.device), SpecRecord.of(spec))) if usable else None
 

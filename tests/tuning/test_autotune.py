@@ -109,19 +109,42 @@ def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(
     path = tmp_path / "mine.json"
     cells = [a_cell(us, backend=name) for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))]
     write_json(a_table(*cells), path)
-    costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(path))
+    costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([path]))
     assert costs is not None
     assert costs[SPEC].at(Shape(Phase.DECODE, 1, 1, 64), "sdpa", "nhd", 16)[0] == pytest.approx(10)
     write_json(a_table(*cells, device=a_device(driver="old", torch="1.0")), path)
-    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(path, budget=60)) is None
+    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([path], budget=60)) is None
     assert "torch: the table has 1.0" in caplog.text
     assert "driver: the table has old" in caplog.text
-    assert costs_for(LayerSpecs([replace(SPEC, head_dim=64)]), registry, ALL_AUTO, TableRequest(path)) is None
+    assert costs_for(LayerSpecs([replace(SPEC, head_dim=64)]), registry, ALL_AUTO, TableRequest([path])) is None
+
+
+def test_of_several_tables_asked_for_each_serves_the_layer_that_it_was_measured_on(
+    registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = replace(SPEC, head_dim=64)
+    tables = {
+        "elsewhere": a_table(a_cell(1.0, backend="sdpa"), device=a_device(name="another machine")),
+        "narrow": a_table(a_cell(10.0, backend="sdpa")),
+        "wide": a_table(a_cell(20.0, backend="sdpa"), spec=SpecRecord.of(wide)),
+    }
+    paths = {name: tmp_path / f"{name}.json" for name in tables}
+    for name, table in tables.items():
+        write_json(table, paths[name])
+    layers = LayerSpecs([SPEC, wide])
+    costs = costs_for(layers, registry, ALL_AUTO, TableRequest(list(paths.values())))
+    assert costs is not None
+    step = Shape(Phase.DECODE, 1, 1, 64)
+    assert costs[SPEC].at(step, "sdpa", "nhd", 16)[0] == pytest.approx(10)
+    assert costs[wide].at(step, "sdpa", "nhd", 16)[0] == pytest.approx(20)
+    assert "not used" not in caplog.text
+    assert costs_for(layers, registry, ALL_AUTO, TableRequest([paths["narrow"]])) is None
+    assert f"crossover_table needs a table for {wide}, got one for {SpecRecord.of(SPEC)}" in caplog.text
 
 
 def test_a_table_asked_for_must_be_there(registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"crossover_table: needs a table file, got .*none\.json, which does not exist"):
-        costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(tmp_path / "none.json"))
+        costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([tmp_path / "none.json"]))
 
 
 @pytest.mark.usefixtures("small_grid")
@@ -193,7 +216,14 @@ def with_failure(path: Path, name: str, reason: str) -> None:
 
 
 @pytest.mark.usefixtures("small_grid")
-@pytest.mark.parametrize("reason", [f"{CRASHED} in decode", f"{HUNG} in decode", "self-test: decode is wrong"])
+@pytest.mark.parametrize(
+    "reason",
+    [
+        pytest.param(f"{CRASHED} in decode", marks=pytest.mark.slow),
+        f"{HUNG} in decode",
+        pytest.param("self-test: decode is wrong", marks=pytest.mark.slow),
+    ],
+)
 def test_a_repaired_plugin_of_the_same_version_is_measured_at_its_next_start(
     toy: Path, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
