@@ -86,6 +86,7 @@ check: $(READY)  ## format, lint, types
 
 docs: $(READY)  ## the documentation as a site in site/; a link to nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "site/index.html opens in a browser; for the search too: $(BIN)/python -m http.server --directory site"
 
 docs-made: $(READY)  ## what scripts make for docs/: tables and pictures from bench/results, diagrams, the support matrix
 	$(BIN)/python docs/_tools/result_tables.py docs/benchmarks/*.md

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_args, get_type_hints
@@ -43,7 +43,10 @@ class EngineArgs(EngineConfig):
     ] = None
     skip_tokenizer_init: Annotated[bool, "Load no tokenizer: token ids in and out, no text."] = False
     num_threads: Annotated[int | None, "CPU threads. Default: one per free core."] = None
-    crossover_table: Annotated[str | None, "File of measured times that auto obeys. Default: this machine's own."] = None
+    crossover_table: Annotated[
+        str | Sequence[str] | None,
+        "File of measured times that auto obeys, or several, each for the layer it was measured on. Default: this machine's own.",
+    ] = None
     autotune_budget: Annotated[
         float | None, "Seconds that auto may measure at the first start; 0: none. Default: 20 on a GPU, 10 on a CPU."
     ] = None
@@ -73,6 +76,7 @@ class EngineArgs(EngineConfig):
             raise ConfigError(
                 "registry", "a Registry alone", "plugins or backends beside it", "create_registry(plugins) takes them"
             )
+        self._set("crossover_table", _table_paths(self.crossover_table))
         threads, budget = self.num_threads, self.autotune_budget
         if threads is not None and threads < 1:
             raise ConfigError("num_threads", "a whole number of at least 1", repr(threads))
@@ -148,6 +152,19 @@ def takes_arguments_of(args: Callable[P, object]) -> Callable[[Callable[..., Non
         return function
 
     return decorate
+
+
+def _table_paths(given: object) -> tuple[str, ...] | None:
+    """Read the option `crossover_table`.
+
+    :raises ConfigError: neither a path nor several.
+    """
+    if given is None:
+        return None
+    listed = [given] if isinstance(given, (str, PathLike)) else list(given) if isinstance(given, (list, tuple)) else []
+    if not listed or not all(isinstance(each, (str, PathLike)) for each in listed):
+        raise ConfigError("crossover_table", "the path of a file, or a list of such paths", shown(given))
+    return tuple(str(each) for each in listed)
 
 
 def _classes(backends: object) -> list[type[AttentionBackend]]:

@@ -14,6 +14,7 @@ from headway.testing.cells import CheckCell
 from headway.testing.kit import Kit
 from headway.testing.report import CellResult, CheckReport, machine_of, now
 from headway.testing.runner import CellProcess, CellRun, Listed, cell_timeout
+from headway.testing.sanitizer import Sanitizer
 from headway.testing.subject import BASELINE, load_subject
 
 
@@ -38,6 +39,8 @@ class Wanted:
     """Seconds a cell may take; 0: `cell_timeout`'s."""
     plugins: tuple[str, ...] = ()
     """Files with plugins, beside the installed ones."""
+    sanitizer: str = ""
+    """The path of compute-sanitizer, under which the cells run; empty: without."""
 
 
 def check(
@@ -81,8 +84,9 @@ def _in_children(
     wanted: Wanted, start: Callable[[int], None], tell: Callable[[CellResult], None]
 ) -> tuple[Listed, list[CellResult], int]:
     """Also how many cells were left when the run was interrupted."""
-    target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device)
-    children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins) for _ in range(max(1, wanted.jobs))]
+    target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device, bool(wanted.sanitizer))
+    watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
+    children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins, watch) for watch in watches]
     try:
         listed = children[0].list(quick=wanted.quick, layout=wanted.layout)
         cells = _picked(listed.cells, wanted) if not listed.unavailable else []

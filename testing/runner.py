@@ -12,6 +12,7 @@ from headway.core.system.child import Child, ChildDied, python_command
 from headway.core.system.provenance import interpreted
 from headway.testing.cells import CheckCell
 from headway.testing.report import CellResult
+from headway.testing.sanitizer import ENVIRONMENT, SLOWER, Sanitizer
 
 TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
 """Seconds that one cell may take; on a GPU a kernel may have to be compiled first."""
@@ -41,6 +42,8 @@ class CellProcess:
     threads: int
     timeout: float
     plugins: Sequence[str] = ()
+    sanitizer: Sanitizer | None = None
+    """What watches the memory of the process's kernels; None: nothing."""
     _process: Child | None = None
 
     def list(self, **request: Any) -> Listed:
@@ -56,13 +59,29 @@ class CellProcess:
             if answer.get("raised"):
                 raise ConfigError("backend", f"{self.target} that loads", answer["error"])
             raise Refused(answer["error"])
+        if self.sanitizer is not None and (error := self.sanitizer.new_error()):
+            raise ConfigError("--sanitize", "a machine whose GPU compute-sanitizer can watch", error)
         return Listed(**answer)
 
     def run(self, cell: str) -> CellResult:
-        """One cell's result.
+        """One cell's result. Under a sanitizer its first error is the finding, whatever came of the cell.
 
         :raises ChildDied: the subject took the process with it.
         """
+        try:
+            result = self._run(cell)
+        except ChildDied:
+            if found := self._insane(cell):
+                return found
+            raise
+        return self._insane(cell) or result
+
+    def _insane(self, cell: str) -> CellResult | None:
+        error = "" if self.sanitizer is None else self.sanitizer.new_error()
+        guess = "a kernel reads or writes memory that is not its own"
+        return _failed(cell, f"compute-sanitizer: {error}", guess) if error else None
+
+    def _run(self, cell: str) -> CellResult:
         answer: dict[str, Any] = {}
         if self._process is None:  # importing a library may take longer than any cell should
             answer = self._ask({"load": True}, START_TIMEOUT)
@@ -82,6 +101,8 @@ class CellProcess:
         if self._process is None:
             command = python_command("headway.testing.child", self.target, self.device, str(self.threads), *self.plugins)
             limits = {"HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": str(self.threads)}
+            if self.sanitizer is not None:
+                command, limits = self.sanitizer.command(command), limits | ENVIRONMENT
             self._process = Child(command, limits)
         try:
             return self._process.ask(request, timeout)
@@ -90,9 +111,9 @@ class CellProcess:
             raise
 
 
-def cell_timeout(device: str) -> float:
+def cell_timeout(device: str, sanitized: bool = False) -> float:
     """Seconds that one cell may take on a device, where nobody says otherwise."""
-    return TIMEOUT[device] * (INTERPRETED if interpreted() else 1)
+    return TIMEOUT[device] * (INTERPRETED if interpreted() else 1) * (SLOWER if sanitized else 1)
 
 
 class Refused(ConfigError):

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,12 +19,13 @@ from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.system.files import clean
+from headway.core.system.json_files import write_json
 from headway.registry import Registry
-from headway.tuning.isolated.measure_in_child import CRASHED, can_measure_in_child, measure_in_child, third_party_files
+from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.points import Point, grid
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
-from headway.tuning.measure.self_test import owners
+from headway.tuning.measure.self_test import owners, plugin_digest
 from headway.tuning.measure.timing import MOST_COMPILING, InterleavedTimer
 from headway.tuning.table.compare import differences, remarks
 from headway.tuning.table.convert import CORE_PHASE, to_costs
@@ -45,8 +46,9 @@ _NEEDED_LEVEL = 1
 class TableRequest:
     """What a user said about the times behind `auto`."""
 
-    path: Path | None = None
-    """A table to obey; it is used or refused, never measured again. None: the one that is kept for this machine."""
+    paths: Sequence[Path] = ()
+    """Tables to obey, each for the layer and the device that it was measured on; they are used or refused, never measured again.
+    Empty: those that are kept for this machine."""
     budget: float | None = None
     """Seconds to measure per kind of layer without a table; 0: never. None: $HEADWAY_AUTOTUNE_BUDGET, else DEFAULT_BUDGET."""
 
@@ -83,17 +85,17 @@ def costs_for(
 
     :raises ConfigError: a budget that is no number, or a file that was named and is not there.
     """
-    named = table_request.path
-    if named is not None and not named.exists():
-        raise ConfigError(
-            "crossover_table", "a table file", f"{named}, which does not exist", "headway bench crossover makes one"
-        )
+    for named in table_request.paths:
+        if not named.exists():
+            found_none = f"{named}, which does not exist"
+            raise ConfigError("crossover_table", "a table file", found_none, "headway bench crossover makes one")
     if not backend_request.auto_phases:
         return None
     available = [name for name in registry.backends if registry.availability(name)]
-    if named is None and len(available) < 2:
+    if not table_request.paths and len(available) < 2:
         return None  # nothing to choose from
-    tables = _Tables(registry, available, identify_device(layers.device), table_request, compile_ahead)
+    named_tables = [(path, table) for path in table_request.paths if (table := _read(path)) is not None]
+    tables = _Tables(registry, available, identify_device(layers.device), table_request, named_tables, compile_ahead)
     clean(table_folder())
     found: dict[AttentionSpec, CostTable] = {}
     for spec in layers.counts:
@@ -114,6 +116,8 @@ class _Tables:
     """Names of the backends that can run here."""
     device: DeviceIdentity
     request: TableRequest
+    named: Sequence[tuple[Path, CrossoverTable]]
+    """The tables of the request that can be read."""
     compile_ahead: CompileAhead | None
 
     def find(self, spec: AttentionSpec, phases: Collection[Phase]) -> CrossoverTable | None:
@@ -121,54 +125,106 @@ class _Tables:
 
         phases: those in which layers ask for the spec.
         """
-        named = self.request.path
-        path = named or table_path(self.device, SpecRecord.of(spec))
-        table = self._read(path, spec)
-        budget = 0.0 if named else self.request.seconds(spec.device)
+        if self.request.paths:
+            return self._named(spec)
+        path = table_path(self.device, SpecRecord.of(spec))
+        table = self._kept(path, spec)
+        budget = self.request.seconds(spec.device)
         wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
-        if table is not None and not table.cut_short and (named or _suffices(table, wanted)):
-            return table
+        repaired = self._repaired(table) if table is not None and budget > 0 else []
+        if table is not None and not table.cut_short and not repaired and _suffices(table, wanted):
+            return self._used(path, table)
+        if repaired:
+            text = "crossover table %s: %s failed in it, and its plugin's files are others now: it is measured again"
+            log.warning(text, path, ", ".join(repaired))
         if budget > 0:
-            return self._measure(spec, wanted, path, budget, table)
-        if table is not None and table.cut_short:
-            log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
-        return table
+            return self._measure(spec, wanted, path, budget, table, resume=table is not None and not repaired)
+        return table if table is None else self._used(path, table)
 
-    def _read(self, path: Path, spec: AttentionSpec) -> CrossoverTable | None:
+    def _named(self, spec: AttentionSpec) -> CrossoverTable | None:
+        """The first of the tables that the user named that fits a layer; the log says why none does."""
+        refused = [(path, table, self._reasons(table, spec)) for path, table in self.named]
+        for path, table, reasons in refused:
+            if not reasons:
+                return self._used(path, table)
+        kind = SpecRecord.of(spec).kind
+        of_layer = [refusal for refusal in refused if refusal[1].spec.kind == kind]
+        for path, _, reasons in of_layer:  # the others are meant for other layers
+            log.warning("crossover table %s not used: %s", path, "; ".join(reasons))
+        if refused and not of_layer:
+            got = " and ".join(f"one for {table.spec}" for _, table, _ in refused)
+            log.warning("auto takes the rank order: crossover_table needs a table for %s, got %s", spec, got)
+        return None
+
+    def _kept(self, path: Path, spec: AttentionSpec) -> CrossoverTable | None:
         """The table at a path if it can be used here; the log says why not."""
-        named = self.request.path is not None
-        if not named and not os.path.exists(path):  # a folder that may not be read counts as empty
+        if not os.path.exists(path):  # a folder that may not be read counts as empty
             return None
-        try:
-            table = read_table(path)
-        except TableError as error:
-            log.warning("crossover table not used: %s", error)
+        table = _read(path)
+        if table is None:
             return None
-        found = differences(table, self.device, SpecRecord.of(spec), owners(self.registry))
-        reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in found]
-        if table.level != "kernel":
-            reasons.append("level: auto needs a table of level kernel")
+        reasons = self._reasons(table, spec)
         known = {record.name for record in table.backends if record.available}
         new = [name for name in self.available if name not in known]
-        if new and not named:  # a backend installed since then: the table would never let it be chosen
+        if new:  # a backend installed since then: the table would never let it be chosen
             reasons.append(f"backends: {', '.join(new)} not in it")
         if reasons:
             log.warning("crossover table %s not used: %s", path, "; ".join(reasons))
             return None
-        for line in remarks(table, self.device, self.available):
-            log.info("crossover table %s: %s", path, line)
         return table
 
+    def _reasons(self, table: CrossoverTable, spec: AttentionSpec) -> list[str]:
+        """Why a table's times are not those of a layer here."""
+        found = differences(table, self.device, SpecRecord.of(spec), owners(self.registry))
+        reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in found]
+        return reasons if table.level == "kernel" else [*reasons, "level: auto needs a table of level kernel"]
+
+    def _used(self, path: Path, table: CrossoverTable) -> CrossoverTable:
+        """A table that is used as it is; the log says what is worth knowing of it."""
+        for line in remarks(table, self.device, self.available):
+            log.info("crossover table %s: %s", path, line)
+        if table.cut_short:
+            log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
+        return table
+
+    def _repaired(self, table: CrossoverTable) -> list[str]:
+        """Backends that failed in a table, or in some cell of it, and whose plugin has other files now (and the same version)."""
+        failed = {record.name for record in table.backends if record.available and record.reason}
+        failed |= {cell.backend for cell in table.cells if cell.status in ("error", "incorrect")}
+        digests = {name: plugin_digest(self.registry, name) for name in self.available if name in failed}
+        records = {record.name: record for record in table.backends}
+        return [name for name, digest in digests.items() if digest and digest != records[name].digest]
+
+    def _without_missing(self, table: CrossoverTable, path: Path) -> CrossoverTable:
+        """A table that is about to be completed, and its file, without the backends that cannot run here any more."""
+        here = set(self.available)
+        if all(record.name in here for record in table.backends):
+            return table
+        gone = [f"{record.name} of {record.owner}" for record in table.backends if record.usable and record.name not in here]
+        if gone:  # others have never run here, or have failed
+            log.warning("crossover table %s is completed without what is not here any more: %s", path, ", ".join(gone))
+        backends = [record for record in table.backends if record.name in here]
+        cells = [cell for cell in table.cells if cell.backend in here]
+        left = table.model_copy(update={"backends": backends, "cells": cells})
+        write_json(left, path)
+        return left
+
     def _measure(
-        self, spec: AttentionSpec, wanted: Sequence[Point], path: Path, budget: float, old: CrossoverTable | None
+        self,
+        spec: AttentionSpec,
+        wanted: Sequence[Point],
+        path: Path,
+        budget: float,
+        old: CrossoverTable | None,
+        *,
+        resume: bool,
     ) -> CrossoverTable | None:
         """Measure a table in `budget` seconds over the layouts that the backends prefer.
 
-        old: a table that fits and lacks points: it is completed, and returned as it is where that cannot be.
+        old: the table that is at `path` and fits: it is returned as it is where nothing can be measured. resume: complete it.
         """
         started = time.perf_counter()
-        _announce(spec, budget, old)
-        crashed = [record for record in old.backends if record.reason.startswith(CRASHED)] if old is not None else []
+        _announce(spec, budget, old if resume else None)
         options = CrossoverOptions(
             spec=spec,
             backends=self.available,
@@ -177,13 +233,19 @@ class _Tables:
             turns=TIMER,
             budget=budget,
             output=path,
-            resume=old is not None,
+            resume=resume,
             interruptible=False,
-            excluded={record.name: record.reason for record in crashed},
             command=f"autotune {budget:g} s",
             compile_ahead=self.compile_ahead,
         )
         try:
+            if resume and old is not None:
+                old = self._without_missing(old, path)
+                # What failed fails again: it is tried when its plugin has another version, or other files.
+                failed = {
+                    record.name: record.reason for record in old.backends if record.name in self.available and record.reason
+                }
+                options = replace(options, excluded=failed)
             apart = third_party_files(self.registry, self.available) and can_measure_in_child(self.registry, self.available)
             table = (measure_in_child if apart else run_kernel_level)(options, self.registry)
         except (HeadwayError, OSError) as error:
@@ -209,6 +271,15 @@ class _Tables:
         every = [[info.layout for info in self.registry.layouts.values()], *claimed]
         fitting = [[layout for layout in layouts if layout.has_value is not spec.value_in_key] for layouts in every]
         return list(dict.fromkeys(layouts[0].name for layouts in fitting if layouts))
+
+
+def _read(path: Path) -> CrossoverTable | None:
+    """The table at a path; None where it is faulty, and the log says where."""
+    try:
+        return read_table(path)
+    except TableError as error:
+        log.warning("crossover table not used: %s", error)
+        return None
 
 
 def _suffices(table: CrossoverTable, wanted: Sequence[Point]) -> bool:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headway.bench.kernel.peaks import DevicePeak
 from headway.bench.kernel.results import KernelCell, KernelReport
 from headway.tuning.table.identity import DeviceInfo
 from headway.tuning.table.noise import MOST_DRIFT
@@ -22,13 +23,16 @@ RATE_OF = {
 def print_report(report: KernelReport, console: Console) -> None:
     """Print the device, a table for each phase, geometry and dtype, and why any cell has no time."""
     console.print(describe(report.device), highlight=False)
+    if report.peak is not None:
+        console.print(_peak(report.peak, report.device.matrix_dtype), highlight=False)
     groups: dict[tuple[str, str, str, str], list[KernelCell]] = {}
     for cell in report.cells:
         groups.setdefault((cell.phase, cell.geometry, cell.dtype, cell.kv_dtype), []).append(cell)
     for (phase, geometry, dtype, kv_dtype), cells in groups.items():
         cache = "" if kv_dtype == dtype else f", {kv_dtype} cache"
         limit = "matrix" if phase == "prefill" else "copy"
-        title = f"{phase}, {geometry}, {dtype}{cache}\nmedian us · {RATE_OF[phase]} · share of the {limit} rate · relative error"
+        shares = f"share of the {limit} rate" + " · of the peak" * any(cell.peak_fraction is not None for cell in cells)
+        title = f"{phase}, {geometry}, {dtype}{cache}\nmedian us · {RATE_OF[phase]} · {shares} · relative error"
         console.print(_table(title, cells))
     for line in notes(report):
         console.print(line, highlight=False, markup=False)
@@ -43,6 +47,16 @@ def describe(device: DeviceInfo) -> str:
     parts += [f"torch {device.torch}", *(f"{name} {version}" for name, version in device.libraries.items() if name != "headway")]
     limits = f"copy {device.copy_gbps:.0f} GB/s read+write, {device.matrix_dtype} product {device.matrix_tflops:.3g} TFLOP/s"
     return f"{', '.join(parts)}\nmeasured limits: {limits}"
+
+
+def _peak(peak: DevicePeak, dtype: str) -> str:
+    """One line: the peaks that are known, and how to give those that are not."""
+    known = [f"{peak.gbps:.0f} GB/s"] if peak.gbps is not None else []
+    known += [f"{peak.tflops:.3g} TFLOP/s in {dtype}"] if peak.tflops is not None else []
+    unknown = [] if peak.gbps is not None else ["--peak-bandwidth GB/s"]
+    unknown += [] if peak.tflops is not None else ["--peak-flops TFLOP/s"]
+    line = f"peak ({peak.source}): {', '.join(known)}" if known else "peak: no data sheet of this device is known here"
+    return f"{line}; {' and '.join(unknown)} would give shares of it" if unknown else line
 
 
 def notes(report: KernelReport) -> list[str]:
@@ -88,7 +102,8 @@ def _show(cell: KernelCell, best: float | None) -> Text:
     rate = f"{cell.gbps:.0f} GB/s" if cell.gbps is not None else f"{cell.tflops:.3g} TFLOP/s"
     mark = " *" if cell.median_us == best else ""
     text = Text(f"{cell.median_us:.1f} us{mark}", style="bold green" if mark else "")
-    text.append(f"\n{rate} {cell.fraction:.0%}\nerr {cell.relative_error:.1e}", style="not bold default")
+    peak = "" if cell.peak_fraction is None else f" · {cell.peak_fraction:.0%}"
+    text.append(f"\n{rate} {cell.fraction:.0%}{peak}\nerr {cell.relative_error:.1e}", style="not bold default")
     if cell.host_us is not None:
         text.append(f"\nhost {cell.host_us:.0f} us", style="not bold dim")
     return text

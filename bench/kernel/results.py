@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from headway.bench.kernel.peaks import DevicePeak
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
 from headway.tuning.measure.contender import Status
@@ -54,6 +55,8 @@ class KernelCell(BaseModel):
     """Prefill: 4 * head_dim * num_heads * keys seen, summed over the queries."""
     fraction: float | None = None
     """The rate as a share of the device's measured copy rate (decode, write) or matrix rate (prefill)."""
+    peak_fraction: float | None = None
+    """The rate as a share of the device's peak; None where that is not known, and in files of before 2026-11-24."""
     relative_error: float | None = None
     """||out - reference|| / ||reference||, the worse of before and after timing; None where nothing, or no number, came out."""
     tolerance: float | None = None
@@ -93,6 +96,56 @@ class ContenderRecord(BaseModel):
     reason: str = ""
 
 
+class SlowerCell(BaseModel):
+    """A cell in which a backend takes longer than it may, or in which it has failed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    backend: str
+    phase: str
+    case: str
+    geometry: str
+    layout: str
+    block_size: int | None
+    median_us: float | None
+    """None: its answer was wrong, or it raised."""
+    than_us: float
+    """What the other took."""
+    factor: float | None
+    """median_us / than_us."""
+    reason: str = ""
+    """Why there is no median_us."""
+
+    def __str__(self) -> str:
+        where = f"{self.phase} {self.geometry} {self.case}, {self.layout} {self.block_size}"
+        if self.factor is None or self.median_us is None:
+            return f"{self.backend} in {where}: no time ({self.reason}), where the other takes {self.than_us:.1f} us"
+        return f"{self.backend} in {where}: {self.median_us:.1f} us, {self.factor:.2f} times as long as {self.than_us:.1f} us"
+
+
+class SpeedComparison(BaseModel):
+    """Backends held to another's times."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    than: str
+    """The backend that the others are held to."""
+    most: float
+    """How many times as long they may take."""
+    compared: int
+    """Cells in which both were measured, or the other alone."""
+    slower: list[SlowerCell]
+
+    @property
+    def fault(self) -> str:
+        """Why the comparison has failed, in one line; empty where it has not."""
+        if not self.compared:
+            return f"nothing could be compared with {self.than}: no cell has a time of it beside another backend's"
+        if not self.slower:
+            return ""
+        return f"{len(self.slower)} of {self.compared} cells take more than {self.most:g} times as long as {self.than}, or failed"
+
+
 class KernelReport(ResultFile):
     """One run."""
 
@@ -108,5 +161,9 @@ class KernelReport(ResultFile):
     rep_ms: float
     seed: int
     device: DeviceInfo
+    peak: DevicePeak | None = None
+    """The device's data sheet, or what the user said in its place; None in files of before 2026-11-24."""
+    comparison: SpeedComparison | None = None
+    """What came of `--fail-if-slower`; None where nobody asked."""
     contenders: list[ContenderRecord]
     cells: list[KernelCell]

@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from headway.bench.kernel.contenders import Entry, KernelPeer, entrants, peer_contender
+from headway.bench.kernel.peaks import DevicePeak, peak_of
 from headway.bench.kernel.results import KernelCell, KernelReport
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
@@ -73,6 +74,10 @@ class KernelOptions:
     device: torch.device = field(default_factory=default_device)
     timer: Timer = field(default_factory=Timer)
     seed: int = 0
+    peak_gbps: float | None = None
+    """What the device's memory moves at most; None: as its data sheet says, where Headway knows it."""
+    peak_tflops: float | None = None
+    """What it computes at most in the element type of the run; None: likewise."""
     output: Path | None = None
     """Result file, written anew after each case: a run that is cut short keeps what it has."""
     command: str = ""
@@ -102,6 +107,7 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
 
     with torch.no_grad(), on_device(options.device), progress_bar(console) as progress:
         task = progress.add_task("device", total=1 + sum(len(entries) for _, entries in rounds))
+        device = describe_device(options.device, dtype, options.timer)
         report = KernelReport(
             command=options.command or " ".join(sys.argv),
             origin=Origin.here(),
@@ -110,7 +116,8 @@ def run_kernel_bench(options: KernelOptions, registry: Registry | None = None, c
             warmup_ms=options.timer.warmup_ms,
             rep_ms=options.timer.rep_ms,
             seed=options.seed,
-            device=describe_device(options.device, dtype, options.timer),
+            device=device,
+            peak=peak_of(device.name, DTYPE_NAMES[dtype], options.peak_gbps, options.peak_tflops),
             contenders=contenders,
             cells=[],
         )
@@ -180,13 +187,15 @@ def _to_cell(work: AttentionWork, entry: Entry, measured: Measurement, report: K
     """Rates from times: 1e9 bytes and 1e12 operations a second."""
     times: dict[str, float | None] = {}
     if measured.timing is not None:
-        us = measured.timing.median_us
+        us, peak = measured.timing.median_us, report.peak or DevicePeak()
         times = {"median_us": us, "p20_us": measured.timing.p20_us, "p80_us": measured.timing.p80_us}
         if work.phase == "prefill":
-            times |= {"tflops": work.flops / us * 1e-6, "fraction": work.flops / us * 1e-6 / report.device.matrix_tflops}
+            rate, limit, most = work.flops / us * 1e-6, report.device.matrix_tflops, peak.tflops
         else:
-            gbps = (work.kv_bytes if work.phase == "decode" else work.write_bytes) / us * 1e-3
-            times |= {"gbps": gbps, "fraction": gbps / report.device.copy_gbps}
+            rate = (work.kv_bytes if work.phase == "decode" else work.write_bytes) / us * 1e-3
+            limit, most = report.device.copy_gbps, peak.gbps
+        times["tflops" if work.phase == "prefill" else "gbps"] = rate
+        times |= {"fraction": rate / limit, "peak_fraction": rate / most if most else None}
     return KernelCell(
         backend=entry.name,
         owner=entry.owner,

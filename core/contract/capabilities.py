@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from headway.core.contract.support import Reason, Support
 
 ALL_PHASES = frozenset(Phase)
 FEATURES = frozenset(OPTIONAL)
-"""Optional fields of AttentionSpec; a backend lists those it computes, and is refused for the others."""
+"""Optional fields of AttentionSpec, `"sliding_window"`, `"softcap"`, `"alibi_slopes"` and `"sinks"`: a backend lists those it
+computes, and is refused for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Capabilities:
         steps = f"a multiple of {multiple}"
         reasons = [
             *self._refuse_types(spec, phase),
-            *self._refuse_layout(layout, paged),
+            *self._refuse_layout(spec, layout, block_size, paged),
             *self._refuse_heads(spec),
             *_need(not (spec.dense and paged), "dense", "a prompt, and a backend that reads no cache for it", phase.value),
             *_need(not paged or block_size % multiple == 0, "block_size", steps, block_size, f"--block-size {multiple}"),
@@ -83,6 +84,15 @@ class Capabilities:
         for feature in sorted(spec.features - self.features):
             reasons.append(Reason(feature, "a backend that computes it", f"{feature}={getattr(spec, feature)}"))
         return Support(tuple(reasons))
+
+    def reads_cache_of(self, spec: AttentionSpec, block_size: int) -> bool:
+        """Whether a cache of this layer lies in some layout that the backend reads; where not, another layout is no remedy."""
+        reads = self.value_in_key or not spec.value_in_key
+        return reads and (self.layouts is None or bool(self._fitting(self.layouts, spec, block_size)))
+
+    @staticmethod
+    def _fitting(layouts: Sequence[CacheLayout], spec: AttentionSpec, block_size: int) -> Sequence[CacheLayout]:
+        return [layout for layout in layouts if layout.check(spec, block_size)]
 
     def _refuse_types(self, spec: AttentionSpec, phase: Phase) -> Iterator[Reason]:
         phases = " or ".join(p.value for p in Phase if p in self.phases)
@@ -96,11 +106,16 @@ class Capabilities:
         got = KV_DTYPE_NAMES.get(own, own)
         yield from _need(own == spec.dtype or own in self.kv_dtypes, "kv_cache_dtype", dtypes, got)
 
-    def _refuse_layout(self, layout: CacheLayout, paged: bool) -> Iterator[Reason]:
+    def _refuse_layout(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, paged: bool) -> Iterator[Reason]:
         if self.layouts is not None and paged:
             names = " or ".join(known.name for known in self.layouts)
-            hint = f"--kv-layout {self.layouts[0].name}"
-            yield from _need(layout in self.layouts, "kv_layout", names, layout.name, hint)
+            fitting = self._fitting(self.layouts, spec, block_size)
+            if not spec.value_in_key and not any(known.has_value for known in self.layouts):
+                need = f"latent attention, whose values lie in the keys: the backend reads {names} alone"
+                yield Reason("layer", need, "keys and values of their own", "name another backend")
+            else:  # a layout that cannot hold the layer is no remedy
+                hint = f"--kv-layout {fitting[0].name}" if fitting else ""
+                yield from _need(layout in self.layouts, "kv_layout", names, layout.name, hint)
         pieces = layout.contiguous_blocks or not (self.contiguous_blocks and paged)
         yield from _need(pieces, "kv_layout", "a layout whose blocks are one piece of memory each", layout.name)
 

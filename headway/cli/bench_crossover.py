@@ -54,7 +54,9 @@ def crossover(
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Level engine: fewest timed passes; short generations get more.")] = 1,
     cell_limit: Annotated[str, typer.Option(help="Level engine: give a generation up after this long.")] = "120s",
-    crossover_table: Annotated[Path | None, typer.Option(help="Level engine: the table that auto obeys.")] = None,
+    crossover_table: Annotated[
+        list[Path] | None, typer.Option(help="Level engine: the table that auto obeys. Repeatable.")
+    ] = None,
     workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",
     backends: Annotated[
         str | None,
@@ -126,7 +128,7 @@ def _engine_run(given: Any, device: torch.device) -> EngineOptions:
     llm: dict[str, Any] = {name: getattr(given, name) for name in ("model", "load_format", "dtype", "workload")}
     llm["device"] = given.device or "auto"
     llm |= {"plugins": given.plugin} if given.plugin else {}
-    llm |= {"crossover_table": str(given.crossover_table)} if given.crossover_table else {}
+    llm |= {"crossover_table": [str(path) for path in given.crossover_table]} if given.crossover_table else {}
     return EngineOptions(
         device=device,
         llm=llm,

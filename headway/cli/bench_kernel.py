@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.options import PluginFiles, block_sizes_of, dtype_of, names_of
+from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -46,6 +48,12 @@ def options_of(
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
     rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds over which runs are repeated.")] = 60.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    peak_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s that the device's memory moves at most. Default: its data sheet, where known.")
+    ] = None,
+    peak_flops: Annotated[
+        float | None, typer.Option(help="TFLOP/s that the device computes at most in --dtype. Default: likewise.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> Any:
     """The `KernelOptions` that a command line says; typer reads the options from this function's parameters."""
@@ -72,9 +80,18 @@ def options_of(
         device=place,
         timer=Timer(warmup_ms, rep_ms),
         seed=seed,
+        peak_gbps=_peak("--peak-bandwidth", peak_bandwidth),
+        peak_tflops=_peak("--peak-flops", peak_flops),
         output=output,
         command=command_line(),
     )
+
+
+def _peak(option: str, rate: float | None) -> float | None:
+    """:raises ConfigError: a rate that no device has."""
+    if rate is not None and not 0 < rate < float("inf"):
+        raise ConfigError(option, "a rate above 0", rate)
+    return rate
 
 
 def with_plugins(command: Callable[..., None], **options: tuple[Any, object]) -> Callable[..., None]:
@@ -94,15 +111,25 @@ def with_plugins(command: Callable[..., None], **options: tuple[Any, object]) ->
     return run
 
 
-def measure_kernels(options: KernelOptions, plugin: Sequence[str] | None) -> None:
+def measure_kernels(
+    options: KernelOptions, plugin: Sequence[str] | None, fail_if_slower: float | None = None, than: str | None = None
+) -> None:
     """Time attention kernels, each checked against float64 first."""
+    from headway.bench.kernel.comparison import check_request, compare
     from headway.bench.kernel.report import print_report
     from headway.bench.kernel.run import run_kernel_bench
     from headway.core.system.json_files import write_json
     from headway.tuning.isolated.trial import create_registry
 
-    output = options.output
-    report = run_kernel_bench(options, create_registry(plugin or ()), console=Terminal(stderr=True))
+    check_request(fail_if_slower, than, options.phase)
+    if than is not None and options.backends is not None and than not in options.backends:
+        options = replace(options, backends=[*options.backends, than])
+    output, registry = options.output, create_registry(plugin or ())
+    if than is not None:
+        registry.backend(than)  # raises for a name that nobody registered
+    report = run_kernel_bench(options, registry, console=Terminal(stderr=True))
+    if fail_if_slower is not None and than is not None:
+        report.comparison = compare(report.cells, than, fail_if_slower)
     console = Terminal()
     if not console.is_terminal:
         console = Terminal(width=_FILE_WIDTH)
@@ -113,7 +140,18 @@ def measure_kernels(options: KernelOptions, plugin: Sequence[str] | None) -> Non
     if not any(cell.status == "ok" for cell in report.cells):
         Terminal(stderr=True, soft_wrap=True).print("headway: nothing was measured: every cell failed, for the reasons above")
         raise typer.Exit(1)
+    if report.comparison is not None and report.comparison.fault:
+        told = Terminal(stderr=True, soft_wrap=True)
+        for cell in report.comparison.slower:
+            told.print(str(cell), markup=False, highlight=False)
+        told.print(f"headway: {report.comparison.fault}", markup=False, highlight=False)
+        raise typer.Exit(1)
 
 
-kernel = with_plugins(measure_kernels)
+FAIL_IF_SLOWER = Annotated[
+    float | None, typer.Option(help="Exit with 1 where a backend takes more than this many times as long as that of --than.")
+]
+THAN = Annotated[str | None, typer.Option(help="The backend that --fail-if-slower holds the others to.")]
+
+kernel = with_plugins(measure_kernels, fail_if_slower=(FAIL_IF_SLOWER, None), than=(THAN, None))
 kernel.__name__ = "kernel"

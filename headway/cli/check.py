@@ -23,6 +23,9 @@ def check(
         bool,
         typer.Option("--in-process", help="Run the cell in this process: print and breakpoint() work. A crash ends the command."),
     ] = False,
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", help="Run the cells under compute-sanitizer, whose first error is the finding. Slow.")
+    ] = False,
     jobs: Annotated[
         int, typer.Option(min=0, max=1024, help="Processes that run cells side by side; 0: one for each core, up to 4.")
     ] = 0,
@@ -44,6 +47,7 @@ def check(
     from headway.testing.checking import check as run
     from headway.testing.kit import CHECKS
     from headway.testing.report import CellResult
+    from headway.testing.sanitizer import find_sanitizer
     from headway.testing.scorecard import badge, scorecard
     from headway.tuning.isolated.trial import try_installed
 
@@ -51,10 +55,13 @@ def check(
         raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", "cpu or cuda", repr(device))
+    if sanitize and in_process:
+        raise ConfigError("--sanitize", "child processes, which it watches", "--in-process")
+    sanitizer = find_sanitizer(device) if sanitize else ""
     console, failed = Terminal(), 0
     try_installed()  # other plugins than the one to be checked may end the processes that check it
     children = jobs or min(4, os.cpu_count() or 1)
-    wanted = Wanted(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()))
+    wanted = Wanted(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()), sanitizer)
     with console.status(f"{target or layout}: loading") as status:
         if in_process:
             status.stop()  # a debugger shares the terminal

@@ -82,6 +82,9 @@ def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
         return _Flag("--plugins", str | None, None, _same, text)
     if name == "plugins":
         return _Flag("--plugin", list[str] | None, None, lambda files: files or [], PLUGIN_HELP)
+    if name == "crossover_table":
+        one_each = "File of measured times that auto obeys. Repeatable, for models of several kinds of layers."
+        return _Flag(flag, list[str] | None, None, lambda files: files or None, one_each)
     if name == "block_size":
         return _Flag(flag, str, "auto" if default is None else str(default), parse_block_size, text.partition(" Default")[0])
     if name == "cudagraph_capture_sizes":

@@ -24,7 +24,7 @@ from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.core.contract.spec import AttentionSpec
-    from headway.core.select.costs import CostTable, Shape
+    from headway.core.select.costs import CostTable, Shape, StepCosts
     from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.selector import Selector
     from headway.registry import Registry
@@ -73,7 +73,7 @@ class Explanation:
 
     @property
     def gap(self) -> tuple[str, float] | None:
-        """(runner-up, its time over the choice's)."""
+        """(the fastest of the others, its time over the choice's); below 1 where a slower backend was named."""
         timed = [candidate for candidate in self.candidates if candidate.step_us is not None]
         if len(timed) < 2 or timed[0].name != self.choice:
             return None
@@ -93,7 +93,9 @@ def explain(
     layers: Annotated[int, typer.Option(min=1, help="How many layers share a step's plan.")] = 32,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
-    crossover_table: Annotated[Path | None, typer.Option(help="A table file, of any machine. Default: this one's.")] = None,
+    crossover_table: Annotated[
+        list[Path] | None, typer.Option(help="A table file, of any machine. Repeatable. Default: this one's.")
+    ] = None,
     plugin: PluginFiles = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -113,18 +115,20 @@ def explain(
     kind = LayerSpecs(specs[:1] * layers, expanded)
     registry = create_registry(plugin or ())
     shape = _shape(phase, batch, query_len, length)
-    tables = {spec: _table(crossover_table, spec, registry) for spec in kind.counts}
+    tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
+    costs = _costs(kind, tables)
     selector = Selector(
         registry,
         kind,
         BackendRequest.parse(attn_backend),
         kv_layout=kv_layout,
         block_size=block_size,
-        costs=_costs(kind, tables),
+        costs=costs,
         workload=Workload.parse(workload),
     )
     spec = kind.in_phase(specs[0], shape.phase)
-    found = explanation(selector, registry, spec, shape, layers, tables[spec])
+    times = None if costs is None else _step_costs(selector, kind, costs)
+    found = explanation(selector, registry, spec, shape, layers, tables[spec], times)
     if as_json:
         print(json.dumps(_plain(found), indent=2))
     else:
@@ -132,9 +136,18 @@ def explain(
 
 
 def explanation(
-    selector: Selector, registry: Registry, spec: AttentionSpec, shape: Shape, layers: int, table: CrossoverTable | None
+    selector: Selector,
+    registry: Registry,
+    spec: AttentionSpec,
+    shape: Shape,
+    layers: int,
+    table: CrossoverTable | None,
+    costs: StepCosts | None,
 ) -> Explanation:
-    """Explain what a selector would do with one step, with each backend's time or reasons."""
+    """Explain what a selector would do with one step, with each backend's time or reasons.
+
+    costs: the measured times over the selection's layout and block size, whether or not they decided; None: there are none.
+    """
     backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
     choice = next(iter(backends.values())).name
     chosen = selector.selection
@@ -143,7 +156,7 @@ def explanation(
     for name in registry.backends:
         support = registry.supports(name, spec, selector.layout_of(spec), chosen.block_size, shape.phase)
         reasons = [str(reason) for reason in support.reasons] + ([failed[name]] if failed.get(name) else [])
-        us = selector.costs.step_us(name, shape) if selector.costs is not None and not reasons else float("inf")
+        us = costs.step_us(name, shape) if costs is not None and not reasons else float("inf")
         if us == float("inf") and not reasons:
             reasons = [_unmeasured(name, shape, table)]
         candidates.append(BackendTime(name, us if us < float("inf") else None, tuple(reasons)))
@@ -162,8 +175,20 @@ def _costs(kind: LayerSpecs, tables: Mapping[AttentionSpec, CrossoverTable | Non
     return costs if len(costs) == len(tables) else None
 
 
-def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
-    """The table at `path`, unchecked against this machine; else the one that auto would use, or None."""
+def _step_costs(selector: Selector, kind: LayerSpecs, costs: Mapping[AttentionSpec, CostTable]) -> StepCosts:
+    """The times over the layout and block size that the selector has chosen: a backend that was named by hand has them too."""
+    from headway.core.select.costs import StepCosts
+
+    parts = [(costs[spec], count) for spec, count in kind.counts.items()]
+    return StepCosts(parts, selector.selection.layout.name, selector.selection.block_size)
+
+
+def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> CrossoverTable | None:
+    """The first of the files that holds a layer's times, unchecked against this machine; without files the table that auto would
+    use, or None.
+
+    :raises ConfigError: no file holds them.
+    """
     from headway.core.select.backend_request import ALL_AUTO
     from headway.core.select.layer_specs import LayerSpecs
     from headway.tuning.autotune import TableRequest, costs_for
@@ -171,11 +196,13 @@ def _table(path: Path | None, spec: AttentionSpec, registry: Registry) -> Crosso
     from headway.tuning.table.files import read_table, table_path
     from headway.tuning.table.schema import SpecRecord
 
-    if path is not None:
-        table = read_table(path)
-        if table.spec.kind != SpecRecord.of(spec).kind:
-            raise ConfigError("--crossover-table", f"a table for {spec}", f"one for {table.spec}", "say --geometry and --dtype")
-        return table
+    if paths:
+        tables = [read_table(path) for path in paths]
+        found = next((table for table in tables if table.spec.kind == SpecRecord.of(spec).kind), None)
+        if found is None:
+            got = " and ".join(f"one for {table.spec}" for table in tables)
+            raise ConfigError("--crossover-table", f"a table for {spec}", got, "say --geometry and --dtype")
+        return found
     usable = costs_for(LayerSpecs([spec]), registry, ALL_AUTO, TableRequest(budget=0.0))
     return read_table(table_path(identify_device(spec.device), SpecRecord.of(spec))) if usable else None
 
@@ -237,7 +264,8 @@ def _print(found: Explanation, console: Console) -> None:
     if found.gap is not None:
         name, factor = found.gap
         verdict = "as fast within a hundredth" if abs(factor - 1) < 0.01 else f"{factor:.2f} times as long"
-        console.print(Text(f"runner-up {name}: {verdict}"), soft_wrap=True)
+        rank = "runner-up" if factor > 0.99 else "faster here,"
+        console.print(Text(f"{rank} {name}: {verdict}"), soft_wrap=True)
     console.print(Text(f"{found.selection}", "dim"), soft_wrap=True)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("backend", no_wrap=True)

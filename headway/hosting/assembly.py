@@ -69,7 +69,7 @@ def assemble(args: EngineArgs) -> Assembly:
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     check_named(registry, config.backend_request.names, layers.cached)
     if not deterministic:  # which pins one backend, whatever is fastest
-        table = TableRequest(None if args.crossover_table is None else Path(args.crossover_table), args.autotune_budget)
+        table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
         costs = costs_for(layers, registry, config.backend_request, table, ahead)
         choose_experts(decoder.expert_kinds, table.seconds(device), ahead)
     # torch's operations are those with which deterministic mode was shown to keep a request's bits.

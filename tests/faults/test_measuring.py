@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from headway.core.system.child import ChildDied
+from headway.core.system.json_files import write_json
 from headway.registry import create_registry
 from headway.tuning.isolated import measure_in_child as apart
-from headway.tuning.isolated.measure_in_child import measure_in_child, third_party_files
+from headway.tuning.isolated.measure_in_child import CRASHED, HUNG, measure_in_child, third_party_files
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.run import CrossoverOptions
 from headway.tuning.table.files import read_table
 from hostile_plugins import LATE, install_hostile
 from sandbox import run_headway, save_tiny_model
-from tables import QUICK, SPEC
+from tables import QUICK, SPEC, a_table
 
 GRID = [Point("prefill", 1, 16, 16, 0), Point("prefill", 1, 64, 64, 0), Point("decode", 1, 1, 32, 0)]
 
@@ -63,6 +67,59 @@ def test_a_shape_that_crashes_the_process_excludes_that_backend_alone(
     assert again.complete
 
 
+class _Measuring:
+    """In place of the process that measures: it dies as a test says, then writes a table and is done."""
+
+    deaths: list[ChildDied]
+    asked: list[CrossoverOptions]
+
+    def __init__(self, command: object) -> None:
+        pass
+
+    def __enter__(self) -> _Measuring:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, request: dict[str, dict[str, str]], timeout: float) -> dict[str, object]:
+        options: CrossoverOptions = pickle.loads(base64.b64decode(request["measure"]["options"]))
+        self.asked.append(options)
+        if self.deaths:
+            raise self.deaths.pop(0)
+        assert options.output is not None
+        write_json(a_table(), options.output)
+        return {"done": True}
+
+
+@pytest.mark.parametrize(
+    ("died", "said"),
+    [
+        (
+            ChildDied("no answer within 15 s", "Fatal Python error: Aborted", timed_out=True),
+            f"{HUNG} in its self-test: no answer",
+        ),
+        (ChildDied("the process was killed by SIGSEGV", "Fatal Python error: Segmentation fault"), f"{CRASHED} in its self-test"),
+    ],
+)
+def test_a_hang_is_called_one_and_told_once(
+    plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, died: ChildDied, said: str
+) -> None:
+    monkeypatch.setattr(apart, "Child", _Measuring)
+    _Measuring.deaths, _Measuring.asked = [died], []
+    install_hostile(plugins, "hangs-at-a-shape")
+    table = tmp_path / "table.json"
+    write_json(a_table(command="of another version"), table)
+    measure_in_child(CrossoverOptions(SPEC, ["sdpa", "hangs-at-a-shape"], output=table), create_registry())
+    first, second = _Measuring.asked
+    (why,) = second.excluded.values()
+    assert why.startswith(said)
+    assert "Aborted" not in why
+    assert caplog.text == "", "the start tells of it, once, when it reads the table"
+    assert not first.resume
+    assert not second.resume, "nothing was written by this run: what lies there is another's"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_default_start_survives_a_crash_while_measuring(plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +130,7 @@ def test_a_default_start_survives_a_crash_while_measuring(plugins: Path, tmp_pat
     arguments = ("generate", "--model", model, "--autotune-budget", "3", "--max-tokens", "8", "--ignore-eos", "the quick fox")
     first, second = (run_headway(*arguments, plugins=plugins, cwd=tmp_path) for _ in range(2))
     assert first.code == second.code == 0, first
-    assert "auto leaves out segfaults-at-a-shape: it crashed the measuring process" in first.err
+    assert first.err.count("auto leaves out segfaults-at-a-shape: crashed the measuring process") == 1
     assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in second.err, "it is not tried again"
     assert "measuring" not in second.err or "lacks others" in second.err, (
         "a table is gone on with, where the time did not suffice"

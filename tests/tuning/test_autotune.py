@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,14 +20,15 @@ from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.core.select.workload import Workload
 from headway.core.system.json_files import write_json
-from headway.registry import Registry
+from headway.registry import Registry, create_registry
 from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
-from headway.tuning.isolated.measure_in_child import CRASHED
+from headway.tuning.isolated.measure_in_child import CRASHED, HUNG
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
 from headway.tuning.table.files import read_table, stored_tables, table_path
 from headway.tuning.table.schema import CrossoverTable, SpecRecord
+from sandbox import TOY, install
 from tables import POINTS, QUICK, SPEC, a_cell, a_device, a_table, quick
 from tiny_bench import CPU, half_of_the_rows, with_backend
 
@@ -106,19 +109,42 @@ def test_a_table_asked_for_is_used_or_refused_and_never_measured_again(
     path = tmp_path / "mine.json"
     cells = [a_cell(us, backend=name) for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))]
     write_json(a_table(*cells), path)
-    costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(path))
+    costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([path]))
     assert costs is not None
     assert costs[SPEC].at(Shape(Phase.DECODE, 1, 1, 64), "sdpa", "nhd", 16)[0] == pytest.approx(10)
     write_json(a_table(*cells, device=a_device(driver="old", torch="1.0")), path)
-    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(path, budget=60)) is None
+    assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([path], budget=60)) is None
     assert "torch: the table has 1.0" in caplog.text
     assert "driver: the table has old" in caplog.text
-    assert costs_for(LayerSpecs([replace(SPEC, head_dim=64)]), registry, ALL_AUTO, TableRequest(path)) is None
+    assert costs_for(LayerSpecs([replace(SPEC, head_dim=64)]), registry, ALL_AUTO, TableRequest([path])) is None
+
+
+def test_of_several_tables_asked_for_each_serves_the_layer_that_it_was_measured_on(
+    registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = replace(SPEC, head_dim=64)
+    tables = {
+        "elsewhere": a_table(a_cell(1.0, backend="sdpa"), device=a_device(name="another machine")),
+        "narrow": a_table(a_cell(10.0, backend="sdpa")),
+        "wide": a_table(a_cell(20.0, backend="sdpa"), spec=SpecRecord.of(wide)),
+    }
+    paths = {name: tmp_path / f"{name}.json" for name in tables}
+    for name, table in tables.items():
+        write_json(table, paths[name])
+    layers = LayerSpecs([SPEC, wide])
+    costs = costs_for(layers, registry, ALL_AUTO, TableRequest(list(paths.values())))
+    assert costs is not None
+    step = Shape(Phase.DECODE, 1, 1, 64)
+    assert costs[SPEC].at(step, "sdpa", "nhd", 16)[0] == pytest.approx(10)
+    assert costs[wide].at(step, "sdpa", "nhd", 16)[0] == pytest.approx(20)
+    assert "not used" not in caplog.text
+    assert costs_for(layers, registry, ALL_AUTO, TableRequest([paths["narrow"]])) is None
+    assert f"crossover_table needs a table for {wide}, got one for {SpecRecord.of(SPEC)}" in caplog.text
 
 
 def test_a_table_asked_for_must_be_there(registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"crossover_table: needs a table file, got .*none\.json, which does not exist"):
-        costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(tmp_path / "none.json"))
+        costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest([tmp_path / "none.json"]))
 
 
 @pytest.mark.usefixtures("small_grid")
@@ -165,6 +191,82 @@ def test_a_backend_that_crashed_is_measured_again_under_a_new_version(
     monkeypatch.setattr("headway.tuning.measure.self_test.version_of", lambda owner: "2.0" if owner == "guest" else "")
     costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     assert any(cell.backend == "guest" for cell in read_table(path).cells)
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The module of an installed plugin, measured in this process to save time; its folder is `toy.parent`."""
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    monkeypatch.setattr(autotune, "can_measure_in_child", lambda registry, names: False)
+    monkeypatch.syspath_prepend(str(folder))
+    install(folder, "toy", TOY)
+    yield folder / "toy.py"
+    sys.modules.pop("toy", None)
+
+
+def with_failure(path: Path, name: str, reason: str) -> None:
+    """Edit a table file as if a backend had failed in it, at all points."""
+    table = read_table(path)
+    table.backends = [
+        record.model_copy(update={"reason": reason}) if record.name == name else record for record in table.backends
+    ]
+    table.cells = [cell for cell in table.cells if cell.backend != name]
+    write_json(table, path)
+
+
+@pytest.mark.usefixtures("small_grid")
+@pytest.mark.parametrize(
+    "reason",
+    [
+        pytest.param(f"{CRASHED} in decode", marks=pytest.mark.slow),
+        f"{HUNG} in decode",
+        pytest.param("self-test: decode is wrong", marks=pytest.mark.slow),
+    ],
+)
+def test_a_repaired_plugin_of_the_same_version_is_measured_at_its_next_start(
+    toy: Path, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=60))
+    path = table_path(a_device(), SpecRecord.of(SPEC))
+    with_failure(path, "toy", reason)
+    caplog.clear()
+    costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=60))
+    assert not any(cell.backend == "toy" for cell in read_table(path).cells), "the same files are not tried again"
+    assert "measured again" not in caplog.text
+    toy.write_text(f"{TOY}\n# repaired\n")
+    costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=0))
+    assert "measured again" not in caplog.text, "a start that may not measure takes the table as it is"
+    costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=60))
+    assert "toy failed in it, and its plugin's files are others now: it is measured again" in caplog.text
+    assert reason not in path.read_text()
+    assert any(cell.backend == "toy" for cell in read_table(path).cells)
+    caplog.clear()
+    costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=60))
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("reason", ["", f"{CRASHED} in decode"])
+def test_a_table_is_completed_without_a_plugin_that_is_gone(
+    registry: Registry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(autotune, "grid", lambda device_type: POINTS)
+    path = table_path(a_device(), SpecRecord.of(SPEC))
+    costs_for(LayerSpecs([SPEC]), create_registry(), ALL_AUTO, TableRequest(budget=1e-9))  # one point at each start
+    assert {record.name for record in read_table(path).backends} >= {"sdpa", "toy"}
+    if reason:
+        with_failure(path, "toy", reason)
+    sizes, told = [], []
+    for _ in range(2):
+        caplog.clear()
+        assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=1e-9)) is not None
+        sizes.append(len({cell.point for cell in read_table(path).cells}))
+        told.append("without what is not here any more: toy of toy 1.0" in caplog.text)
+        assert "could be measured" not in caplog.text
+    assert sizes == [2, 3]
+    assert told == [not reason, False], "a missing plugin is told of once"
+    assert "toy" not in path.read_text()
 
 
 def test_a_plugins_own_layout_is_measured_beside_a_built_in_one(monkeypatch: pytest.MonkeyPatch) -> None:

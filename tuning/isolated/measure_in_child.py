@@ -12,6 +12,7 @@ import pickle
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -31,8 +32,8 @@ _START = 120.0
 ANSWER_SECONDS = {"cpu": 15.0, "cuda": 180.0}
 """Seconds that one backend may take at one point. On a GPU all kernels of the grid may be compiled in one go."""
 _DUMP = 'File "'
-CRASHED = "crashed the measuring process"
-"""How the reason of a backend begins that is not called again until its plugin has another version, and its table is stale."""
+CRASHED, HUNG = "crashed the measuring process", "hung the measuring process"
+"""How the reason of a backend begins that ended that process, or gave it no answer."""
 
 
 def third_party_files(registry: Registry, names: Collection[str]) -> dict[str, str]:
@@ -65,6 +66,7 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
     loaded = {record.name for record in registry.plugins if record.state == "loaded"}
     block = [record.name for record in registry.plugins if record.name not in loaded]
     began, budget, files = time.monotonic(), options.budget, third_party_files(registry, options.backends)
+    before = _written(output)
     while True:
         options = replace(options, compile_ahead=None)
         at, point, child = "", "its self-test", None
@@ -89,12 +91,22 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
             blamed = _blamed(at, died.stderr, {name: file for name, file in files.items() if name not in options.excluded})
             if not blamed:
                 raise HeadwayError(f"the process that measures ended in {point}: {died}") from died
-            why = f"{CRASHED} in {point}: {died}"
-            for name in blamed:
-                log.warning("auto leaves out %s: it %s", name, why)
-            options = replace(options, excluded={**options.excluded, **dict.fromkeys(blamed, why)}, resume=True)
+            # A process that hangs is aborted for its stack, which says who is to blame, and nothing of what was wrong.
+            why = f"{HUNG} in {point}: {died.how}" if died.timed_out else f"{CRASHED} in {point}: {died}"
+            log.info("measuring goes on without %s: %s", ", ".join(blamed), why)
+            resume = options.resume or _written(output) != before  # a table that lay there is another's
+            options = replace(options, excluded={**options.excluded, **dict.fromkeys(blamed, why)}, resume=resume)
             if budget is not None:
                 options = replace(options, budget=max(1.0, budget - (time.monotonic() - began)))
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """What changes whenever a file is written anew; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _blamed(at: str, said: str, files: dict[str, str]) -> list[str]:

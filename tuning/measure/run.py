@@ -29,7 +29,7 @@ from headway.tuning.measure.timing import Budget, InterleavedTimer, on_device
 from headway.tuning.table.compare import differences
 from headway.tuning.table.files import read_table
 from headway.tuning.table.noise import noise_of
-from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, PhaseName, SpecRecord, points
+from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, SpecRecord, points
 
 GRAPH_LEN = 32768
 """Longest context for which decode graphs are captured, as in an engine of max_model_len 32,768."""
@@ -172,10 +172,7 @@ def _pairs(options: CrossoverOptions, registry: Registry) -> list[Pair]:
 def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], pairs: Sequence[Pair]) -> CrossoverTable:
     called = [name for name in names if name not in options.excluded]
     records = selftest.examine(registry, called, options.spec, pairs)
-    for name, why in options.excluded.items():
-        owner = registry.backends[name].owner
-        version = selftest.version_of(owner)
-        records.append(BackendRecord(name=name, owner=owner, version=version, available=True, reason=why))
+    records += [selftest.record_of(registry, name, True, why) for name, why in options.excluded.items()]
     if not any(record.usable for record in records):
         reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]
         raise UnsupportedError(f"a crossover table for {options.spec}", reasons)

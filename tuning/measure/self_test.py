@@ -37,6 +37,7 @@ _POISON = 1e4
 """Value in slots that hold no token: finite, since some kernels may read them, and large enough to show in any sum."""
 SKIP = "HEADWAY_SKIP_SELF_TEST"
 """Environment variable: 1 lets a named backend serve without its self-test."""
+_DIGEST_LENGTH = 16
 log = logging.getLogger("headway")
 
 
@@ -45,7 +46,7 @@ def examine(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs
 
     A backend that fails takes no part, and its record says why.
     """
-    return [_record(registry, name, spec, pairs) for name in names]
+    return [_examined(registry, name, spec, pairs) for name in names]
 
 
 def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs: Sequence[Pair]) -> None:
@@ -58,11 +59,20 @@ def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs:
                     _wrong(registry, name, spec, pair, text, decode_query_len)
 
 
-def _record(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> BackendRecord:
-    owner = registry.backends[name].owner
+def _examined(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> BackendRecord:
     here = registry.availability(name)
-    reason = here.brief if not here else self_test(registry, name, spec, pairs)
-    return BackendRecord(name=name, owner=owner, version=version_of(owner), available=bool(here), reason=reason)
+    return record_of(registry, name, bool(here), here.brief if not here else self_test(registry, name, spec, pairs))
+
+
+def record_of(registry: Registry, name: str, available: bool, reason: str) -> BackendRecord:
+    """What a table says of a backend: whose it is, which code of it was measured, and the reason for leaving it out."""
+    owner, digest = registry.backends[name].owner, plugin_digest(registry, name)
+    return BackendRecord(name=name, owner=owner, version=version_of(owner), available=available, reason=reason, digest=digest)
+
+
+def plugin_digest(registry: Registry, name: str) -> str:
+    """Hash of the files of the plugin that brought a backend, as a table holds it; empty for built-ins and objects."""
+    return registry.digest_of(name)[:_DIGEST_LENGTH]
 
 
 def check_named(registry: Registry, names: Iterable[str], specs: Iterable[AttentionSpec]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.core.contract.errors import UnsupportedError
@@ -47,7 +47,7 @@ def differences(
     return [Reason(what, str(need or "none"), str(got or "none"), _AGAIN) for what, need, got in rows if need != got]
 
 
-def remarks(table: CrossoverTable, device: DeviceIdentity, available: Iterable[str]) -> list[str]:
+def remarks(table: CrossoverTable, device: DeviceIdentity, available: Collection[str]) -> list[str]:
     """What does not make a table wrong, and is worth knowing."""
     lines = []
     if table.device.threads != device.threads:
@@ -56,6 +56,9 @@ def remarks(table: CrossoverTable, device: DeviceIdentity, available: Iterable[s
     new = [name for name in available if name not in measured]
     if new:
         lines.append(f"not in the table, and so never chosen by auto: {', '.join(new)}")
+    gone = [name for name in measured if name not in available]
+    if gone:
+        lines.append(f"in the table, and not here: {', '.join(gone)}")
     if not table.complete:
         lines.append("not complete: the run was interrupted or its budget ended; headway bench crossover --resume goes on")
     return lines

@@ -134,6 +134,9 @@ class BackendRecord(BaseModel):
     available: bool
     reason: str = ""
     """Why it took no part, or failed its self-test; empty otherwise."""
+    digest: str = ""
+    """Hash of the files of the plugin that brought it, by which a repaired one is told; empty for built-ins and objects, and in
+    files of before 2026-11-24."""
 
     @property
     def usable(self) -> bool:

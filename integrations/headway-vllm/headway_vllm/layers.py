@@ -105,7 +105,7 @@ def make_selector(specs: Sequence[AttentionSpec], request: BackendRequest, block
     layers = LayerSpecs(specs)
     check_named(known, request.names, specs)
     path = os.environ.get(TABLE, "").strip()
-    costs = costs_for(layers, known, request, TableRequest(Path(path) if path else None))
+    costs = costs_for(layers, known, request, TableRequest([Path(path)] if path else []))
     selector = Selector(known, layers, request, kv_layout=NHD.name, block_size=block_size, costs=costs)
     log.info("headway-vllm: %s", selector.selection)
     return selector

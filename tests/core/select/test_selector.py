@@ -14,7 +14,7 @@ from backend_cases import LAYOUTS, spec
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import ConfigError, UnknownBackendError, UnsupportedError
-from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout, LayoutInfo
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
@@ -25,6 +25,7 @@ from headway.core.select.selection import MeasuredChoice
 from headway.core.select.selector import Selector
 from headway.core.select.workload import PRESETS, Workload
 from headway.tuning.measure.points import grid
+from tiny_bench import with_backend
 
 PREFILLS = frozenset({Phase.PREFILL, Phase.EXTEND})
 DECODES = frozenset({Phase.DECODE})
@@ -263,6 +264,21 @@ def test_the_fix_for_a_layout_or_block_size_keeps_the_backend(options: dict[str,
     with pytest.raises(UnsupportedError, match=re.escape(word)) as caught:
         select(source, "picky", **options)
     assert names(follow(source, caught.value)) == ("picky",) * 3
+
+
+@pytest.mark.parametrize(("latent_model", "reads"), [(False, LATENT), (True, NHD)])
+@pytest.mark.parametrize("layout", ["auto", "nhd", "latent"])
+def test_no_hint_names_a_layout_that_cannot_hold_the_layer(latent_model: bool, reads: CacheLayout, layout: str) -> None:
+    layer = AttentionSpec(4, 1, 48, 0.2, v_head_dim=32, value_in_key=True) if latent_model else AttentionSpec(4, 2, 32, 0.2)
+    claims = Capabilities(ALL_PHASES, (reads,), devices=("cpu",), v_head_dims=None, value_in_key=not latent_model)
+    registry = with_backend("mine", capabilities=claims)
+    with pytest.raises(UnsupportedError) as refused:
+        Selector(registry, LayerSpecs([layer]), BackendRequest.parse("mine"), kv_layout=layout)
+    assert "--kv-layout" not in " ".join(map(str, refused.value.reasons))
+    fix = str(refused.value).splitlines()[-1]
+    assert re.fullmatch(r"  nearest fix: --attn-backend auto --kv-layout (nhd|latent) --block-size 16", fix)
+    if not latent_model:
+        assert "needs latent attention, whose values lie in the keys: the backend reads latent alone" in str(refused.value)
 
 
 def test_no_fix_is_printed_where_none_would_work() -> None:

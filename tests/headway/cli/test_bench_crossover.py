@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.core.contract.spec import AttentionSpec
 from headway.core.system.json_files import write_json
 from headway.tuning.table.files import read_table, stored_tables, table_path
 from headway.tuning.table.schema import BackendRecord, CrossoverTable, SpecRecord
@@ -194,6 +195,19 @@ def test_explain_names_choice_runner_up_gap_row_and_age(headway: Headway, kept: 
     assert short.splitlines()[0].endswith("tokens: sdpa")
 
 
+def test_explain_of_backends_that_are_named_shows_the_measured_times(headway: Headway, kept: Path) -> None:
+    named = ("backends", "explain", *TINY, "--layers", "4", "--len", "4000", "--batch", "2")
+    auto = json.loads(headway(*named, "--json").out)
+    for request in ("sdpa", "prefill=sdpa,decode=sdpa"):
+        found = json.loads(headway(*named, "--json", "--attn-backend", request).out)
+        assert found["choice"] == "sdpa"
+        times = {each["name"]: each["step_us"] for each in found["candidates"]}
+        assert times == {each["name"]: each["step_us"] for each in auto["candidates"]}
+    shown = headway(*named, "--attn-backend", "sdpa", columns=200).out
+    assert "not measured" not in shown
+    assert shown.splitlines()[1].startswith("faster here, sdpa.math: 0.5")
+
+
 def test_explain_is_data_too(headway: Headway, kept: Path) -> None:
     found = json.loads(headway("backends", "explain", *TINY, "--phase", "prefill", "--len", "64", "--layers", "2", "--json").out)
     assert found["choice"] == "sdpa"
@@ -237,6 +251,30 @@ def test_explain_of_latent_attention_asks_for_the_spec_of_the_phase(headway: Hea
     refused = headway(*latent, "--kv-layout", "nhd")
     assert refused.code != 0
     assert "needs a layout that keeps the value inside the key, got nhd" in refused.err
+
+
+def test_explain_takes_a_table_for_each_form_of_latent_attention(headway: Headway, tmp_path: Path) -> None:
+    latent = ("backends", "explain", "--device", "cpu", "--geometry", "4/1/48/32+4/4/24/16/dense", "--json")
+    absorbed = AttentionSpec(4, 1, 48, 48**-0.5, v_head_dim=32, value_in_key=True)
+    expanded = AttentionSpec(4, 4, 24, 24**-0.5, v_head_dim=16, dense=True)
+    names, options = ("sdpa", "sdpa.math"), []
+    for spec, phases in ((absorbed, ("decode", "extend")), (expanded, ("prefill",))):
+        cells = []
+        for phase in phases:
+            new = {"decode": 1, "extend": 32, "prefill": 64}[phase]
+            at = {"phase": phase, "case": f"1q{new}s64", "query_len": new, "layout": "latent" if spec is absorbed else None}
+            at |= {"block_size": 16 if spec is absorbed else None}
+            cells += [a_cell(us, backend=name, **at) for us, name in zip((10.0, 20.0), names, strict=True)]
+        path = tmp_path / f"{spec.head_dim}.json"
+        write_json(a_table(*cells, spec=SpecRecord.of(spec)), path)
+        options += ["--crossover-table", str(path)]
+    for phase in ("prefill", "extend", "decode"):
+        found = json.loads(headway(*latent, "--phase", phase, "--len", "64", *options).out)
+        assert [(each["name"], each["step_us"] is None) for each in found["candidates"][:2]] == [
+            ("sdpa", False),
+            ("sdpa.math", False),
+        ]
+    assert_refused(headway(*latent, *options[:2], columns=400), "--crossover-table: needs a table for 4/4 heads x 24")
 
 
 def test_explain_says_who_failed_its_self_test_and_who_was_not_measured(headway: Headway, path: Path) -> None:

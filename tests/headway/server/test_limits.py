@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import threading
@@ -66,6 +67,30 @@ def test_a_request_that_takes_too_long_is_ended(llm: LLM, monkeypatch: pytest.Mo
             asked = {"model": served.service.names[0], "prompt": [3], "max_tokens": 200, "extra_body": {"ignore_eos": True}}
             with pytest.raises(openai.APIError, match="request_timeout"):
                 list(client.completions.create(**asked, stream=True))
+
+
+def test_a_wall_clock_that_jumps_by_hours_moves_no_deadline_and_no_figure(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, real, jumps = llm.engine.step, time.time, itertools.cycle((0.0, 3e4, -5e4, 7e3, -1e4))
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.005), step())[1])
+    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * (real() + next(jumps))))
+    began = time.monotonic()
+    with running(llm, ServerOptions(request_timeout=20.0)) as served, httpx.Client(base_url=served.url, timeout=60) as http:
+        for streamed in (False, True, False):
+            found = http.post(TEXT, json={**LONG, "max_tokens": 20, "stream": streamed})
+            assert found.status_code == 200
+            assert '"finish_reason":"length"' in found.text
+        took, page = time.monotonic() - began, http.get("/metrics").text
+        figures = {name: float(value) for name, value in re.findall(r"^(vllm:\w+)\{[^}]*\} (\S+)$", page, re.MULTILINE)}
+        assert min(figures.values()) >= 0
+        seconds = {name: value for name, value in figures.items() if name.endswith("_seconds_sum")}
+        assert len(seconds) > 5
+        assert max(seconds.values()) <= took
+        assert seconds["vllm:e2e_request_latency_seconds_sum"] > 0.1
+    with running(llm, ServerOptions(request_timeout=0.2)) as served, httpx.Client(base_url=served.url, timeout=60) as http:
+        began = time.monotonic()
+        assert http.post(TEXT, json=LONG).status_code == 504
+        assert 0.2 <= time.monotonic() - began < 10
 
 
 def test_client_that_never_finishes_its_request_is_closed(llm: LLM) -> None:
