@@ -108,22 +108,6 @@ def serve(
     from headway.server.options import ServerOptions, bound_socket
 
     model = model_option or model
-<<<<<<< HEAD
-    args = EngineArgs.of(model, **engine)
-    sock = bound_socket(host, port)
-    if restart_engine and sys.platform == "win32":
-        raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restart_engine)
-    # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread.
-    spawned = None if sys.platform == "win32" else spawn_engine()
-    try:
-        from headway.server.launch import serve as listen
-        from headway.server.options import ServerOptions
-    except ImportError as error:
-        if spawned is not None:
-            spawned.wire.close()
-        raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
-=======
->>>>>>> h2
     options = ServerOptions(
         served_model_names=tuple(served_model_name or ()) or (model,),
         api_key=os.environ.get(_KEY_VARIABLE) if api_key is None else api_key,  # typer takes an empty variable for none
@@ -141,6 +125,8 @@ def serve(
     )
     args = EngineArgs.of(model, **engine)
     sock = bound_socket(host, port)
+    if restart_engine and sys.platform == "win32":
+        raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restart_engine)
     # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread.
     spawned = None if sys.platform == "win32" else spawn_engine()
     try:

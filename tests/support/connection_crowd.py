@@ -19,7 +19,8 @@ from collections import Counter
 from contextlib import suppress
 
 BODY = json.dumps({"prompt": [5, 6, 7], "max_tokens": 2}).encode()
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD += b"content-length: %d\r\nconnection: close\r\n\r\n"
 REQUEST = HEAD % len(BODY) + BODY
 
 
