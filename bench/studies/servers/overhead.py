@@ -132,7 +132,8 @@ CLIENT = """
 import json, selectors, socket, sys, time
 port, streams, tokens, rounds, prompt = map(int, sys.argv[1:])
 body = json.dumps({"prompt": [1] * prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
-head = b"POST /v1/completions HTTP/1.1\\r\\nhost: x\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body)
+head = b"POST /v1/completions HTTP/1.1\\r\\nhost: x\\r\\ncontent-type: application/json\\r\\n"
+head += b"content-length: %d\\r\\n\\r\\n" % len(body)
 found = {"seconds": 0.0, "chunks": 0, "bytes": 0, "first": []}
 for _ in range(rounds):
     chosen, sent, first = selectors.DefaultSelector(), {}, {}
