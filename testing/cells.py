@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
 
 import torch
 
@@ -14,6 +13,8 @@ from headway.core.contract.support import Support
 
 AXES = ("layout", "memory", "block_size", "head_dim", "group", "dtype", "feature")
 """What makes up a layer and its cache, in the order of a cell's name."""
+INPUTS = ("kv_heads", "scale", "scores", "work")
+"""What a backend cannot refuse, for any model and any step may have it. A cell's name has those values that are not plain."""
 PHASES: dict[str, frozenset[Phase]] = {
     "prefill": frozenset({Phase.PREFILL}),
     "extend": frozenset({Phase.EXTEND}),
@@ -23,16 +24,27 @@ PHASES: dict[str, frozenset[Phase]] = {
     "ragged": frozenset({Phase.DECODE}),
 }
 """Name of a step's shape -> the phases a backend must serve for it."""
-FEATURES = ("none", "window", "window-1", "softcap", "alibi", "sinks", "together", "fp8", "v_head_dim", "latent")
-"""together: every feature the backend claims, in one layer; v_head_dim: values shorter than keys; latent: values inside keys."""
-MEMORIES = ("own", "packed", "interleaved")
+WINDOWS = {"window": 37, "window-1": 1, "window-16": 16, "window-1024": 1024}
+"""Keys that a query of a windowed layer sees: a prime, so that no tile or block of a kernel ends with it; itself alone; a block;
+and as many as models have."""
+FEATURES = ("none", *WINDOWS, "softcap", "alibi", "sinks", "together", "fp8", "v_head_dim", "longer_v", "latent")
+"""together: every feature the backend claims, in one layer; v_head_dim, longer_v: values shorter and longer than keys; latent:
+values inside keys."""
+MEMORIES = ("own", "packed", "interleaved", "spaced", "far")
 """own: as the layout allocates; packed: K and V of a block side by side in foreign memory; interleaved: a head's K and V side by
-side, so that no block is one piece of memory."""
-NUM_KV_HEADS = 2
-WINDOW = 37
-"""Window of the windowed layers: a prime, so that no tile or block of a kernel ends with it."""
+side, so that no block is one piece of memory; spaced: every other block is somebody else's, in any layout; far: slots above
+32,768 and elements above 2**31, which 16 and 32 bits cannot number."""
+KV_HEADS = (2, 1, 3, 8, 32)
+SCALES = {"odd": 0.0, "one": 1.0, "large": 4.0}
+"""What the scores are multiplied by. odd: 1.37 * head_dim ** -0.5, so that a backend that assumes its own scale shows everywhere;
+queries are drawn so that the scores of any scale are of one size."""
+SCORES = ("normal", "high", "low", "equal", "dominant", "alternating", "mean")
+"""high, low: every score near +200 or -200, which the exponential of no float32 holds; equal: all keys weigh the same;
+dominant: one key in 61 outweighs the others; alternating: scores of +30 and -30 by turns; mean: values far from zero."""
+WORKS = ("edges", "many", "again", "tables", "deep")
+"""edges: lengths around the ends of blocks; many: 65 sequences, then 200; again: the lengths of the step before over other
+blocks; tables: more than 128 blocks a sequence, in a table that is a part of a wider one; deep: up to 16,384 tokens."""
 SCALE = 1.37
-"""Scale of every layer, times head_dim ** -0.5: a backend that assumes its own scale shows everywhere."""
 SOFTCAP = 1.5
 FP8_SCALES = (0.02, 0.05)
 
@@ -54,11 +66,20 @@ class CheckCell:
     feature: str = "none"
     about: str = "-"
     """What else tells cells of one check apart: the axis of a refusal, an option's name."""
+    kv_heads: int = 2
+    scale: str = "odd"
+    """A name out of SCALES."""
+    scores: str = "normal"
+    """Out of SCORES."""
+    work: str = "edges"
+    """Out of WORKS."""
 
     def __str__(self) -> str:
         values = asdict(self)
         values |= {"block_size": f"b{self.block_size}", "head_dim": f"d{self.head_dim}", "group": f"g{self.group}"}
-        return ":".join(str(values[field.name]) for field in fields(self))
+        always = [str(values[field.name]) for field in fields(self) if field.name not in INPUTS]
+        odd = [f"{name}={values[name]}" for name in INPUTS if values[name] != PLAIN_INPUTS[name]]
+        return ":".join([*always, *odd])
 
     @classmethod
     def parse(cls, text: str) -> CheckCell:
@@ -66,11 +87,12 @@ class CheckCell:
 
         :raises ConfigError: the text is no cell's name.
         """
-        parts: list[str] = text.split(":")
-        names = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls) if field.name not in INPUTS]
+        parts = text.split(":")
         values: dict[str, str | int] = dict(zip(names, parts, strict=False))
         try:
-            if len(parts) != len(names):
+            values |= dict(_input(part) for part in parts[len(names) :])
+            if len(parts) < len(names):
                 raise ValueError
             for name in ("block_size", "head_dim", "group"):
                 values[name] = int(str(values[name])[1:])
@@ -86,45 +108,59 @@ class CheckCell:
 
     @property
     def axes(self) -> dict[str, str | int]:
-        """Value of the phase and of each axis."""
-        return {axis: getattr(self, axis) for axis in ("phase", *AXES)}
+        """Value of the phase and of each axis, inputs included."""
+        return {axis: getattr(self, axis) for axis in ("phase", *AXES, *INPUTS)}
 
 
-@cache
-def make_spec(
-    head_dim: int, group: int, dtype: str, feature: str, device: torch.device, claims: frozenset[str], v_head_dim: int = 0
-) -> AttentionSpec:
-    """The layer of a cell. claims: Capabilities.features of the backend, for "together"; v_head_dim: 0, as `feature` has it."""
-    kv_heads = 1 if feature == "latent" else NUM_KV_HEADS
-    heads = group * kv_heads
+PLAIN_INPUTS: dict[str, str | int] = {field.name: field.default for field in fields(CheckCell) if field.name in INPUTS}  # type: ignore[misc]
+
+
+def _input(text: str) -> tuple[str, str | int]:
+    """An input of a cell's name, as `kv_heads=8`.
+
+    :raises ValueError: there is none of that name or value.
+    """
+    name, _, value = text.partition("=")
+    known: dict[str, tuple[str | int, ...]] = {"scale": tuple(SCALES), "scores": SCORES, "work": WORKS}
+    if name == "kv_heads" and int(value) > 0:
+        return name, int(value)
+    if value not in known.get(name, ()):
+        raise ValueError
+    return name, value
+
+
+def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_head_dim: int = 0) -> AttentionSpec:
+    """The layer of a cell. claims: Capabilities.features of the backend, for "together"; v_head_dim: 0, as the feature has it."""
+    latent, head_dim = cell.feature == "latent", cell.head_dim
+    kv_heads = 1 if latent else cell.kv_heads
+    heads = cell.group * kv_heads
     features: dict[str, object] = {
-        "sliding_window": WINDOW,
+        "sliding_window": WINDOWS["window"],
         "softcap": SOFTCAP,
         "alibi_slopes": tuple(2.0 ** -(1 + 8 * head / heads) for head in range(heads)),
         "sinks": tuple((0.3, -1.0, 2.0, 0.0, 1.0)[head % 5] for head in range(heads)),
     }
-    shorter = v_head_dim or max(8, head_dim // 9 * 8)
-    inside = v_head_dim or 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: what follows is the key's alone
+    inside = 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: what follows is the key's alone
     changes: dict[str, dict[str, object]] = {
         "none": {},
-        "window": {"sliding_window": WINDOW},
-        "window-1": {"sliding_window": 1},
+        **{name: {"sliding_window": keys} for name, keys in WINDOWS.items()},
         "softcap": {"softcap": SOFTCAP},
         "alibi": {"alibi_slopes": features["alibi_slopes"]},
         "sinks": {"sinks": features["sinks"]},
         "together": {name: features[name] for name in sorted(claims & features.keys())},
         "fp8": {"kv_dtype": torch.float8_e4m3fn, "k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]},
-        "v_head_dim": {"v_head_dim": shorter},
-        "latent": {"v_head_dim": inside, "value_in_key": True},
+        "v_head_dim": {"v_head_dim": v_head_dim or max(8, head_dim // 9 * 8)},
+        "longer_v": {"v_head_dim": v_head_dim or head_dim + max(8, head_dim // 2)},
+        "latent": {"v_head_dim": v_head_dim or inside, "value_in_key": True},
     }
     return AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        scale=SCALE * head_dim**-0.5,
-        dtype=DTYPES.get(dtype, torch.float64),
+        scale=SCALES.get(cell.scale) or SCALE * head_dim**-0.5,
+        dtype=DTYPES.get(cell.dtype, torch.float64),
         device=device,
-        **changes[feature],  # type: ignore[arg-type]
+        **changes[cell.feature],  # type: ignore[arg-type]
     )
 
 

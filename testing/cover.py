@@ -62,9 +62,11 @@ class Claimed:
     def spec(self, cell: CheckCell) -> AttentionSpec:
         """The layer of a cell."""
         claims = self.subject.claims
-        pair = next((pair for pair in claims.v_head_dims or () if pair[0] == cell.head_dim), (0, 0))
-        v_head_dim = pair[1] if cell.feature in ("v_head_dim", "latent") else 0
-        return make_spec(cell.head_dim, cell.group, cell.dtype, cell.feature, self.subject.device, claims.features, v_head_dim)
+        pairs = [pair for pair in claims.v_head_dims or () if pair[0] == cell.head_dim]
+        longer = cell.feature == "longer_v"
+        named = next((v_head_dim for head_dim, v_head_dim in pairs if (v_head_dim > head_dim) == longer), 0)
+        v_head_dim = named if cell.feature in ("v_head_dim", "longer_v", "latent") else 0
+        return make_spec(cell, self.subject.device, claims.features, v_head_dim)
 
     def support(self, cell: CheckCell, phase: str) -> Support:
         """Whether the subject claims a cell in a phase (a name of PHASES)."""
@@ -82,7 +84,8 @@ class Claimed:
             cell = CheckCell("answer", **dict(zip(AXES, picked, strict=True)))  # type: ignore[arg-type]
             if cell.head_dim == LATENT_DIM and cell.feature != "latent":
                 continue
-            served = {phase: bool(self.subject.supports(self.spec(cell), cell.layout, cell.block_size, phase)) for phase in Phase}
+            spec = self.spec(cell)
+            served = {phase: bool(self.subject.supports(spec, cell.layout, cell.block_size, phase)) for phase in Phase}
             phases = frozenset(name for name, needed in PHASES.items() if all(served[each] for each in needed))
             if phases:
                 found.append((cell, phases))
@@ -114,6 +117,14 @@ class Claimed:
             if phase in phases and all(getattr(cell, axis) == value for axis, value in wanted.items()):
                 return cell
         return None
+
+    def around(self, phase: str) -> list[CheckCell]:
+        """The plainest accepted layer of a phase with each feature, and in each memory: where mistakes sit that no other value
+        brings out."""
+        found = [self.plainest(phase, feature=feature) for feature in self.values["feature"]]
+        plain = self.plainest(phase)
+        memories = [replace(plain, memory=memory) for memory in MEMORIES] if plain is not None else []
+        return [cell.plain("answer", phase=phase) for cell in (*found, *memories) if cell is not None]
 
     def refusals(self) -> list[CheckCell]:
         """One cell for every value of an axis that is accepted in no phase or layer, everything else being accepted; its `about`

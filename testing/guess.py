@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Wrong:
     earlier: Sequence[int] = ()
     """kv_len of the same row in the step before, and at capture."""
     layouts: Sequence[CacheLayout] = ()
+    neighbours: Mapping[str, int] = field(default_factory=dict)
+    """kv_len of the sequences "before" and "after" it in the step."""
 
 
 def mistakes(wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
@@ -130,11 +132,18 @@ def _scores(reading: Reading) -> Answers:
     if spec.softcap is not None:
         yield "matches the answer without the soft-cap", with_spec(softcap=None)
         yield "matches a soft-cap applied before the scale", with_spec(softcap=spec.softcap / spec.scale)
+        yield "matches a soft-cap applied after the mask: hidden keys count", reading.attend(masked=-spec.softcap)
     if spec.sinks is not None:
         yield "matches the answer without the sinks", with_spec(sinks=None)
         yield "matches sinks of the wrong sign", with_spec(sinks=tuple(-sink for sink in spec.sinks))
         yield "matches sinks that are scaled", with_spec(sinks=tuple(sink * spec.scale for sink in spec.sinks))
         yield "matches the sinks of other heads", with_spec(sinks=spec.sinks[::-1])
+        heads, groups = range(spec.num_heads), spec.group_size
+        by_kv_head = tuple(spec.sinks[head // groups] for head in heads)
+        yield "matches sinks read by kv head: query head h takes that of its group", with_spec(sinks=by_kv_head)
+        in_turn = tuple(spec.sinks[head % spec.num_kv_heads] for head in heads)
+        yield "matches sinks read by kv head: query head h takes number h % kv_heads", with_spec(sinks=in_turn)
+        yield "matches one sink for every head", with_spec(sinks=spec.sinks[:1] * spec.num_heads)
     if spec.alibi_slopes is not None:
         yield "matches the answer without ALiBi", with_spec(alibi_slopes=None)
         yield "matches ALiBi of the wrong sign", with_spec(alibi_slopes=tuple(-slope for slope in spec.alibi_slopes))
@@ -148,6 +157,7 @@ def _window(reading: Reading) -> Answers:
     if spec.sliding_window > 1:
         yield "a window off by one (one key too few)", with_spec(sliding_window=spec.sliding_window - 1)
     yield "matches the answer without the sliding window", with_spec(sliding_window=None)
+    yield "a window of the wrong side: the keys before it are seen, and its own are hidden", reading.attend(old=True)
 
 
 def _scales(reading: Reading) -> Answers:
@@ -198,6 +208,9 @@ def _lengths(reading: Reading) -> Answers:
         if earlier != reading.row.kv_len:
             answer = _at_length(reading.row, earlier)
             yield "matches stale lengths: those of an earlier step, of the capture or of the host", answer
+    for place, length in reading.wrong.neighbours.items():
+        if length not in (reading.row.kv_len, *reading.wrong.earlier):
+            yield f"matches the length of the sequence {place} it: an index that is off by one", _at_length(reading.row, length)
 
 
 def _places(reading: Reading) -> Answers:

@@ -13,6 +13,7 @@ from headway.core.contract.errors import HeadwayError, known_cause
 from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
 from headway.testing.checks import answers, batch_invariance, claims, engine, graphs, layouts, steps
 from headway.testing.cover import DTYPES
+from headway.testing.inputs import MOST_QUICK_WORK, MOST_WORK, deal, possible
 from headway.testing.report import CellResult
 from headway.testing.stage import Stage
 from headway.testing.subject import Subject
@@ -32,6 +33,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "lse": (answers.lse, "the log-sum-exp of every query"),
     "turns": (steps.turns, "turns on one cache with sdpa.math"),
     "steps": (steps.steps, "fifty steps of one instance"),
+    "thousand": (steps.thousand, "a thousand steps of one instance"),
     "repeat": (steps.repeat, "the same bits each time"),
     "invariant": (batch_invariance.invariant, "the same bits in any batch"),
     "memory": (steps.memory, "memory does not grow"),
@@ -63,9 +65,13 @@ class Kit:
         cells.append(some.plain("options"))
         cells += [cell.plain("tolerance") for cell in _distinct(claimed.plainest(p, dtype=d) for d in DTYPES for p in PHASES)]
         single = claimed.cover(1)
-        for cell, phases in single if quick else claimed.cover(2):
-            cells += [cell.plain("answer", phase=phase) for phase in PHASES if phase in phases]
+        rows = single if quick else claimed.cover(2)
+        answers = [cell for phase in ("prefill", "mixed", "decode") for cell in claimed.around(phase)]
+        answers += [cell.plain("answer", phase=phase) for cell, phases in rows for phase in PHASES if phase in phases]
+        cells += deal(answers, MOST_QUICK_WORK if quick else MOST_WORK)
         cells += claimed.probes()
+        cells += self._sums_of_many(quick)
+        cells += self._log_sums(single, quick)
         cells += self._deep(single[:1] if quick else single[:4])
         return list(dict.fromkeys(cells))
 
@@ -105,7 +111,8 @@ class Kit:
         started = time.perf_counter()
         torch.manual_seed(0)
         try:
-            note, status, found = check(self.stage, cell), "passed", None
+            with torch.inference_mode():  # as in the engine, caches and inputs included
+                note, status, found = check(self.stage, cell), "passed", None
         except Skipped as reason:
             note, status, found = str(reason), "skipped", None
         except Finding as finding:
@@ -124,6 +131,24 @@ class Kit:
             **cell.axes,  # type: ignore[arg-type]
         )
 
+    def _log_sums(self, rows: list[tuple[CheckCell, frozenset[str]]], quick: bool) -> list[CheckCell]:
+        """The log-sum-exp of every type and feature, in every phase; quick: in the first phase of each and for the plainest."""
+        if not self.stage.subject.claims.lse:
+            return []
+        plain = [(cell, frozenset({phase})) for phase in PHASES if (cell := self.stage.claimed.plainest(phase)) is not None]
+        found = []
+        for cell, phases in [*plain, *rows]:
+            served = [phase for phase in reversed(PHASES) if phase in phases]
+            found += [cell.plain("lse", phase=phase) for phase in (served[:1] if quick else served)]
+        return deal(found, MOST_QUICK_WORK)
+
+    def _sums_of_many(self, quick: bool) -> list[CheckCell]:
+        """Thousands of equal weights, in types whose sums lose what is small beside them."""
+        shorts = [name for name in DTYPES if name != "float32"]
+        plain = [(phase, self.stage.claimed.plainest(phase, dtype=dtype)) for dtype in shorts for phase in ("decode", "extend")]
+        found = [cell.plain("answer", phase=phase, work="deep", scores="equal") for phase, cell in plain if cell is not None]
+        return [cell for cell in found if possible(cell)][: 1 if quick else None]
+
     def _deep(self, rows: list[tuple[CheckCell, frozenset[str]]]) -> list[CheckCell]:
         """Checks that take many steps, for layers in which every value occurs and, first of all, for the plainest."""
         claimed, said, backend = self.stage.claimed, self.stage.subject.claims, self.stage.subject.backend
@@ -134,7 +159,6 @@ class Kit:
         for phase, cell in plain.items():
             if cell is not None:
                 cells += [cell.plain("repeat", phase=phase), cell.plain("sync", phase=phase)]
-                cells += [cell.plain("lse", phase=phase)] if said.lse else []
         graph_phases = ("decode", "verify") if backend.captures(2) else ("decode",)
         for cell, phases in [(whole, frozenset(p for p in PHASES if plain[p])), *rows]:
             cells += [cell.plain("graph", phase=phase) for phase in graph_phases if phase in phases]
@@ -145,9 +169,9 @@ class Kit:
             if phases & {"decode", "extend"}:
                 mixed = cell.plain("steps")
                 cells += [mixed, mixed.plain("turns"), mixed.plain("long", phase="long")]
-            cells += [cell.plain("engine")] if cell.feature not in ("fp8", "latent") and phases & {"decode", "extend"} else []
+            cells += [cell.plain("engine")] if cell.feature != "fp8" and phases & {"decode", "extend"} else []
             cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature == "none" else []
-        return [*cells, whole.plain("memory")]
+        return [*cells, whole.plain("thousand"), whole.plain("memory")]
 
 
 def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:

@@ -52,12 +52,22 @@ class StepSequence:
 
 
 def attend(
-    spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: int, *, future: int = 0, modulo: bool = False
+    spec: AttentionSpec,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: int,
+    *,
+    future: int = 0,
+    modulo: bool = False,
+    masked: float = -torch.inf,
+    old: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Queries at positions first, first + 1, ... over keys at 0, 1, ...
 
     q: [n, num_heads, head_dim]; keys, values: float64 [m, num_kv_heads, *]. future: later positions that a query sees (-1: not
-    even its own); modulo: head h reads kv head h % num_kv_heads. Returns float64 out [n, num_heads, v_head_dim] and the natural
+    even its own); modulo: head h reads kv head h % num_kv_heads; masked: the score of a key that is not seen; old: a window that
+    hides its keys and shows those before it. Returns float64 out [n, num_heads, v_head_dim] and the natural
     log-sum-exp [num_heads, n], sinks included.
     """
     groups, kv_heads = spec.group_size, spec.num_kv_heads
@@ -80,8 +90,8 @@ def attend(
             scores = scores - per_head["alibi_slopes"] * ago
         hidden = ago < -future
         if spec.sliding_window is not None:
-            hidden = hidden | (ago >= spec.sliding_window)
-        scores = scores.masked_fill(hidden, -torch.inf)
+            hidden = hidden | ((ago < spec.sliding_window) if old else (ago >= spec.sliding_window))
+        scores = scores.masked_fill(hidden, masked)
         lse = scores.logsumexp(-1)
         if per_head["sinks"] is not None:
             lse = torch.logaddexp(lse, per_head["sinks"].squeeze(-1))

@@ -13,6 +13,9 @@ from headway.testing.cells import Skipped
 
 FINITE_POISON = 3e4
 """Finite in every 16-bit type, and far from anything a case holds."""
+FAR_SLOTS = 1 << 15
+"""Slots before the first that is used in far memory: more than 16 bits with a sign can number."""
+_FAR_ELEMENTS = 1 << 31
 _PAD = 16
 """Elements of somebody else after each piece of an interleaved tensor that stands alone."""
 
@@ -23,12 +26,15 @@ class Foreign:
     def __init__(self, spec: AttentionSpec, layout: CacheLayout, num_blocks: int, block_size: int, memory: str) -> None:
         """memory: out of MEMORIES.
 
-        :raises Skipped: the layout's blocks are not its outermost axis, so that nobody packs them.
+        :raises Skipped: the layout's blocks are not its outermost axis, so that nobody packs them; no room for far memory.
         """
         geometry = CacheGeometry.of(spec, num_blocks, block_size)
         cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
         if memory == "own":
             self.cache, self.bases = cache, list(cache.tensors.values())
+            return
+        if memory in ("spaced", "far"):
+            self.cache, self.bases = _apart(cache, memory == "far")
             return
         if any(axes[0] != "block" for axes in layout.tensors.values()):
             raise Skipped(f"layout {layout.name}: its outermost axis is not the block, so K and V are not packed by block")
@@ -71,6 +77,25 @@ class Foreign:
         return found
 
 
+def _apart(cache: LayerCache, far: bool) -> tuple[LayerCache, list[Tensor]]:
+    """A cache whose blocks lie apart, whatever its layout, and the memory to watch: all of it, or of far memory what is used."""
+    tensors, bases = {}, []
+    for name, tensor in cache.tensors.items():
+        axis, count = cache.layout.tensors[name].index("block"), cache.geometry.num_blocks
+        shape = [count, *tensor.shape[:axis], *tensor.shape[axis + 1 :]]  # in memory the blocks are outermost
+        size = math.prod(shape[1:])
+        stride = max(2 * size, -(-_FAR_ELEMENTS // (count - 1)) if far else 0)
+        try:
+            base = torch.empty((count - 1) * stride + 2 * size, dtype=tensor.dtype, device=tensor.device)
+        except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is a RuntimeError
+            gib = count * stride * tensor.itemsize / 2**30
+            raise Skipped(f"memory: no room for a cache tensor that spans {gib:.0f} GiB of addresses") from None
+        inner = [math.prod(shape[place + 1 :]) for place in range(1, len(shape))]
+        tensors[name] = base.as_strided(shape, (stride, *inner)).movedim(0, axis)
+        bases.append(tensors[name] if far else base)
+    return LayerCache(tensors, cache.layout, cache.geometry, cache.k_scale, cache.v_scale), bases
+
+
 class Layers:
     """The caches of layers with one block table: those a backend is given, and beside them what they must hold."""
 
@@ -89,7 +114,8 @@ class Layers:
         """poison: in every slot that holds no token."""
         self.poison = min(poison, torch.finfo(spec.cache_dtype).max) if math.isfinite(poison) else poison
         self.given = [Foreign(spec, layout, num_blocks, block_size, memory) for _ in range(layers)]
-        self.right = [Foreign(spec, layout, num_blocks, block_size, memory) for _ in range(layers)]
+        near = "own" if memory == "far" else memory
+        self.right = [Foreign(spec, layout, num_blocks, block_size, near) for _ in range(layers)]
         self._writer = writer
         for foreign in (*self.given, *self.right):
             foreign.fill(self.poison)

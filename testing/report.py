@@ -38,6 +38,10 @@ class CellResult(BaseModel):
     group: int = 0
     dtype: str = ""
     feature: str = ""
+    kv_heads: int = 2
+    scale: str = "odd"
+    scores: str = "normal"
+    work: str = "edges"
     relative_error: float | None = None
     """||out - reference|| / ||reference|| of a wrong step; None where there was none, or no number."""
     tolerance: float | None = None

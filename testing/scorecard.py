@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.text import Text
 
 from headway.core.system.text import page
-from headway.testing.cells import AXES
+from headway.testing.cells import AXES, INPUTS
 from headway.testing.report import CellResult, CheckReport, Status
 
 _MARKS: dict[Status, tuple[str, str]] = {"passed": ("✓", "green"), "failed": ("✗", "bold red"), "skipped": ("–", "dim")}
@@ -104,7 +104,7 @@ def patterns(cells: Sequence[CellResult]) -> list[str]:
     bad = [cell for cell in tried if cell.status == "failed"]
     good = [cell for cell in tried if cell.status == "passed"]
     found = []
-    for axis in ("check", "phase", *AXES):
+    for axis in ("check", "phase", *AXES, *INPUTS):
         wrong, right = ({getattr(cell, axis) for cell in cells} for cells in (bad, good))
         if wrong and right and not wrong & right:
             how, values = ("wrong", wrong) if len(wrong) <= len(right) else ("right", right)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.forward.attention import PagedAttention
 from headway.core.select.layer_specs import LayerSpecs
+from headway.testing.inputs import Numbers
 from headway.testing.oracle import StepSequence
-from headway.testing.pool import Layers
+from headway.testing.pool import FAR_SLOTS, Layers
 from headway.testing.steps import Before, StepInputs, StepTensors, StepTurns, Tokens, Turn
 from headway.testing.verdict import judge
 
@@ -48,17 +50,23 @@ class Session:
         layers: int = 2,
         poison: float = math.nan,
         seed: int = 0,
+        scores: str = "normal",
+        wide_tables: bool = False,
     ) -> None:
-        """prefill, decode: who serves which part; layouts: others that a backend may confuse this one with."""
+        """prefill, decode: who serves which part; layouts: others that a backend may confuse this one with; scores: out of
+        cells.SCORES; wide_tables: the block table is a part of a wider one, whose other columns name no block."""
         self.spec, self.block_size, self.layouts = spec, block_size, layouts
         self.prefill, self.decode = prefill, decode
         spare = 4
-        self.num_blocks = num_blocks + _GIVEN_BACK + 1 + spare
+        before = (FAR_SLOTS // block_size if memory == "far" else 0) + _GIVEN_BACK + 1
+        self.num_blocks = num_blocks + before + spare
         self.layers = Layers(spec, layout, self.num_blocks, block_size, writer, memory=memory, layers=layers, poison=poison)
         self.generator = torch.Generator().manual_seed(seed)
+        self.numbers = Numbers(spec, scores, self.generator)
+        self._wide_tables = wide_tables
         for foreign in (*self.layers.given, *self.layers.right):
             foreign.fill_block(_GIVEN_BACK, 0.0)
-        order = torch.randperm(num_blocks, generator=self.generator) + _GIVEN_BACK + 1
+        order = torch.randperm(num_blocks, generator=self.generator) + before
         self._free: list[int] = order.tolist()
         self.attention = PagedAttention(LayerSpecs([spec] * layers), [foreign.cache for foreign in self.layers.given], writer)
         self.buffers = [StepInputs.allocate(spec, max_tokens, merged=layer % 2 == 1) for layer in range(layers)]
@@ -83,7 +91,7 @@ class Session:
         if missing > 0:
             past = self._metadata([Turn(seq, missing)], 0)
             for layer in range(len(self.buffers)):
-                k, v = self._rows(missing)
+                k, v = self.numbers.rows(torch.arange(seq.length, context))
                 self.layers.write(layer, k, v, past.slot_mapping, given=True)
             seq.length = context
         return seq
@@ -103,7 +111,9 @@ class Session:
         """A step's metadata, its random inputs, and the sequences as they are after it; the caches are not written yet."""
         metadata = self._metadata(work, padding_rows)
         count = metadata.num_tokens
-        inputs = [self._inputs(buffers, count) for buffers in self.buffers]
+        ranges = [torch.arange(turn.seq.length, turn.seq.length + turn.query_len) for turn in work]
+        positions = torch.cat([*ranges, torch.zeros(padding_rows, dtype=torch.int64)])
+        inputs = [self._inputs(buffers, positions) for buffers in self.buffers]
         step = StepTensors(metadata, inputs, [], [], slice(count - padding_rows, count))
         start = 0
         for turn in work:
@@ -151,7 +161,7 @@ class Session:
     def _metadata(self, work: StepTurns, padding_rows: int) -> AttentionMetadata:
         for turn in work:
             self.reserve(turn.seq, turn.seq.length + turn.query_len)
-        return AttentionMetadata.build(
+        metadata = AttentionMetadata.build(
             [turn.query_len for turn in work] + [1] * padding_rows,
             [turn.seq.length for turn in work] + [-1] * padding_rows,
             [self._seen(turn.seq) for turn in work] + [[]] * padding_rows,
@@ -160,6 +170,12 @@ class Session:
             num_draft_tokens=[turn.num_draft_tokens for turn in work] + [0] * padding_rows,
             num_blocks=self.num_blocks,
         )
+        if not self._wide_tables:
+            return metadata
+        rows, columns = metadata.block_table.shape
+        wide = torch.full((rows, 2 * columns + 5), -1, dtype=torch.int32, device=self.spec.device)
+        wide[:, :columns] = metadata.block_table
+        return replace(metadata, block_table=wide[:, :columns])
 
     def _seen(self, seq: Tokens) -> list[int]:
         """The blocks of a sequence's table, once those that no later query sees are given back."""
@@ -167,17 +183,11 @@ class Session:
         behind = 0 if window is None else max(seq.length - window + 1, 0) // self.block_size
         return [_GIVEN_BACK] * behind + seq.blocks[behind:]
 
-    def _rows(self, count: int) -> tuple[Tensor, Tensor]:
-        k = torch.randn(count, self.spec.num_kv_heads, self.spec.head_dim, generator=self.generator)
-        v = torch.randn(count, self.spec.num_kv_heads, self.spec.v_head_dim, generator=self.generator)
-        k, v = (rows.to(self.spec.device, self.spec.dtype) for rows in (k, v))
-        return k, k[..., : self.spec.v_head_dim] if self.spec.value_in_key else v
-
-    def _inputs(self, buffers: StepInputs, count: int) -> StepInputs:
+    def _inputs(self, buffers: StepInputs, positions: Tensor) -> StepInputs:
         """Fresh numbers at the old addresses."""
-        given = buffers.first(count)
-        given.q.copy_(torch.randn(given.q.shape, generator=self.generator))
-        k, v = self._rows(count)
+        given = buffers.first(len(positions))
+        given.q.copy_(self.numbers.queries(*given.q.shape))
+        k, v = self.numbers.rows(positions)
         given.k.copy_(k)
         if not self.spec.value_in_key:
             given.v.copy_(v)

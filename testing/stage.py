@@ -69,7 +69,9 @@ class Stage:
             max_tokens=max(sum(query_len for query_len, _, _ in each) for each in lens) + 16,
             layouts=list(subject.layouts.values()),
             memory=cell.memory,
-            layers=layers,
+            layers=1 if cell.memory == "far" else layers,
+            scores=cell.scores,
+            wide_tables=cell.work == "tables",
             poison=self.poison if poison is None else poison,
             seed=seed,
         )

@@ -20,6 +20,8 @@ Lens = list[tuple[int, int, int]]
 """(query_len, context, num_draft_tokens) of each sequence, those that decode last."""
 LONG = 1031
 """A prime just above 1,024."""
+TABLE_BLOCKS = 130
+"""Blocks of a sequence whose table is long."""
 
 
 def first_step(phase: str, block_size: int) -> Lens:

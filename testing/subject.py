@@ -69,20 +69,20 @@ def load_subject(target: str, device: torch.device, registry: Registry | None = 
     if target.startswith("broken:"):
         from headway.testing.broken.planted import find_planted
 
-        return _of_class(find_planted(target.removeprefix("broken:")), target, device)
+        return subject_of(find_planted(target.removeprefix("broken:")), device, target)
     if not target.endswith(".py") and ".py:" not in target:
         registry = registry or create_registry(plugins)  # untried: to find out is what the caller is about
         registry.backend(target)
         return Subject(registry, target, device)
     path, class_name = split_target(target)
     module = load_file(path)
-    return _of_class(class_in(module, class_name, path), target, device, module, plugins)
+    return subject_of(class_in(module, class_name, path), device, target, module, plugins)
 
 
-def _of_class(
+def subject_of(
     found: type[AttentionBackend],
-    target: str,
     device: torch.device,
+    target: str = "a class",
     module: ModuleType | None = None,
     plugins: Sequence[str] = (),
 ) -> Subject:

@@ -13,6 +13,7 @@ from headway.core.contract.layout import CacheLayout
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cells import Finding
 from headway.testing.guess import Wrong, guess, trait
+from headway.testing.inputs import Numbers
 from headway.testing.oracle import distance, expected
 from headway.testing.pool import Layers
 from headway.testing.steps import GUARD, StepTensors
@@ -34,6 +35,7 @@ class Watched(Protocol):
     planned: int
     prefill: AttentionBackend | None
     decode: AttentionBackend | None
+    numbers: Numbers
 
 
 def judge(session: Watched, step: StepTensors) -> None:
@@ -48,9 +50,10 @@ def judge(session: Watched, step: StepTensors) -> None:
 
 
 def limit(session: Watched, step: StepTensors) -> float:
-    """The largest tolerance declared by those who served the step."""
+    """The largest tolerance declared by those who served the step, and what rounding the regime's scores may cost."""
     parts = [(step.metadata.num_prefills, session.prefill), (step.metadata.num_decodes, session.decode)]
-    return max(float(backend.tolerance[session.spec.dtype]) for count, backend in parts if count and backend is not None)
+    declared = max(float(backend.tolerance[session.spec.dtype]) for count, backend in parts if count and backend is not None)
+    return declared + session.numbers.slack
 
 
 def _cache(session: Watched, step: StepTensors, layer: int) -> None:
@@ -127,7 +130,10 @@ def _wrong(session: Watched, step: StepTensors, layer: int, number: int) -> Wron
     if number < step.metadata.num_prefills:
         first = step.tokens[0].start
         dense = given.k[first : tokens.stop], given.v[first : tokens.stop]
-    return Wrong(number, row, given.out[tokens].clone(), dense, others, earlier, session.layouts)
+    rows = step.rows[layer]
+    places = {"before": number - 1, "after": number + 1}
+    neighbours = {place: rows[at].kv_len for place, at in places.items() if 0 <= at < len(rows)}
+    return Wrong(number, row, given.out[tokens].clone(), dense, others, earlier, session.layouts, neighbours)
 
 
 def _unwritten(step: StepTensors, layer: int, numbers: Sequence[int], shared: str) -> str:

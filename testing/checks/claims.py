@@ -6,7 +6,7 @@ from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import FEATURES
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
 from headway.core.contract.support import Support
 from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
 from headway.testing.stage import Stage
@@ -29,6 +29,9 @@ def claims(stage: Stage, cell: CheckCell) -> str:
         value = backend.tolerance.get(dtype)
         got = f"{value!r}"
         _need(isinstance(value, float) and value > 0, f"tolerance of {DTYPE_NAMES.get(dtype, dtype)}: {got}", "a number above 0")
+    for dtype in said.kv_dtypes:
+        known = " or ".join(KV_DTYPES)
+        _need(dtype in KV_DTYPES.values(), f"kv_dtypes has {dtype}, which nobody can ask for", f"{known} (--kv-cache-dtype)")
     _need(said.features <= FEATURES, f"features {sorted(said.features)}", f"names out of {sorted(FEATURES)}")
     _need(isinstance(backend.graph_level, GraphLevel), f"graph_level {backend.graph_level!r}", "a GraphLevel")
     _need(bool(stage.claimed.rows), "it accepts no layer of the kit's", "at least one layout, block size, head_dim and dtype")

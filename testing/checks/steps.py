@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 import tracemalloc
+from typing import ClassVar
 
 import psutil
 import torch
@@ -18,6 +20,7 @@ from headway.testing.subject import BASELINE
 
 STEPS = 50
 _WATCHED = frozenset({0, 1, 2, 3, 4, 5, 9, 19, 33, 48, 49})
+THOUSANDTH = 1_003
 _NOISE_BYTES = 32 * 2**20
 """Growth of a process that says nothing: allocators keep what they once had."""
 
@@ -25,6 +28,22 @@ _NOISE_BYTES = 32 * 2**20
 def steps(stage: Stage, cell: CheckCell) -> str:
     """Fifty steps in which sequences come, grow in chunks, decode and go, and their blocks become other sequences'."""
     without_stray_reads(lambda poison: _steps(stage, cell, poison), stage.poison)
+    return ""
+
+
+def thousand(stage: Stage, cell: CheckCell) -> str:
+    """The thousandth step is as right as the first: what counts steps, or fills up, shows late."""
+    lens: Lens = [(5, 0, 0), (1, 20, 0), (1, cell.block_size, 0)]
+    session = stage.session(cell, [lens] * 2, extra_tokens=2 * cell.block_size, layers=1)
+    for number in range(THOUSANDTH):
+        work = open_all(session, lens)
+        checked = number in (0, 299, 999) or number == THOUSANDTH - 1
+        try:
+            session.step(work, checked=checked)
+        except Finding as finding:
+            finding.args = (f"step {number + 1} of one instance: {finding}",)
+            raise
+        close_all(session, [turn.seq for turn in work])
     return ""
 
 
@@ -106,11 +125,11 @@ def memory(stage: Stage, cell: CheckCell) -> str:
     grower.steps(10)
     grown = grower.growth(STEPS - 10)
     for _ in range(_CHANCES):  # caches fill up and stop; what never stops is a leak
-        if not (grown.tensors or grown.python or grown.process):
+        if not (grown.tensors or grown.python or grown.native or grown.process):
             break
         grower.steps(150)
         grown = grower.growth(2 * STEPS)
-    for name, size in (("tensors", grown.tensors), ("Python objects", grown.python), ("the process", grown.process)):
+    for name, size in (("tensors", grown.tensors), ("Python objects", grown.python), *grown.outside):
         if size:
             raise Finding(
                 f"memory must not grow from step to step; {name} grew by {size / 1024:.0f} KiB in {grown.steps} steps",
@@ -120,11 +139,17 @@ def memory(stage: Stage, cell: CheckCell) -> str:
 
 
 class _Growth:
-    def __init__(self, steps: int, tensors: int, python: int, process: int) -> None:
+    def __init__(self, steps: int, tensors: int, python: int, native: int, process: int) -> None:
         self.steps = steps
         self.tensors = tensors if tensors >= 64 * steps else 0
         self.python = python if python >= 1024 * steps else 0
+        self.native = native if native >= 2048 * steps else 0
         self.process = process if process > _NOISE_BYTES else 0
+
+    @property
+    def outside(self) -> list[tuple[str, int]]:
+        """What grew that neither torch nor Python counts."""
+        return [("native memory (malloc)", self.native), ("the process", self.process)]
 
 
 class _Grower:
@@ -151,12 +176,37 @@ class _Grower:
     def growth(self, count: int) -> _Growth:
         """Bytes that are there after some steps and were not before."""
         device = self.session.spec.device
-        tracemalloc.start()
-        before = _tensor_bytes(device), tracemalloc.get_traced_memory()[0], psutil.Process().memory_info().rss
+        before = _native_bytes()
         self.steps(count)
-        after = _tensor_bytes(device), tracemalloc.get_traced_memory()[0], psutil.Process().memory_info().rss
+        native = _native_bytes() - before
+        tracemalloc.start()
+        earlier = _tensor_bytes(device), tracemalloc.get_traced_memory()[0], psutil.Process().memory_info().rss
+        self.steps(count)
+        later = _tensor_bytes(device), tracemalloc.get_traced_memory()[0], psutil.Process().memory_info().rss
         tracemalloc.stop()
-        return _Growth(count, *(b - a for a, b in zip(before, after, strict=True)))
+        tensors, python, process = (b - a for a, b in zip(earlier, later, strict=True))
+        return _Growth(count, tensors, python, native, process)
+
+
+class _MallocInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def _native_bytes() -> int:
+    """Bytes that malloc has handed out, to torch and Python among others; 0 where the C library does not tell."""
+    gc.collect()
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return 0
+    ask.restype = _MallocInfo
+    told = ask()
+    return int(told.uordblks + told.hblkhd)
 
 
 def _tensor_bytes(device: torch.device) -> int:

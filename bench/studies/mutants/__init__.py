@@ -1,0 +1,1 @@
+"""How many of the mistakes that a kernel author may make the conformance kit finds."""

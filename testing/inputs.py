@@ -1,0 +1,165 @@
+"""What a step's tensors hold, how long its sequences are, and which of both each layer is tried with.
+
+No backend can refuse an input: a model may have any number of kv heads and any scale, and a step any scores and lengths. So each
+layer of the covering set gets one value of every input, dealt so that values meet in pairs, in every phase.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.spec import AttentionSpec
+from headway.testing.cells import AXES, INPUTS, KV_HEADS, PLAIN_INPUTS, SCALE, SCALES, SCORES, WORKS, CheckCell
+from headway.testing.steps import TABLE_BLOCKS, Lens, first_step, second_step
+
+_KEY = 4.0
+"""The first element of a key that a regime lifts: exact in every type, also in the eight bits of a cache."""
+_LIFT = {"high": 200.0, "low": -200.0, "dominant": 30.0, "alternating": 30.0}
+"""How far a regime lifts the scores of the keys that it lifts."""
+_MEAN = 100.0
+_MEAN_8_BITS = 10.0
+_ROUNDINGS = 64
+"""Roundings of a lifted score, each of half a unit in the last place, that a right sum over head_dim elements may add up."""
+MOST_WORK, MOST_QUICK_WORK = 6e7, 2e7
+"""Multiplications and moved elements of a cell's layer that the whole kit and a quick one have time for: one or two seconds, or
+half of one, on one core."""
+_WIDEST_FAR = 256
+"""Most elements of a token's key in far memory."""
+_VALUES: dict[str, tuple[str | int, ...]] = {"work": WORKS, "kv_heads": KV_HEADS, "scores": SCORES, "scale": tuple(SCALES)}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Random queries, keys and values of a layer, whose scores are of one regime out of SCORES."""
+
+    spec: AttentionSpec
+    scores: str
+    generator: torch.Generator
+
+    def queries(self, *shape: int) -> Tensor:
+        """float32 [num_tokens, num_heads, head_dim], such that scores are of one size whatever the layer's scale is."""
+        if self.scores == "equal":
+            return torch.zeros(shape)
+        size = SCALE / (self.spec.scale * math.sqrt(self.spec.head_dim))
+        q = torch.randn(shape, generator=self.generator) * size
+        if self.scores in _LIFT:
+            q[..., 0] = _LIFT[self.scores] / (_KEY * self.spec.scale)
+        return q
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [num_tokens, num_kv_heads, head_dim] and values [num_tokens, num_kv_heads, v_head_dim] of tokens at positions."""
+        spec, count = self.spec, len(positions)
+        k = torch.randn(count, spec.num_kv_heads, spec.head_dim, generator=self.generator)
+        v = torch.randn(count, spec.num_kv_heads, spec.v_head_dim, generator=self.generator)
+        if self.scores in _LIFT:
+            k[..., 0] = _KEY * self._lifted(positions)[:, None]
+        if self.scores == "mean":
+            v += _MEAN if spec.cache_dtype == spec.dtype else _MEAN_8_BITS
+        k, v = (rows.to(spec.device, spec.dtype) for rows in (k, v))
+        return k, k[..., : spec.v_head_dim] if spec.value_in_key else v
+
+    @property
+    def lift(self) -> float:
+        """How far the regime lifts scores."""
+        return _LIFT.get(self.scores, 0.0)
+
+    @property
+    def slack(self) -> float:
+        """The relative error that rounding lifted scores to float32 may cost a right answer, beside the declared tolerance."""
+        return _ROUNDINGS * abs(self.lift) * 2.0**-24
+
+    def _lifted(self, positions: Tensor) -> Tensor:
+        """Share of the lift that the key at each position gets."""
+        if self.scores == "dominant":
+            return (positions % 61 == 7).float()
+        return 1.0 - 2.0 * (positions % 2) if self.scores == "alternating" else torch.ones(len(positions))
+
+
+def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
+    """The lengths of each step of a kind of work, in a phase (a name of cells.PHASES); empty where the phase has none of it."""
+    first = first_step(phase, block_size)
+    if work == "edges":
+        return [first, second_step(first)]
+    if work == "again":
+        return [first, second_step(first), second_step(first)]
+    if work == "many":
+        return [_many(phase, 65), _many(phase, 200)] if phase != "ragged" else []
+    length = TABLE_BLOCKS * block_size + 3 if work == "tables" else 16383
+    found: dict[str, Lens] = {
+        "extend": [(5, length, 0), (2, 30, 0)],
+        "decode": [(1, length, 0), (1, length // 4, 0), (1, length - 7, 0), (1, 40, 0)],
+        "mixed": [(3, 0, 0), (4, length // 2, 0), (1, length, 0), (1, 9, 0)],
+        "verify": [(4, length, 3), (3, 20, 2)],
+    }
+    return [found[phase]] if phase in found else []
+
+
+def _many(phase: str, count: int) -> Lens:
+    """Short sequences, as many as a server has."""
+    numbers = range(count)
+    kinds: dict[str, Lens] = {
+        "prefill": [(1 + n % 9, 0, 0) for n in numbers],
+        "extend": [(2 + n % 3, 1 + n % 23, 0) for n in numbers],
+        "decode": [(1, 1 + n % 40, 0) for n in numbers],
+        "mixed": [(2 + n % 3, n % 23, 0) for n in numbers[: count // 2]] + [(1, 1 + n % 40, 0) for n in numbers[count // 2 :]],
+        "verify": [(2 + n % 4, 1 + n % 30, 1 + n % 4) for n in numbers],
+    }
+    return kinds[phase]
+
+
+def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
+    """Whether a layer can be tried with the inputs of its cell, in a time that a kit has, with an answer that is no matter of
+    rounding."""
+    steps = steps_of(cell.work, cell.phase, cell.block_size)
+    if not steps:
+        return False
+    latent = cell.feature == "latent"
+    if latent and (cell.kv_heads != PLAIN_INPUTS["kv_heads"] or cell.scores == "mean"):
+        return False
+    if cell.scores in ("high", "low") and cell.feature in ("softcap", "sinks", "together"):
+        return False  # saturated, or all the weight is the sink's
+    kv_width = cell.head_dim * (1 if latent else cell.kv_heads)
+    if cell.memory == "far" and (kv_width > _WIDEST_FAR or cell.work not in ("edges", "again")):
+        return False
+    if cell.work == "deep" and cell.dtype == "float32":
+        return False
+    if cell.work == "tables" and cell.block_size > 64:
+        return False
+    if all(getattr(cell, name) == value for name, value in PLAIN_INPUTS.items()):
+        return True
+    keys = sum(query_len + context for lens in steps for query_len, context, _ in lens)
+    scores = sum(query_len * (query_len + context) for lens in steps for query_len, context, _ in lens)
+    return kv_width * (4 * keys + cell.group * scores) <= most_work
+
+
+def deal(cells: Iterable[CheckCell], most_work: float = MOST_WORK) -> list[CheckCell]:
+    """The same cells, each with a value of every input: the one that meets most values it has not met."""
+    met: set[tuple[object, ...]] = set()
+    return [_dealt(cell, met, most_work) for cell in cells]
+
+
+def _dealt(cell: CheckCell, met: set[tuple[object, ...]], most_work: float) -> CheckCell:
+    for name in _VALUES:
+        tried = [replace(cell, **{name: value}) for value in _VALUES[name]]  # type: ignore[arg-type]
+        cell = max((each for each in tried if possible(each, most_work)), key=lambda each: _gain(each, name, met), default=cell)
+    for name in INPUTS:
+        met |= _pairs(cell, name)
+    return cell
+
+
+def _gain(cell: CheckCell, name: str, met: set[tuple[object, ...]]) -> int:
+    """How much a cell adds by its value of one input; a value that the phase has not seen at all counts most."""
+    pairs = _pairs(cell, name)
+    return len(pairs - met) + (100 if (cell.phase, name, getattr(cell, name)) not in met else 0)
+
+
+def _pairs(cell: CheckCell, name: str) -> set[tuple[object, ...]]:
+    """The value of an input in the phase, and with that of each axis and of each other input."""
+    value = cell.phase, name, getattr(cell, name)
+    others: Sequence[str] = (*AXES, *(other for other in INPUTS if other != name))
+    return {value, *((*value, other, getattr(cell, other)) for other in others)}

@@ -1,0 +1,56 @@
+"""The kit's score: mistakes by a grammar and by hand, planted in a right backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.bench.studies.mutants import reference
+from headway.bench.studies.mutants.grammar import mistakes
+from headway.bench.studies.mutants.score import everything, score
+from headway.bench.studies.mutants.states import planted
+from headway.testing.kit import Kit
+from headway.testing.subject import subject_of
+
+TEXT = Path(reference.__file__).read_text()
+
+
+def test_each_mistake_of_the_grammar_changes_the_text_in_one_place() -> None:
+    found = list(mistakes(TEXT, "TiledAttention"))
+    assert len(found) > 200
+    assert len({each.text for each in found}) > 0.95 * len(found)
+    assert {each.kind for each in found} == {"operator", "mask", "condition", "number", "index", "name", "type", "statement"}
+
+
+def test_mistakes_of_every_kind_are_planted_by_hand() -> None:
+    assert {kind for kind, _, _ in planted()} == {"limit", "layout", "state", "protocol"}
+    assert len({name for _, name, _ in planted()}) == len(list(planted()))
+
+
+def test_the_backend_without_a_mistake_passes_its_plain_cells() -> None:
+    kit = Kit(subject_of(reference.TiledAttention, torch.device("cpu")))
+    cells = [cell for cell in kit.cells(quick=True) if cell.head_dim == 64 and cell.block_size == 16][:60]
+    assert len(cells) > 30
+    assert not [result.cell for result in map(kit.run, cells) if result.status == "failed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["layout", "protocol"])
+def test_the_quick_kit_finds_mistakes_that_no_change_of_one_token_makes(kind: str) -> None:
+    numbers = [number for number, (each, _) in enumerate(everything()) if each == kind]
+    outcomes = list(score(numbers, quick=True, jobs=1))
+    assert sum(bool(each.caught) for each in outcomes) >= 0.85 * len(numbers), outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_the_quick_kit_finds_most_mistakes() -> None:
+    numbers = list(range(len(everything())))
+    outcomes = [each for each in score(numbers, quick=True, jobs=2) if not each.raises]
+    assert sum(bool(each.caught) for each in outcomes) >= 0.85 * len(outcomes), [
+        each.where for each in outcomes if not each.caught
+    ]
