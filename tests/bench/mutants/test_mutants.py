@@ -38,7 +38,7 @@ def test_the_backend_without_a_mistake_passes_its_plain_cells() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["layout", "protocol"])
+@pytest.mark.parametrize("kind", ["layout", pytest.param("protocol", marks=pytest.mark.soak)])
 def test_the_quick_kit_finds_mistakes_that_no_change_of_one_token_makes(kind: str) -> None:
     numbers = [number for number, (each, _) in enumerate(everything()) if each == kind]
     outcomes = list(score(numbers, quick=True, jobs=1))
