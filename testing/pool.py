@@ -23,18 +23,21 @@ _PAD = 16
 class Foreign:
     """One layer's tensors, and the memory they are views of."""
 
-    def __init__(self, spec: AttentionSpec, layout: CacheLayout, num_blocks: int, block_size: int, memory: str) -> None:
-        """memory: out of MEMORIES.
+    def __init__(
+        self, spec: AttentionSpec, layout: CacheLayout, num_blocks: int, block_size: int, memory: str, first: int = 0
+    ) -> None:
+        """memory: out of MEMORIES; first: the first block that is handed out, where those before it are not worth watching.
 
         :raises Skipped: the layout's blocks are not its outermost axis, so that nobody packs them; no room for far memory.
         """
         geometry = CacheGeometry.of(spec, num_blocks, block_size)
         cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
         if memory == "own":
-            self.cache, self.bases = cache, list(cache.tensors.values())
+            self.cache, self.bases = cache, _from(cache, first)
             return
         if memory in ("spaced", "far"):
-            self.cache, self.bases = _apart(cache, memory == "far")
+            self.cache, bases = _apart(cache, memory == "far")
+            self.bases = _from(self.cache, first) if memory == "far" else bases
             return
         if any(axes[0] != "block" for axes in layout.tensors.values()):
             raise Skipped(f"layout {layout.name}: its outermost axis is not the block, so K and V are not packed by block")
@@ -78,7 +81,7 @@ class Foreign:
 
 
 def _apart(cache: LayerCache, far: bool) -> tuple[LayerCache, list[Tensor]]:
-    """A cache whose blocks lie apart, whatever its layout, and the memory to watch: all of it, or of far memory what is used."""
+    """A cache whose blocks lie apart, whatever its layout, and all of its memory."""
     tensors, bases = {}, []
     for name, tensor in cache.tensors.items():
         axis, count = cache.layout.tensors[name].index("block"), cache.geometry.num_blocks
@@ -92,8 +95,14 @@ def _apart(cache: LayerCache, far: bool) -> tuple[LayerCache, list[Tensor]]:
             raise Skipped(f"memory: no room for a cache tensor that spans {gib:.0f} GiB of addresses") from None
         inner = [math.prod(shape[place + 1 :]) for place in range(1, len(shape))]
         tensors[name] = base.as_strided(shape, (stride, *inner)).movedim(0, axis)
-        bases.append(tensors[name] if far else base)
+        bases.append(base)
     return LayerCache(tensors, cache.layout, cache.geometry, cache.k_scale, cache.v_scale), bases
+
+
+def _from(cache: LayerCache, first: int) -> list[Tensor]:
+    """The blocks of a cache from one on. Blocks before it are not touched: in far memory each might take a page of megabytes."""
+    axes = {name: cache.layout.tensors[name].index("block") for name in cache.tensors}
+    return [tensor.narrow(axes[name], first, cache.geometry.num_blocks - first) for name, tensor in cache.tensors.items()]
 
 
 class Layers:
@@ -113,9 +122,9 @@ class Layers:
     ) -> None:
         """poison: in every slot that holds no token."""
         self.poison = min(poison, torch.finfo(spec.cache_dtype).max) if math.isfinite(poison) else poison
-        self.given = [Foreign(spec, layout, num_blocks, block_size, memory) for _ in range(layers)]
-        near = "own" if memory == "far" else memory
-        self.right = [Foreign(spec, layout, num_blocks, block_size, near) for _ in range(layers)]
+        near, first = ("own", FAR_SLOTS // block_size) if memory == "far" else (memory, 0)
+        self.right = [Foreign(spec, layout, num_blocks, block_size, near, first) for _ in range(layers)]
+        self.given = [Foreign(spec, layout, num_blocks, block_size, memory, first) for _ in range(layers)]
         self._writer = writer
         for foreign in (*self.given, *self.right):
             foreign.fill(self.poison)
