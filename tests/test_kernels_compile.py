@@ -90,8 +90,16 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
     assert len(found.kernels) == 34, "the number of kernels when this was written"
 
 
+OFTEN = {(8, 9), HOPPER}
+"""Of each older and newer kind one: the others are compiled for in `make soak`."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED_MEMORY, ids="{0[0]}.{0[1]}".format)
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(each, marks=() if each in OFTEN else pytest.mark.soak) for each in SHARED_MEMORY],
+    ids="{0[0]}.{0[1]}".format,
+)
 def test_every_kernel_compiles(capability: Capability) -> None:
     with absent_gpu(capability) as found:
         launch_every_kernel()
