@@ -11,7 +11,7 @@ from torch import Tensor
 from headway.bench.diff.measures import NextTokens, RelativeErrors, first_beyond
 from headway.bench.diff.results import LayerDiff, PhaseDiff
 from headway.bench.diff.sides import DiffStep, Side, SideRun
-from headway.core.contract.errors import PromptError
+from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import Attention, AttentionFunctions, Model, state_layers
 
@@ -89,10 +89,8 @@ def compare(
     :raises PromptError: a prompt is empty or too long.
     :raises BackendError: a backend raised.
     """
-    if state_layers(model):
-        raise ConfigError(
-            "headway diff", "a model of attention layers alone", f"layers with a state: {state_layers(model)[0].spec}"
-        )
+    if states := state_layers(model):
+        raise ConfigError("headway diff", "a model of attention layers alone", f"layers with a state: {states[0].spec}")
     check_prompts(model, prompts, max_tokens)
     counted: dict[Phase, _Phase] = {}
     for first in range(0, len(prompts), BATCH):

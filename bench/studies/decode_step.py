@@ -127,10 +127,8 @@ def _measure(decoder: Decoder, backend: str, batch_size: int, context: int, read
     if backend == "none":
         spec = decoder.attention_specs[0]
         out = torch.randn(batch_size, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
-        num_bytes, step = (
-            step_bytes(decoder, batch_size, -1),
-            CapturedDecode(decoder, batch_size, AttentionFunctions(lambda *_: out), context),
-        )
+        num_bytes, nothing = step_bytes(decoder, batch_size, -1), AttentionFunctions(lambda *_: out)
+        step = CapturedDecode(decoder, batch_size, nothing, context)
     else:
         attention = paged_attention(decoder, backend, batch_size, context)
         num_bytes, step = step_bytes(decoder, batch_size, context), CapturedDecode(decoder, batch_size, attention, context)
