@@ -84,7 +84,7 @@ class EngineLoop:
             enable_prefix_caching=config.enable_prefix_caching,
             groups=pages.groups,
             smallest_chunk=pool.smallest_chunk,
-            checkpoints=None if states is None else Checkpoints(states, interval),
+            checkpoints=None if states is None else Checkpoints(states, interval, self.stats),
         )
         self._offloader = offloader_of(self.blocks, executor.mover, pages.page_bytes, config, self.stats, now)
         self.scheduler = scheduler(
@@ -305,11 +305,19 @@ class EngineLoop:
     def cache_usage(self) -> CacheUsage:
         """Which sequences use how much of the cache at this moment."""
         pages = self.capacity.pool.page_format
-        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.holders, self._num_offloaded_blocks)
+        return cache_usage(
+            self.blocks,
+            pages.block_size,
+            pages.page_bytes,
+            self.scheduler.holders,
+            self._num_offloaded_blocks,
+            self.capacity.states,
+        )
 
     def snapshot(self) -> EngineSnapshot:
         """Describe what the engine does at this moment, and has done since its start."""
         blocks, scheduler = self.blocks, self.scheduler
+        kept = len(blocks.checkpoints) if blocks.checkpoints is not None else 0
         return EngineSnapshot(
             time=time.perf_counter(),
             num_running=len(scheduler.running),
@@ -318,6 +326,8 @@ class EngineLoop:
             num_used_blocks=blocks.num_pages - blocks.num_free,
             num_cached_blocks=blocks.num_cached,
             totals=self.stats.snapshot(),
+            num_kept_states=kept,
+            kept_state_bytes=kept * self.blocks.checkpoints.slot_bytes if self.blocks.checkpoints is not None else 0,
             num_offloaded_blocks=self._num_offloaded_blocks,
         )
 

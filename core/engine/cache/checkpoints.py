@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from headway.core.engine.state.state_slots import StateSlots
+from headway.core.engine.state.stats import EngineStats
 
 
 class Checkpoints:
@@ -14,9 +15,9 @@ class Checkpoints:
     and is then found by nobody until they are computed again.
     """
 
-    def __init__(self, slots: StateSlots, interval: int) -> None:
+    def __init__(self, slots: StateSlots, interval: int, stats: EngineStats) -> None:
         """interval: tokens; a checkpoint lies at a multiple of it, where whole pages end in every group."""
-        self.interval = interval
+        self.interval, self.slot_bytes, self._stats = interval, slots.bytes_per_slot, stats
         self._free = list(range(slots.num_slots - 1, slots.first_checkpoint - 1, -1))
         self._first, self._count = slots.first_checkpoint, slots.num_checkpoints
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
@@ -32,6 +33,7 @@ class Checkpoints:
     def use(self, digest: bytes) -> int:
         """The slot of a checkpoint, which becomes the last to be overwritten."""
         self._slot_of.move_to_end(digest)
+        self._stats.num_checkpoint_hits += 1
         return self._slot_of[digest]
 
     def hand_out(self, evict: bool) -> int | None:
@@ -40,6 +42,7 @@ class Checkpoints:
             return self._free.pop()
         if not (evict and self._slot_of):
             return None
+        self._stats.num_checkpoint_evictions += 1
         return self._slot_of.popitem(last=False)[1]
 
     def name(self, digest: bytes, slot: int) -> None:
@@ -48,6 +51,7 @@ class Checkpoints:
             self._free.append(slot)
         else:
             self._slot_of[digest] = slot
+            self._stats.num_checkpoints += 1
 
     def give_back(self, slot: int) -> None:
         """Take a slot back that no step has written."""
