@@ -251,7 +251,8 @@ class StateMetadata:
     nothing written."""
     out_slots: Tensor
     """int32 [num_seqs, width]: where states are written. Column 0 of a sequence without drafts gets the state after its last
-    new token, column i of one with drafts that after its i-th; -1: nowhere. May name the slot that is read."""
+    new token, column i of one with drafts that after its i-th; -1: nowhere. May name the slot that is read; no other
+    sequence of the step reads a slot that is written."""
     slots_cpu: Tensor
     out_slots_cpu: Tensor
     checkpoints: Tensor | None = None
