@@ -18,9 +18,9 @@ WIDTH = 32
 
 
 def _spec(kind: str) -> StateSpec:
-    heads = StateSpec(kind, num_heads=4, num_key_heads=2, key_dim=4, value_dim=8, scale=0.5, qk_norm=True)
     if kind == CONV:
         return StateSpec(kind, 0, 0, 0, 0, conv_channels=WIDTH, conv_width=3, activation="none")
+    heads = StateSpec(kind, num_heads=4, num_key_heads=2, key_dim=4, value_dim=8, scale=0.5, qk_norm=True)
     if kind == MAMBA1:
         return replace(heads, num_heads=WIDTH, num_key_heads=WIDTH, value_dim=1)
     if kind == LIGHTNING:
@@ -69,29 +69,30 @@ class Stateful:
         return torch.mul(hidden @ self.embed.T, 0.2, out=out)
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The tokens, from the whole text at every step, without a cache and without anything that is kept."""
+        """The tokens, one sequence by itself, token by token."""
+        states = [SequenceState.zeros(spec) for spec, _ in self.state_layers]
+        keys: list[list[Tensor]] = [[] for _ in self.attention_specs]
+        values: list[list[Tensor]] = [[] for _ in self.attention_specs]
 
-        def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             spec = self.attention_specs[layer]
-            k, v = (each.repeat_interleave(spec.group_size, dim=1) for each in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
-            ages = torch.arange(len(q))[:, None] - torch.arange(len(q))
-            hidden = (ages < 0) | (ages >= (spec.sliding_window or len(q)))
-            return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+            keys[layer].append(k[0])
+            values[layer].append(v[0])
+            seen = spec.sliding_window or len(keys[layer])
+            k, v = (torch.stack(each[layer][-seen:]).repeat_interleave(spec.group_size, dim=1) for each in (keys, values))
+            weights = (torch.einsum("hd,khd->hk", q[0], k) * spec.scale).softmax(-1)
+            return torch.einsum("hk,khd->hd", weights, v)[None]
 
         def recur(layer: int, x: Tensor, gates: list[Tensor]) -> Tensor:
             spec, parameters = self.state_layers[layer]
-            state = SequenceState.zeros(spec)
-            rows = [
-                advance(spec, parameters, x[token].double(), [gate[token].double() for gate in gates], state)
-                for token in range(len(x))
-            ]
-            return torch.stack(rows).to(x.dtype)
+            out = advance(spec, parameters, x[0].double(), [gate[0].double() for gate in gates], states[layer])
+            return out.to(x.dtype)[None]
 
-        text = list(prompt)
-        for _ in range(max_tokens):
-            hidden = self(torch.tensor(text), torch.arange(len(text)), AttentionFunctions(dense, recur))
-            text.append(int(self.compute_logits(hidden[-1:]).argmax()))
+        text, hidden = list(prompt), torch.empty(0)
+        while len(text) < len(prompt) + max_tokens:
+            for position in range(len(keys[0]), len(text)):
+                hidden = self(torch.tensor([text[position]]), torch.tensor([position]), AttentionFunctions(attend, recur))
+            text.append(int(self.compute_logits(hidden).argmax()))
         return text[len(prompt) :]
 
 

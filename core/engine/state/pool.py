@@ -64,8 +64,8 @@ def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, ch
         longest = longest_that_fits(page_format, chunk, budget, max_model_len)
         raise ConfigError(
             "kv_cache_memory",
-            f"{_size((one + reserved) * page_bytes, math.ceil)} for one sequence of max_model_len={max_model_len}",
-            f"{_size(budget)}, room for {longest} tokens",
+            f"{size_text((one + reserved) * page_bytes, math.ceil)} for one sequence of max_model_len={max_model_len}",
+            f"{size_text(budget)}, room for {longest} tokens",
             f"raise kv_cache_memory or set max_model_len to at most {longest}" if longest else "raise kv_cache_memory",
         )
     most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs
@@ -155,7 +155,7 @@ def _default_memory(one_sequence: int) -> int:
     return min(most, max(_DEFAULT_BYTES, one_sequence))
 
 
-def _size(num_bytes: int, rounded: Callable[[float], int] = math.floor) -> str:
+def size_text(num_bytes: int, rounded: Callable[[float], int] = math.floor) -> str:
     """Bytes in a readable unit; a need is rounded up, so that asking for what is printed is enough."""
     unit, name = next(
         (unit, name) for unit, name in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB"), (1, "B")) if num_bytes >= unit / 10

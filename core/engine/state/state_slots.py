@@ -12,6 +12,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import zeros
 from headway.core.contract.model import StateLayer
 from headway.core.contract.state import StateCache, StateLayout
+from headway.core.engine.state.pool import size_text
 
 _CHECKPOINT_SHARE = 5
 """Checkpoints take at most one part in this many of the cache's memory: a hit spares more tokens by pages than by many states."""
@@ -75,8 +76,8 @@ def plan_slots(
         fits = memory // (2 * per_row * size)
         raise ConfigError(
             "max_num_seqs",
-            f"states of {per_row * size / 2**20:.1f} MiB a sequence in at most half of the cache's memory",
-            f"{max_num_seqs} sequences, {rows / 2**30:.2f} GiB of {memory / 2**30:.2f} GiB",
+            f"states of {size_text(per_row * size)} a sequence in at most half of the cache's memory",
+            f"{max_num_seqs} sequences, {size_text(rows)} of {size_text(memory)}",
             f"set max_num_seqs to at most {fits}" if fits else "raise kv_cache_memory",
         )
     share = _DEFAULT_BYTES if memory is None else memory // _CHECKPOINT_SHARE
