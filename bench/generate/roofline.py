@@ -43,7 +43,7 @@ class Roofline:
     def __init__(self, config: DecoderConfig, specs: Sequence[AttentionSpec]) -> None:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size * (3 if config.gated else 2)
-        attention, num_sparse = 2 * q_size + 2 * kv_size, sum(layer.experts for layer in config.layers)
+        attention, num_sparse = 2 * q_size + 2 * kv_size, sum(layer.mlp == "experts" for layer in config.layers)
         rows = config.num_layers * attention + (config.num_layers - num_sparse) * inner
         self._config = config
         self._expert_params = 0
