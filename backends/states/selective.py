@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from headway.core.contract.state import StateParameters
 
 @dataclass(frozen=True, slots=True)
 class SelectiveOperands:
-    """S = exp(dt A) S + dt x B, out = S . C + D x for each of H channels with a state of K elements; all float32."""
+    """S = exp(dt A) S + dt x B, out = S . C + D x for each of H channels with a state of K elements; all float32.
+
+    The channels come last wherever there are any, since there are many.
+    """
 
     x: Tensor
     """[n, L, H]"""
@@ -25,7 +28,7 @@ class SelectiveOperands:
     C: Tensor
     """[n, L, K]"""
     A: Tensor
-    """[H, K], below 0."""
+    """[K, H], below 0."""
     D: Tensor
     """[H]"""
 
@@ -40,7 +43,9 @@ def selective_operands(
     dt = softplus(gates[0].float() + parameters.dt_bias.float())
     if valid is not None:
         dt = dt * valid[..., None]
-    return SelectiveOperands(x, dt, gates[1].float(), gates[2].float(), -parameters.A_log.float().exp(), parameters.D.float())
+    return SelectiveOperands(
+        x, dt, gates[1].float(), gates[2].float(), -parameters.A_log.float().exp().T.contiguous(), parameters.D.float()
+    )
 
 
 def scan_selective(
@@ -49,17 +54,12 @@ def scan_selective(
     """Run the recurrence over J chunks of L / J tokens, all chunks at once, and return the output [n, L, H] and the last state.
 
     Each chunk runs from a state of zeros; what the state before it adds is linear in that state, and is added once it is known.
-    A single chunk begins with its state. state: [n, H, K]; after(j, state): see `scan_chunks`.
+    A single chunk begins with its state. state: [n, K, H]; after(j, state): see `scan_chunks`.
     """
     x, dt, B, C = (torch.unflatten(part, 1, (-1, chunk)) for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
     chunks = x.shape[1]
-    driven = dt * x
-    own = state[:, None].clone() if chunks == 1 else state.new_zeros(state.shape[0], chunks, *state.shape[1:])  # [n, J, H, K]
-    out = inputs.D * x  # [n, J, C, H]
-    for token in range(chunk):
-        own.mul_((dt[:, :, token, :, None] * inputs.A).exp_())
-        own.addcmul_(driven[:, :, token, :, None], B[:, :, token, None, :])
-        out[:, :, token] += (own @ C[:, :, token, :, None]).squeeze(-1)
+    own = state[:, None].clone() if chunks == 1 else state.new_zeros(state.shape[0], chunks, *state.shape[1:])  # [n, J, K, H]
+    out = _run(replace(inputs, x=x, dt=dt, B=B, C=C), own, lambda token: None)
     if chunks == 1:
         after(0, own[:, 0])
         return out.flatten(1, 2), own[:, 0]
@@ -67,21 +67,28 @@ def scan_selective(
     before = torch.empty_like(own)
     for j in range(chunks):
         before[:, j] = state
-        state = torch.addcmul(own[:, j], (elapsed[:, j, -1, :, None] * inputs.A).exp_(), state)
+        state = torch.addcmul(own[:, j], (elapsed[:, j, -1, None] * inputs.A).exp_(), state)
         after(j, state)
+    kept = torch.empty_like(own)
     for token in range(chunk):
-        kept = (elapsed[:, :, token, :, None] * inputs.A).exp_().mul_(before)
-        out[:, :, token] += (kept @ C[:, :, token, :, None]).squeeze(-1)
+        torch.mul(elapsed[:, :, token, None], inputs.A, out=kept).exp_().mul_(before)
+        out[:, :, token] += (C[:, :, token, None] @ kept).squeeze(-2)
     return out.flatten(1, 2), state
 
 
 def step_selective(inputs: SelectiveOperands, state: Tensor, after: Callable[[int, Tensor], None]) -> Tensor:
-    """Run token by token and return the output [n, L, H]; state: [n, H, K], overwritten; after: see `step_tokens`."""
+    """Run token by token and return the output [n, L, H]; state: [n, K, H], overwritten; after: see `step_tokens`."""
+    return _run(inputs, state, lambda token: after(token, state))
+
+
+def _run(inputs: SelectiveOperands, state: Tensor, after: Callable[[int], None]) -> Tensor:
+    """Move the state [..., K, H] on token by token, inputs being [..., L, H or K]; returns the output [..., L, H]."""
     driven = inputs.dt * inputs.x
     out = inputs.D * inputs.x
-    for token in range(out.shape[1]):
-        state.mul_((inputs.dt[:, token, :, None] * inputs.A).exp_())
-        state.addcmul_(driven[:, token, :, None], inputs.B[:, token, None, :])
-        out[:, token] += (state @ inputs.C[:, token, :, None]).squeeze(-1)
-        after(token, state)
+    decay = torch.empty_like(state)
+    for token in range(out.shape[-2]):
+        torch.mul(inputs.dt[..., token, None, :], inputs.A, out=decay).exp_()
+        state.mul_(decay).addcmul_(inputs.B[..., token, :, None], driven[..., token, None, :])
+        out[..., token, :] += (inputs.C[..., token, None, :] @ state).squeeze(-2)
+        after(token)
     return out

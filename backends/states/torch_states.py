@@ -40,6 +40,8 @@ from headway.core.contract.state_backend import StateBackend, StateCapabilities
 
 _AT_ONCE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Bytes, about, of the float32 tensors that are computed at once: on a CPU they should stay near its caches."""
+_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
+"""Elements of the states that `mamba1` moves on at once: on a CPU chunks side by side cost more and win nothing."""
 
 
 class TorchStates(StateBackend):
@@ -57,7 +59,10 @@ class TorchStates(StateBackend):
         super().__init__(spec, layout)
         state = 4 * spec.num_heads * spec.key_dim * spec.value_dim + 4 * spec.conv_channels * spec.conv_width
         at_once = _AT_ONCE[spec.device.type]
-        self._room = Room(max(at_once // _bytes_per_token(spec), CHECKPOINT_TOKENS), max(at_once // (4 * state), 1))
+        tokens = at_once // _bytes_per_token(spec)
+        if spec.kind == MAMBA1:
+            tokens = _ELEMENTS[spec.device.type] // (spec.num_heads * spec.key_dim) * CHECKPOINT_TOKENS
+        self._room = Room(max(tokens, CHECKPOINT_TOKENS), max(at_once // (4 * state), 1))
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
         """See `StateBackend.workspace_bytes`."""
@@ -132,12 +137,12 @@ class TorchStates(StateBackend):
 
         def after(index: int, reached: Tensor) -> None:
             if index in segment.checkpoints:
-                self._write_rows(cache, segment.checkpoints[index], reached[..., None] if selective else reached)
+                self._write_rows(cache, segment.checkpoints[index], _by_channel(reached) if selective else reached)
 
         if selective:
             read = selective_operands(parameters, x, gates, segment.valid)
-            result, last = scan_selective(chunk, read, state.squeeze(-1), after)
-            return result, last[..., None]
+            result, last = scan_selective(chunk, read, _by_element(state), after)
+            return result, _by_channel(last)
         return scan_chunks(chunk, operands(spec, parameters, x, gates, segment.valid), state, after)
 
     def step(
@@ -181,10 +186,10 @@ class TorchStates(StateBackend):
         state = read_slots(cache.logical_recurrent, slots, empty)
 
         def after(token: int, reached: Tensor) -> None:
-            keep(cache.logical_recurrent, token, reached.view(state.shape) if spec.kind == MAMBA1 else reached)
+            keep(cache.logical_recurrent, token, _by_channel(reached) if spec.kind == MAMBA1 else reached)
 
         if spec.kind == MAMBA1:
-            out.copy_(step_selective(selective_operands(parameters, inputs, gates, None), state.squeeze(-1), after))
+            out.copy_(step_selective(selective_operands(parameters, inputs, gates, None), _by_element(state), after))
         else:
             out.copy_(step_tokens(operands(spec, parameters, inputs, gates, None), state, after).flatten(2))
 
@@ -222,6 +227,15 @@ def _taken(rows: Tensor, segment: Segment) -> Tensor:
 
 def _unpacked(rows: Tensor, tokens: Tensor | None) -> Tensor:
     return rows if tokens is None else rows.index_select(0, tokens)
+
+
+def _by_element(state: Tensor) -> Tensor:
+    """States [n, H, K, 1] of `mamba1` as its recurrence has them, [n, K, H]."""
+    return state.squeeze(-1).transpose(1, 2).contiguous()
+
+
+def _by_channel(state: Tensor) -> Tensor:
+    return state.transpose(1, 2)[..., None]
 
 
 def _bytes_per_token(spec: StateSpec) -> int:
