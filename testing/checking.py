@@ -11,11 +11,11 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import Origin
 from headway.testing.cells import CheckCell
-from headway.testing.kit import Kit
+from headway.testing.kit import make_kit
 from headway.testing.report import CellResult, CheckReport, machine_of, now
 from headway.testing.runner import CellProcess, CellRun, Listed, cell_timeout
 from headway.testing.sanitizer import Sanitizer
-from headway.testing.subject import BASELINE, load_subject
+from headway.testing.subject import BASELINE
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Wanted:
     """Files with plugins, beside the installed ones."""
     sanitizer: str = ""
     """The path of compute-sanitizer, under which the cells run; empty: without."""
+    model: str = ""
+    """A config.json or a model's name, whose layers are tried in place of the kit's."""
 
 
 def check(
@@ -62,6 +64,7 @@ def check(
         target=wanted.target or f"layout {wanted.layout}",
         subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
         plugins=list(wanted.plugins),
+        model=wanted.model,
         origin=Origin.here(),
         version=_version(listed.owner),
         date=now(),
@@ -75,9 +78,10 @@ def check(
 
 
 def _here(wanted: Wanted) -> tuple[Listed, list[CellResult], int]:
-    kit = Kit(load_subject(wanted.target or BASELINE, torch.device(wanted.device), plugins=wanted.plugins))
+    kit = make_kit(wanted.target or BASELINE, wanted.device, wanted.plugins, wanted.model)
     listed = Listed(**kit.listed(layout=wanted.layout))
-    return listed, [] if listed.unavailable else [kit.run(CheckCell.parse(wanted.cell))], 0
+    cells = [] if listed.unavailable else _picked(listed.cells, wanted)
+    return listed, [kit.run(CheckCell.parse(cell)) for cell in cells], 0
 
 
 def _in_children(
@@ -86,7 +90,7 @@ def _in_children(
     """Also how many cells were left when the run was interrupted."""
     target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device, bool(wanted.sanitizer))
     watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
-    children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins, watch) for watch in watches]
+    children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, watch) for watch in watches]
     try:
         listed = children[0].list(quick=wanted.quick, layout=wanted.layout)
         cells = _picked(listed.cells, wanted) if not listed.unavailable else []
@@ -100,7 +104,14 @@ def _in_children(
 
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.cell:
-        return [str(CheckCell.parse(wanted.cell))]
+        cell = CheckCell.parse(wanted.cell)
+        layers = {CheckCell.parse(name).layer for name in cells} - {""}
+        if cell.layer not in layers and (cell.layer or layers):
+            need = (
+                f"a cell of one of the model's layers {', '.join(sorted(layers))}" if layers else "--model, whose layer it names"
+            )
+            raise ConfigError("--cell", need, wanted.cell)
+        return [str(cell)]
     if not wanted.only:
         return list(cells)
     picked = [cell for cell in cells if cell.partition(":")[0] == wanted.only]

@@ -17,6 +17,9 @@ def check(
     quick: Annotated[bool, typer.Option("--quick", help="Try each value once in place of each pair of values.")] = False,
     layout: Annotated[str, typer.Option(help="Check a cache layout: its writer, its check() and gather().")] = "",
     plugin: PluginFiles = None,
+    model: Annotated[
+        str, typer.Option(help="Try the layers of a model: a config.json, its folder, llama-3-8b or another name.")
+    ] = "",
     only: Annotated[str, typer.Option(help="Run one check, by its name in the scorecard.")] = "",
     cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
     in_process: Annotated[
@@ -55,13 +58,17 @@ def check(
         raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", "cpu or cuda", repr(device))
+    if model and layout:
+        raise ConfigError("--model", "a backend to try its layers with", f"--layout {layout}")
     if sanitize and in_process:
         raise ConfigError("--sanitize", "child processes, which it watches", "--in-process")
     sanitizer = find_sanitizer(device) if sanitize else ""
     console, failed = Terminal(), 0
     try_installed()  # other plugins than the one to be checked may end the processes that check it
     children = jobs or min(4, os.cpu_count() or 1)
-    wanted = Wanted(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()), sanitizer)
+    wanted = Wanted(
+        target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()), sanitizer, model
+    )
     with console.status(f"{target or layout}: loading") as status:
         if in_process:
             status.stop()  # a debugger shares the terminal
