@@ -10,8 +10,10 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import Origin
+from headway.registry.isolation import Trial
 from headway.testing.cells import CheckCell
 from headway.testing.kit import make_kit
+from headway.testing.plugin_trial import CELL, source_of, try_plugin
 from headway.testing.report import CellResult, CheckReport, machine_of, now
 from headway.testing.runner import CellProcess, CellRun, Listed, cell_timeout
 from headway.testing.sanitizer import Sanitizer
@@ -49,8 +51,11 @@ def check(
     wanted: Wanted,
     start: Callable[[int], None] = lambda count: None,
     tell: Callable[[CellResult], None] = lambda result: None,
+    trial: Trial | None = None,
 ) -> CheckReport:
     """Run what is wanted. start: told the number of cells; tell: told each result as it comes. Ctrl-C ends it with what there is.
+
+    trial: how a start tries plugins, for the check `process`; None: it is left out.
 
     :raises HeadwayError: there is no such subject, check, layout or cell.
     """
@@ -59,7 +64,7 @@ def check(
     if wanted.in_process and not wanted.cell:
         raise ConfigError("--in-process", "one cell: --cell CELL", "none")
     started = time.monotonic()
-    listed, results, left = _here(wanted) if wanted.in_process else _in_children(wanted, start, tell)
+    listed, results, left = _here(wanted, trial) if wanted.in_process else _in_children(wanted, start, tell, trial)
     return CheckReport(
         target=wanted.target or f"layout {wanted.layout}",
         subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
@@ -77,29 +82,43 @@ def check(
     )
 
 
-def _here(wanted: Wanted) -> tuple[Listed, list[CellResult], int]:
+def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult], int]:
     kit = make_kit(wanted.target or BASELINE, wanted.device, wanted.plugins, wanted.model)
-    listed = Listed(**kit.listed(layout=wanted.layout))
-    cells = [] if listed.unavailable else _picked(listed.cells, wanted)
-    return listed, [kit.run(CheckCell.parse(cell)) for cell in cells], 0
+    listed = Listed(**kit.listed(quick=True, layout=wanted.layout))  # the cell need not be among them
+    (cell,) = [""] if listed.unavailable else _picked(listed.cells, wanted)
+    if not cell:
+        return listed, [], 0
+    results = _tried([cell], listed, trial) or [kit.run(CheckCell.parse(cell))]
+    return listed, results, 0
 
 
 def _in_children(
-    wanted: Wanted, start: Callable[[int], None], tell: Callable[[CellResult], None]
+    wanted: Wanted, start: Callable[[int], None], tell: Callable[[CellResult], None], trial: Trial | None
 ) -> tuple[Listed, list[CellResult], int]:
     """Also how many cells were left when the run was interrupted."""
     target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device, bool(wanted.sanitizer))
     watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
     children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, watch) for watch in watches]
     try:
-        listed = children[0].list(quick=wanted.quick, layout=wanted.layout)
-        cells = _picked(listed.cells, wanted) if not listed.unavailable else []
+        listed = children[0].list(quick=wanted.quick or bool(wanted.cell), layout=wanted.layout)
+        names = [str(CELL), *listed.cells] if trial is not None and listed.plugin and not wanted.layout else listed.cells
+        cells = _picked(names, wanted) if not listed.unavailable else []
         start(len(cells))
-        results = CellRun(children[: max(1, len(cells))], tell).all(cells)
-        return listed, results, len(cells) - len(results)
+        tried = _tried(cells, listed, trial)  # alone: the trial has a limit of seconds
+        for result in tried:
+            tell(result)
+        results = CellRun(children[: max(1, len(cells))], tell).all(cells[len(tried) :])
+        return listed, tried + results, len(cells) - len(tried) - len(results)
     finally:
         for child in children:
             child.stop()
+
+
+def _tried(cells: Sequence[str], listed: Listed, trial: Trial | None) -> list[CellResult]:
+    """The result of the check `process`, where it is the first of these cells and there is a plugin to try."""
+    if trial is None or not listed.plugin or cells[:1] != [str(CELL)]:
+        return []
+    return [try_plugin(source_of(listed.plugin), trial)]
 
 
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:

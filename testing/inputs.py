@@ -65,6 +65,11 @@ class Numbers:
         return k, k[..., : spec.v_head_dim] if spec.value_in_key else v
 
     @property
+    def tells(self) -> bool:
+        """Whether the regime tells right from wrong: not where a soft-cap saturates or a sink has all the weight."""
+        return self.scores not in ("high", "low") or not {"softcap", "sinks"} & self.spec.features
+
+    @property
     def lift(self) -> float:
         """How far the regime lifts scores."""
         return _LIFT.get(self.scores, 0.0)

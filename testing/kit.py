@@ -16,6 +16,7 @@ from headway.testing.checks import answers, batch_invariance, claims, engine, gr
 from headway.testing.cover import DTYPES
 from headway.testing.inputs import MOST_QUICK_WORK, MOST_WORK, deal, possible
 from headway.testing.model_layers import ModelLayer, layer_cells, read_model_layers
+from headway.testing.plugin_trial import process
 from headway.testing.report import CellResult
 from headway.testing.stage import Stage
 from headway.testing.subject import Subject, load_subject
@@ -23,6 +24,7 @@ from headway.testing.subject import Subject, load_subject
 Check = Callable[[Stage, CheckCell], str]
 CHECKS: dict[str, tuple[Check, str]] = {
     "claims": (claims.claims, "the class keeps what it says of itself"),
+    "process": (process, "what the trial of plugins at a start would refuse"),
     "serves": (claims.serves, "the model's layers that it serves"),
     "cold": (steps.cold, "time of the first call, compilation included"),
     "refuse": (claims.refuse, "what is not claimed is refused, with reasons"),
@@ -96,7 +98,7 @@ class Kit:
         return list(dict.fromkeys(cells))
 
     def listed(self, quick: bool = False, layout: str = "") -> dict[str, Any]:
-        """The subject's name and owner, why it is not available on this device, and else the names of its cells.
+        """The subject's name, owner and plugin, why it is not available on this device, and else the names of its cells.
 
         :raises ConfigError: nobody registered that layout.
         """
@@ -112,7 +114,8 @@ class Kit:
         if not unavailable:
             cells = self.layout_cells(layout) if layout else self.cells(quick)
         owner = subject.registry.backends[subject.name].owner
-        return {"subject": subject.name, "owner": owner, "unavailable": unavailable, "cells": [str(cell) for cell in cells]}
+        names = [str(cell) for cell in cells]
+        return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable, "cells": names}
 
     def run(self, cell: CheckCell) -> CellResult:
         """One cell's result; whatever the backend raises is in it."""

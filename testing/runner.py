@@ -29,6 +29,8 @@ class Listed:
 
     subject: str
     owner: str
+    plugin: Sequence[str] | None
+    """See `Subject.plugin`."""
     unavailable: str
     cells: list[str]
 
