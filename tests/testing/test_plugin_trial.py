@@ -96,7 +96,11 @@ def test_one_cell_asks_the_trial_that_is_handed_in() -> None:
     assert "HEADWAY_PLUGIN_TIMEOUT=60 in the environment gives it more time" in result.reason
     shown = "\n".join(line.plain for line in scorecard(report, {"process": CHECKS["process"][1]}, 200))
     assert f"headway check {HOSTILE}:Prints --cell {CELL}" in shown
-    assert check(wanted).cells[0].status == "skipped"  # nobody has said how
+
+
+def test_nobody_is_tried_where_nobody_says_how() -> None:
+    result = Kit(load_subject(f"{HOSTILE}:Prints", torch.device("cpu"))).run(CELL)
+    assert (result.status, "check(wanted, trial=...)" in result.reason) == ("skipped", True)
 
 
 @pytest.mark.slow
