@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention, LatentLayer
-from headway.core.contract.spec import AttentionSpec
+from headway.models.attention_specs import cached_spec, expanded_spec
 from headway.models.config import DecoderConfig, LatentConfig, LayerConfig
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
@@ -51,7 +49,8 @@ class LatentAttention:
         self._kv_b: Tensor | None = tensors.take(f"{names.kv_b}.weight", *expanding)
         out = heads * latent.v_head_dim
         self.o_proj = tensors.linear({config.names.o: hidden}, out, config.o_bias, scale=config.residual_scale)
-        self.spec, self._expanded = _specs(config, latent, tensors)
+        self.spec = cached_spec(config, layer, tensors.weights.dtype, tensors.weights.device)
+        self._expanded = expanded_spec(config, latent, self.spec)
         self.layer: LatentLayer | None = None
         """What the engine is handed, once `absorb_norms` has told who computes it."""
 
@@ -83,29 +82,6 @@ class LatentAttention:
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
         """See MixerPart."""
         return ops.add_product(x, mixed, self.o_proj)
-
-
-def _specs(config: DecoderConfig, latent: LatentConfig, tensors: LayerTensors) -> tuple[AttentionSpec, AttentionSpec]:
-    """Return the layer's spec over the cache, and its expanded spec."""
-    absorbed = AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=1,
-        head_dim=latent.kv_dim,
-        v_head_dim=latent.kv_lora_rank,
-        value_in_key=True,
-        scale=config.scale,
-        dtype=tensors.weights.dtype,
-        device=tensors.weights.device,
-    )
-    expanded = replace(
-        absorbed,
-        num_kv_heads=config.num_heads,
-        head_dim=latent.q_dim,
-        v_head_dim=latent.v_head_dim,
-        value_in_key=False,
-        dense=True,
-    )
-    return absorbed, expanded
 
 
 def _order(latent: LatentConfig, still: int) -> list[int]:

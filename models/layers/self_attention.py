@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from headway.core.contract.model import Attention
-from headway.core.contract.spec import AttentionSpec
+from headway.models.attention_specs import cached_spec
 from headway.models.config import DecoderConfig, LayerConfig
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
@@ -37,18 +37,9 @@ class SelfAttention:
         self.post_norm = tensors.norm_if_any(names.attention_post_norm, hidden)
         self.gate = Gate("sigmoid") if config.output_gate else None
         self._can_absorb = layer.rope is not None and not self.heads.whole_norm
-        self.spec = AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=dim,
-            scale=config.scale,
-            dtype=tensors.weights.dtype,
-            device=tensors.weights.device,
-            sliding_window=layer.sliding_window,
-            softcap=config.softcap,
-            sinks=tuple(tensors.take(names.sinks, config.num_heads).tolist()) if config.sinks else None,
-            batch_invariant=batch_invariant,
-        )
+        sinks = tuple(tensors.take(names.sinks, config.num_heads).tolist()) if config.sinks else None
+        weights = tensors.weights
+        self.spec = cached_spec(config, layer, weights.dtype, weights.device, sinks=sinks, batch_invariant=batch_invariant)
 
     @property
     def linears(self) -> list[Linear]:
