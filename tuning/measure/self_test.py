@@ -170,13 +170,22 @@ def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps
         backend = registry.backend(name)(spec, *pair)
         for number, scores in enumerate(steps.scores):
             numbers = Numbers(spec, scores, torch.Generator())
-            made = {"poison": _POISON, "decode_query_len": steps.decode_query_len, "seed": number}
-            case = make_case(lens, spec, *pair, writer, scores=scores if numbers.tells else "normal", **made)
+            numbers = numbers if numbers.tells else Numbers(spec, "normal", numbers.generator)
+            case = make_case(
+                lens,
+                spec,
+                *pair,
+                writer,
+                seed=number,
+                poison=_POISON,
+                decode_query_len=steps.decode_query_len,
+                scores=numbers.scores,
+            )
             found = relative_error(run_backend(backend, case), reference(case), case)
             tolerance = backend.tolerance[spec.dtype] + numbers.slack
             if not found <= tolerance:
                 again = ", in a step of the lengths of the one before over other blocks" if number else ""
-                return f"relative error {found:.2g}, tolerance {tolerance:.2g}, with {scores} scores{again}"
+                return f"relative error {found:.2g}, tolerance {tolerance:.2g}, with {numbers.scores} scores{again}"
     except (Exception, SystemExit) as error:
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
