@@ -15,7 +15,7 @@ from headway.registry.plugin_sources import PluginFile, PluginSource
 from headway.tuning.isolated.child import judge
 from headway.tuning.isolated.measure_in_child import can_measure_in_child, third_party_files
 from hostile_plugins import HOSTILE, source
-from sandbox import TOY, run_headway, save_tiny_model
+from sandbox import BROKEN, BROKEN_SAYS, TOY, run_headway, save_tiny_model
 
 FAULTS = ("segfaults-on-import", "exits-on-import", "os-exits-in-decode", "sleeps-on-import", "prints-in-plan")
 
@@ -62,6 +62,15 @@ def test_a_fault_is_an_error_in_one_line_and_is_not_remembered(folder: Path) -> 
         (record,) = create_registry(["tried_toy.py"], trial=trial, load_entry_points=False).plugins
         assert (record.state, record.tried, record.target) == ("loaded", "today", str(folder / "tried_toy.py"))
     assert answers == []
+
+
+@pytest.mark.parametrize("name", ["wrong_signature", "unknown_hook"])
+def test_a_file_whose_hooks_are_none_is_an_error_in_one_line(folder: Path, name: str) -> None:
+    (folder / "mine.py").write_text(BROKEN[name])
+    with pytest.raises(PluginError) as refused:
+        create_registry(["mine.py"], load_entry_points=False)
+    assert all(word in str(refused.value) for word in ("mine", *BROKEN_SAYS[name])), refused.value
+    assert "\n" not in str(refused.value)
 
 
 def test_a_files_backends_are_measured_in_a_child_and_an_objects_are_not(folder: Path) -> None:
