@@ -48,7 +48,7 @@ class ServerOptions:
     """Hosts that requests may name in the header Host, "*.example.org" for all below one; none: any."""
 
     def __post_init__(self) -> None:
-        """:raises ConfigError: a key that no header can carry, an empty name, a time without end, or a file in a folder's place."""
+        """:raises ConfigError: a key that no header can carry, an empty name, an endless time, or a file in a folder's place."""
         key, folder = self.api_key, self.profile_dir
         if key is not None and (not key or key != key.strip() or not key.isprintable()):  # not shown: it is a secret
             got = "one with spaces around it or control characters" if key else "an empty one"

@@ -73,6 +73,15 @@ def test_a_file_whose_hooks_are_none_is_an_error_in_one_line(folder: Path, name:
     assert "\n" not in str(refused.value)
 
 
+def test_a_file_is_the_same_plugin_however_its_path_is_written(folder: Path) -> None:
+    ways = ("tried_toy.py", str(folder / "tried_toy.py"), f"../{folder.name}/tried_toy.py")
+    assert len({PluginFile.of(way).digest() for way in ways}) == 1
+    before = PluginFile.of("tried_toy.py").digest()
+    assert PluginFile.of("tried_toy.py:Toy").digest() != before
+    (folder / "tried_toy.py").write_text(f"{TOY}\n")
+    assert PluginFile.of("tried_toy.py").digest() != before
+
+
 def test_a_files_backends_are_measured_in_a_child_and_an_objects_are_not(folder: Path) -> None:
     registry = create_registry(["tried_toy.py"], load_entry_points=False)
     names = ["sdpa", "toy", "toy.decode"]
@@ -106,3 +115,7 @@ def test_a_shape_that_ends_the_process_costs_the_files_backend_alone(folder: Pat
     assert done.code == 0, done
     assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in done.err
     assert "attention: prefill=sdpa" in done.err
+    again = run_headway("generate", "--model", model, *options, "the quick fox", cwd=folder)
+    assert again.code == 0, again
+    assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in again.err, "the reason is kept"
+    assert "it is measured again" not in again.err, "the file is what it was"
