@@ -91,9 +91,11 @@ class Registry:
             for backend in backends:
                 self._check_backend(backend, owner, [other.name for other in backends])
             self._check_proposer_names([each.name for each in proposers], where)
-        except BaseException:
+        except BaseException as error:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
+            if isinstance(error, pluggy.PluginValidationError):  # a hook with another signature, or that there is none of
+                raise PluginError(f"plugin {name!r} of {owner}: {' '.join(str(error).split())}") from None
             raise
         self._owners[name] = owner
         self.brought[name] = Brought(
