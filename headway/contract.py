@@ -30,6 +30,18 @@ from headway.core.contract.layout import (
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, Proposer, ProposerInfo, ProposerOptions, SequenceProposer
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
+from headway.core.contract.state import (
+    CHECKPOINT_TOKENS,
+    KEY_VALUE,
+    STATE_KINDS,
+    VALUE_KEY,
+    StateCache,
+    StateLayout,
+    StateMetadata,
+    StateParameters,
+    StateSpec,
+)
+from headway.core.contract.state_backend import StateBackend, StateBackendInfo, StateCapabilities
 from headway.core.contract.support import YES, Reason, Support
 
 __all__ = [
@@ -40,6 +52,7 @@ __all__ = [
     "AttentionSpec",
     "BackendError",
     "BackendInfo",
+    "CHECKPOINT_TOKENS",
     "CacheGeometry",
     "CacheLayout",
     "CacheWriter",
@@ -50,6 +63,7 @@ __all__ = [
     "GraphLevel",
     "HND",
     "HeadwayError",
+    "KEY_VALUE",
     "KV_DTYPES",
     "LATENT",
     "LayerCache",
@@ -66,11 +80,21 @@ __all__ = [
     "ProposerInfo",
     "ProposerOptions",
     "Reason",
+    "STATE_KINDS",
     "SequenceProposer",
+    "StateBackend",
+    "StateBackendInfo",
+    "StateCache",
+    "StateCapabilities",
+    "StateLayout",
+    "StateMetadata",
+    "StateParameters",
+    "StateSpec",
     "StepLimits",
     "Support",
     "UnknownBackendError",
     "UnsupportedError",
+    "VALUE_KEY",
     "VLLM_5D",
     "YES",
     "announce_compilation",

@@ -90,8 +90,8 @@ def powers(limit: int) -> list[int]:
     return sorted(each for each in found if 1 <= each <= limit)
 
 
-API_VERSION = 2
-"""Version of this contract. A plugin built for another one is refused with both numbers."""
+API_VERSION = 3
+"""Version of this contract. A plugin built for one that it does not include is refused with both numbers."""
 
 Plan = Any
 """The result of `AttentionBackend.plan`; only the same backend looks inside."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import GraphLevel, Lengths, Plan, StepLimits, lattice
-from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.state import StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
@@ -178,7 +177,3 @@ class StateBackendInfo:
     """What to install for the library: an extra of headway or a package."""
     api_version: int = field(kw_only=True)
     """Version of the contract the backend was written for, as a number."""
-
-    def __post_init__(self) -> None:
-        if self.api_version < 3:
-            raise ConfigError(f"state backend {self.name!r}, api_version", "3 or newer, where states begin", self.api_version)
