@@ -44,9 +44,9 @@ def stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 def quantised(rows: Tensor, dtype: torch.dtype, each_head: bool = True) -> tuple[Tensor, Tensor]:
     """Rows [n, heads, dim] as numbers of 8 bits times a scale of their own, the row's largest magnitude over the type's largest.
 
-    Whole numbers are rounded to the nearest, ties to even. A row of zeros has the scale 0. One with a number that is not finite has
-    the scale infinity and zeros, whose product is NaN, so that nobody takes it for a row. each_head: a scale for each head, and not
-    one for all heads of a token. Returns numbers [n, heads, dim] and float32 scales, [n, heads] or [n].
+    Whole numbers are rounded to the nearest, ties to even. A row of zeros has the scale 0. A row with a number that is not finite
+    has zeros and the scale infinity, whose product is NaN, so that nobody takes it for a row. each_head: a scale for each head,
+    and not one for all heads of a token. Returns numbers [n, heads, dim] and float32 scales, [n, heads] or [n].
     """
     integer = not dtype.is_floating_point
     limit = float(torch.iinfo(dtype).max if integer else torch.finfo(dtype).max)

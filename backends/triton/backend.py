@@ -66,8 +66,8 @@ class TritonAttention(AttentionBackend):
         cuda = spec.device.type == "cuda"
         arch = architecture(None if INTERPRETED else torch.cuda.get_device_capability(spec.device))
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
-        # A cache of 8 bits is unpacked from the cache alone, keys and values of unlike lengths would take two tiles, and a mixed step,
-        # which takes the writer, must not give a sequence other bits.
+        # A cache of 8 bits is unpacked from the cache alone, keys and values of unlike lengths would take two tiles, and a mixed
+        # step, which takes the writer, must not give a sequence other bits.
         equal = spec.head_dim == spec.v_head_dim and not spec.value_in_key
         self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
         layer = Layer.of(spec)

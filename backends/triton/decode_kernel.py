@@ -171,7 +171,8 @@ def split_kv_decode(
     whole = end // BLOCK_N * BLOCK_N if V_SLOTS_INNER else end
     for first in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
         m, l, acc, acc_odd = fold_cached(
-            q, key, value, key_scale_ptr, value_scale_ptr, kv_head, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
+            q, key, value, key_scale_ptr, value_scale_ptr, kv_head,
+            table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
             cap_log2, window,
             k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
@@ -181,7 +182,8 @@ def split_kv_decode(
     if V_SLOTS_INNER:
         for first in tl.range(whole, end, BLOCK_N, num_stages=1):
             m, l, acc, acc_odd = fold_cached(
-                q, key, value, key_scale_ptr, value_scale_ptr, kv_head, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
+                q, key, value, key_scale_ptr, value_scale_ptr, kv_head,
+                table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
                 cap_log2, window,
                 k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
                 HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,

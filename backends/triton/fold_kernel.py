@@ -71,7 +71,16 @@ def fold_cached(
             key_scale_ptr, kv_head, blocks, first, end, SCALE_STRIDES[0], SCALE_STRIDES[1], SCALE_STRIDES[2], BLOCK_SIZE, BLOCK_N
         )
         v_scales = row_scales(
-            value_scale_ptr, kv_head, blocks, first, end, SCALE_STRIDES[3], SCALE_STRIDES[4], SCALE_STRIDES[5], BLOCK_SIZE, BLOCK_N
+            value_scale_ptr,
+            kv_head,
+            blocks,
+            first,
+            end,
+            SCALE_STRIDES[3],
+            SCALE_STRIDES[4],
+            SCALE_STRIDES[5],
+            BLOCK_SIZE,
+            BLOCK_N,
         )
         scores = scores * k_scales[None, :]
     m, l, weights, shrink = softmax_step(

@@ -137,7 +137,14 @@ class Prefill:
         if not plan.dense and cache.layout.has_scales:
             tensors += scales_of(cache)
         pointers = [tensor.data_ptr() for tensor in tensors]
-        key: Hashable = (q.stride(), keys.stride(), values.stride(), out.stride(), aligned(*pointers[:4]), lse is None or lse.stride(0))
+        key: Hashable = (
+            q.stride(),
+            keys.stride(),
+            values.stride(),
+            out.stride(),
+            aligned(*pointers[:4]),
+            lse is None or lse.stride(0),
+        )
         if len(tensors) > 5:
             key = (key, *(each.stride() for each in tensors[5:]), aligned(*pointers[5:]))
         known = plan.launches.get(key)

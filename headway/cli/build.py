@@ -25,11 +25,11 @@ def build(
 
     from headway.backends.nvrtc.compiler import Variant, architecture, find_compiler
     from headway.backends.nvrtc.store import build_all
+    from headway.backends.vllm_paged.backend import VllmPagedAttention
     from headway.backends.vllm_paged.decode import CSRC
     from headway.backends.vllm_paged.decode import variant_of as attention_variant
     from headway.backends.vllm_paged.writer import variant_of as writer_variant
     from headway.core.contract.errors import ConfigError, UnsupportedError
-    from headway.backends.vllm_paged.backend import VllmPagedAttention
     from headway.core.contract.spec import DTYPES, KV_DTYPES
 
     if backend != _BACKEND:
