@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheWriter, LayoutInfo
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
@@ -107,7 +107,7 @@ def _info(name: str, summary: str, load: Callable[[], type[AttentionBackend]], e
 @hookimpl
 def headway_register_layouts() -> list[LayoutInfo]:
     """Register the built-in layouts."""
-    return [LayoutInfo(layout, _writer) for layout in (NHD, HND, VLLM_5D, LATENT)]
+    return [LayoutInfo(layout, _writer) for layout in (NHD, HND, VLLM_5D, LATENT, NHD_INT8)]
 
 
 @hookimpl

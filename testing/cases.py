@@ -7,7 +7,6 @@ batch-spec grammar (vllm-project/vllm#26835).
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from headway.core.contract.layout import CacheGeometry, CacheLayout, CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.inputs import Numbers
+from headway.testing.pool import fill
 
 _MOST_SEQUENCES = 1 << 20
 """Far beyond any step: a list of more would be made for minutes, or take the machine's memory."""
@@ -98,9 +98,8 @@ def make_case(
     geometry = CacheGeometry.of(spec, num_blocks, block_size)
     cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
     if poison is not None:
-        held = min(poison, torch.finfo(geometry.dtype).max) if math.isfinite(poison) else poison  # 8 bits hold no large number
         for tensor in cache.tensors.values():
-            tensor.fill_(held)
+            fill(tensor, poison)
 
     def rows(count: int, heads: int, dim: int) -> torch.Tensor:
         random = torch.randn(count, heads, dim, generator=generator, dtype=torch.float32)
@@ -139,7 +138,7 @@ def check_room(lens: Sequence[tuple[int, int]], spec: AttentionSpec, block_size:
     needed = blocks * _BLOCK_BYTES
     if spec.device.type == "cpu":
         row = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
-        needed += blocks * block_size * row * spec.cache_dtype.itemsize
+        needed += blocks * block_size * spec.cache_row_bytes
         needed += max(kv_len - query_len for query_len, kv_len in lens) * row * 4  # one sequence's context at the least
         needed += new * (spec.num_heads * (spec.head_dim + spec.v_head_dim) + row) * 4
     free = psutil.virtual_memory().available

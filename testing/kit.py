@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headway.core.contract.errors import HeadwayError, known_cause
-from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
+from headway.testing.cells import CACHE_TYPES, PHASES, CheckCell, Finding, Skipped
 from headway.testing.checks import answers, batch_invariance, claims, engine, graphs, layouts, steps
 from headway.testing.cover import DTYPES
 from headway.testing.inputs import MOST_QUICK_WORK, MOST_WORK, deal, possible
@@ -95,6 +95,10 @@ class Kit:
         ]
         cells += [CheckCell("layout", layout=name, dtype="float16")]
         cells += [CheckCell("layout", layout=name, head_dim=dim, dtype="bfloat16", feature="fp8") for dim in dims]
+        own = self.stage.subject.layouts[name].dtypes.get("key")
+        for feature, dtype in CACHE_TYPES.items():
+            if dtype == own:  # a layout that holds one type of cache
+                cells = [cell.plain("layout", feature=feature) for cell in cells]
         return list(dict.fromkeys(cells))
 
     def listed(self, quick: bool = False, layout: str = "") -> dict[str, Any]:
@@ -188,7 +192,7 @@ class Kit:
             mixed = cell.plain("steps")
             cells += [mixed, mixed.plain("turns")]
             cells += [] if cell.layer else [mixed.plain("long", phase="long")]  # of a large layer it would take minutes
-        cells += [cell.plain("engine")] if cell.feature != "fp8" and phases & {"decode", "extend"} else []
+        cells += [cell.plain("engine")] if cell.feature not in CACHE_TYPES and phases & {"decode", "extend"} else []
         cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature == "none" else []
         return cells
 

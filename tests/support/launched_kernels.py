@@ -15,7 +15,7 @@ from headway.backends.states.triton.backend import TritonStates
 from headway.backends.states.triton.tuning import StateTuning
 from headway.backends.triton.backend import TritonAttention
 from headway.core.contract.backend import Lengths, StepLimits
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateMetadata, StateParameters, StateSpec
@@ -205,6 +205,13 @@ ATTENTION: dict[str, tuple[AttentionSpec, CacheLayout, int]] = {
     "head 256, float32": (replace(_HEAD_256, dtype=FP32), NHD, 16),
     "fp8 cache": (replace(_KIND, kv_dtype=FP8), NHD, 16),
     "fp8 cache, vllm_5d": (replace(_KIND, kv_dtype=FP8), VLLM_5D, 16),
+    "int8 cache": (replace(_KIND, kv_dtype=torch.int8), NHD_INT8, 16),
+    "int8 cache, float16 and blocks of 128": (replace(_KIND, dtype=FP16, kv_dtype=torch.int8), NHD_INT8, 128),
+    "int8 cache, head 64, sinks and window": (
+        replace(_HEAD_64, kv_dtype=torch.int8, sliding_window=128, sinks=(0.0,) * 64),
+        NHD_INT8,
+        16,
+    ),
     "batch invariant": (replace(_KIND, batch_invariant=True), NHD, 16),
     "576/512": (_ABSORBED, LATENT, 64),
     "576/512, 128 heads": (replace(_ABSORBED, num_heads=128), LATENT, 64),

@@ -108,7 +108,7 @@ def step_heads(
     elif KIND != "lightning":
         dt_bias = tl.load(dt_bias_ptr + head)
 
-    for t in range(0, count):
+    for t in range(count):
         token = (first + t).to(tl.int64)
         if WIDTH:
             q = convolved(
@@ -257,7 +257,7 @@ def step_channels(
         rate = tl.exp(tl.load(a_log_ptr + c[:, None] * KEY_DIM + n[None, :], mask=inside, other=0.0).to(tl.float32))
         dt_bias = tl.load(dt_bias_ptr + c, mask=live, other=0.0).to(tl.float32)
 
-    for t in range(0, count):
+    for t in range(count):
         token = (first + t).to(tl.int64)
         if WIDTH:
             y = convolved(

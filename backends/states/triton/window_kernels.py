@@ -125,7 +125,7 @@ def leave_windows(
     """
     base = conv_ptr + slot.to(tl.int64) * CONV_SLOT
     for place in tl.static_range(1 if SINGLE else 2):
-        for t in range(0, count):
+        for t in range(count):
             target = out_slot_of(out_slots_ptr, t, count, OUT_WIDTH)
             if (target >= 0) & (SINGLE | ((target == slot) == (place == 1))):
                 window = window_of(x_ptr, base, t, channels, inside, stride_x, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W)

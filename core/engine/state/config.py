@@ -42,7 +42,9 @@ class EngineConfig:
     ] = "auto"
     workload: Annotated[str, "What auto expects to serve: chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256."] = "chat"
     kv_layout: Annotated[str, "Layout of the cache: auto, nhd, hnd, vllm_5d, or a plugin's."] = "auto"
-    kv_cache_dtype: Annotated[str, "Element type of the cache: auto (the model's), or fp8_e4m3, which halves it."] = "auto"
+    kv_cache_dtype: Annotated[str, "Type of the cache: auto (the model's), or in 8 bits fp8_e4m3 or int8_per_token_head."] = (
+        "auto"
+    )
     block_size: Annotated[int | None, "Tokens in a cache block, a multiple of 8. Default: auto decides."] = None
     max_model_len: Annotated[
         int | None, "Most tokens of prompt and output together. Default: the model's limit, or less where the cache is smaller."

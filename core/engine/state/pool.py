@@ -108,7 +108,8 @@ def allocate_layers(
     kinds: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, str]]] = {}
     for layer, (layout, geometry) in enumerate(zip(layouts, geometries, strict=True)):
         for name in layout.tensors:
-            kinds.setdefault((layout.shape(name, geometry), geometry.dtype), []).append((layer, name))
+            dtype = layout.dtype_of(name, geometry.dtype)
+            kinds.setdefault((layout.shape(name, geometry), dtype), []).append((layer, name))
     tensors: list[dict[str, Tensor]] = [{} for _ in specs]
     for (shape, dtype), places in kinds.items():
         for (layer, name), tensor in zip(places, zeros((len(places), *shape), dtype, specs[0].device), strict=True):
@@ -145,7 +146,7 @@ def _view(
     geometry = CacheGeometry.of(spec, num_blocks, block_size)
     tensors = {}
     for name, flat in memory.items():
-        cells = flat.view(geometry.dtype).view(-1, *layout.shape(name, geometry)[1:])
+        cells = flat.view(layout.dtype_of(name, geometry.dtype)).view(-1, *layout.shape(name, geometry)[1:])
         tensors[name] = cells[place : place + num_blocks]
     return LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
 
