@@ -94,6 +94,12 @@ def _xformers() -> type[AttentionBackend]:
     return XFormersAttention
 
 
+def _triton_states() -> type[StateBackend]:
+    from headway.backends.states.triton.backend import TritonStates
+
+    return TritonStates
+
+
 def _torch_states() -> type[StateBackend]:
     from headway.backends.states.torch_states import TorchStates
 
@@ -147,6 +153,13 @@ def headway_register_state_layouts() -> list[StateLayout]:
 def headway_register_state_backends() -> list[StateBackendInfo]:
     """Register the built-in backends for layers with a state, the best first."""
     return [
+        StateBackendInfo(
+            "triton",
+            "our steps in one launch and chunked scans in Triton, every layout",
+            _triton_states,
+            "headway[triton]",
+            api_version=API_VERSION,
+        ),
         StateBackendInfo("torch", "the baseline: batched products of torch, every kind", _torch_states, api_version=API_VERSION),
     ]
 

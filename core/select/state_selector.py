@@ -22,7 +22,7 @@ class StateSource(Protocol):
 
     @property
     def state_backends(self) -> Mapping[str, object]:
-        """Names of all state backends, in the order they were registered: the best guess first."""
+        """Names of all state backends, in the order they were registered."""
 
     @property
     def state_layouts(self) -> Mapping[str, StateLayout]:
@@ -33,6 +33,9 @@ class StateSource(Protocol):
 
     def state_supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
         """Whether a state backend can run here and serve this layer."""
+
+    def rank_states(self, spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+        """Candidates, best guess first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class StateSelector:
 
     def _candidates(self, phase: Phase) -> Sequence[str]:
         name = self._request.name_for(phase)
-        return list(self._source.state_backends) if name == AUTO else [name]
+        return self._source.rank_states(self._specs[0], phase, list(self._source.state_backends)) if name == AUTO else [name]
 
     def _serves(self, name: str, layout: StateLayout, phase: Phase) -> bool:
         return not self._reasons(name, layout, phase)
