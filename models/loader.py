@@ -85,7 +85,9 @@ def load_model(
     native = None if model_impl == "transformers" else _decoder_config(config, required=model_impl == "headway")
     if native is not None:
         unit = [] if native.experts is None else [f"{native.names.embed}.weight"]
-        weights: WeightSource = DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device)
+        weights: WeightSource = (
+            DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device, native.names.aliases)
+        )
         with torch.inference_mode():
             decoder, implementation = Decoder(native, weights, batch_invariant), "Headway's decoder"
     elif batch_invariant:
