@@ -167,8 +167,8 @@ class DecoderConfig:
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Each layer's window."""
-        return tuple(layer.sliding_window for layer in self.layers)
+        """The window of each layer of attention."""
+        return tuple(layer.sliding_window for layer in self.layers if layer.attention)
 
 
 class BeyondDecoderError(ModelError):

@@ -69,6 +69,9 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by model_type. SmolLM and SmolLM2 are Llama."""
 
+TEXT_PARTS = ("qwen3_5", "qwen3_5_moe")
+"""Types of models that read images too, whose text_config is of a family above: the decoder computes that part alone."""
+
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

@@ -135,7 +135,8 @@ class Operations(Protocol):
         """Rotation of each query head's last elements; norm of the latents, and rotation of the key's elements behind them.
 
         q: [num_tokens, num_heads q_dim]; latent: [num_tokens, kv_dim]; rows perhaps strided, used up. norm: of kv_lora_rank
-        elements; rope: of `embed`; None: no rotation. Returns q [num_tokens, num_heads, q_dim] and latents [num_tokens, 1, kv_dim].
+        elements; rope: of `embed`; None: no rotation. Returns q [num_tokens, num_heads, q_dim] and latents
+        [num_tokens, 1, kv_dim].
         """
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:

@@ -15,6 +15,7 @@ from transformers import (
     NemotronHConfig,
     OlmoHybridConfig,
     PretrainedConfig,
+    Qwen3_5Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -143,3 +144,25 @@ ROWS: dict[str, PretrainedConfig] = {
     ),
     "qwen3_next": Qwen3NextConfig(**SMALL, **DELTA, **SHARED, head_dim=16, full_attention_interval=2, mlp_only_layers=[1]),
 }
+_SPLIT_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+READS_IMAGES = Qwen3_5Config(
+    text_config={**SMALL, **DELTA, "head_dim": 16, "full_attention_interval": 2, "rope_parameters": _SPLIT_ROPE},
+    vision_config={
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 16,
+    },
+    image_token_id=93,
+    video_token_id=94,
+    vision_start_token_id=95,
+    vision_end_token_id=96,
+)
