@@ -12,7 +12,7 @@ from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import DTYPES
 from headway.core.system.files import read_text
 from headway.core.system.text import shown
-from headway.models.families import FAMILIES, known_architectures
+from headway.models.families import FAMILIES, TEXT_PARTS, known_architectures
 
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json as quantization_config."""
@@ -52,7 +52,8 @@ def check_folder(folder: Path, weights: bool = True) -> Mapping[str, Any]:
     _check_architecture(folder, config)
     if weights:
         _check_weights(folder, config)
-    check_sizes(folder, config)
+    text = config.get("text_config") if config.get("model_type") in TEXT_PARTS else None
+    check_sizes(folder, text if isinstance(text, Mapping) else config)
     return config
 
 

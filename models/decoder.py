@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,14 +10,17 @@ from torch import Tensor
 
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import GATED_DELTA
+from headway.core.contract.state import CONV, GATED_DELTA, KDA, MAMBA1, MAMBA2
 from headway.models.config import DecoderConfig
 from headway.models.invariant import invariant_operations
 from headway.models.layers.gated_delta import GatedDelta
+from headway.models.layers.kda import KimiDelta
 from headway.models.layers.latent_attention import LatentAttention
+from headway.models.layers.mamba import Mamba1, Mamba2
 from headway.models.layers.mlp import MLP, ExpertsMLP
 from headway.models.layers.parts import AttentionPart, MixerPart, MLPPart, Part, SideBySide, StatefulPart
 from headway.models.layers.self_attention import SelfAttention
+from headway.models.layers.short_convolution import ShortConvolution
 from headway.models.layers.state_part import StatePart
 from headway.models.layers.tensors import LayerTensors, read_kv_scales
 from headway.models.linear import Linear
@@ -118,8 +122,9 @@ class DecoderLayer:
         self, config: DecoderConfig, index: int, places: tuple[int, int], weights: WeightSource, batch_invariant: bool
     ) -> None:
         """places: how many layers of attention and how many with a state the model has before this one."""
-        tensors = LayerTensors(config, weights, config.names.layer.format(index))
         layer = config.layers[index]
+        config = config if layer.names is None else replace(config, names=layer.names)
+        tensors = LayerTensors(config, weights, config.names.layer.format(index))
         self._rope = layer.rope
         self.attention: AttentionPart | None = None
         self.state: StatefulPart | None = None
@@ -160,7 +165,13 @@ class DecoderLayer:
         return x if self.mlp is None else self.mlp(x, ops)
 
 
-STATE_PARTS: dict[str, type[StatePart]] = {GATED_DELTA: GatedDelta}
+STATE_PARTS: dict[str, type[StatePart]] = {
+    GATED_DELTA: GatedDelta,
+    KDA: KimiDelta,
+    MAMBA2: Mamba2,
+    MAMBA1: Mamba1,
+    CONV: ShortConvolution,
+}
 """What computes a part with a state, by the kind of its recurrence."""
 
 

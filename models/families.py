@@ -12,6 +12,7 @@ from headway.models import dense_families as dense
 from headway.models import expert_families as experts
 from headway.models import hybrid_families as hybrid
 from headway.models import latent_families as latent
+from headway.models import mamba_families as mamba
 from headway.models.config import Activation, BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig
 from headway.models.names import LLAMA_NAMES, TensorNames
 from headway.models.rope import read_rope
@@ -33,29 +34,43 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "bamba": Family("BambaForCausalLM", mamba.bamba, mamba.BAMBA_NAMES, windowed=False, partial_rotary=True),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", latent.deepseek, windowed=False),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", latent.deepseek, windowed=False),
+    "falcon_h1": Family("FalconH1ForCausalLM", mamba.falcon_h1, mamba.FALCON_H1_NAMES, windowed=False),
     "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
     "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),
     "gemma3_text": Family("Gemma3ForCausalLM", dense.gemma3, dense.GEMMA2_NAMES),
     "gpt2": Family("GPT2LMHeadModel", dense.gpt2, dense.GPT2_NAMES, windowed=False),
     "gpt_oss": Family("GptOssForCausalLM", experts.gpt_oss, experts.GPT_OSS_NAMES),
     "granite": Family("GraniteForCausalLM", dense.granite, windowed=False),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", mamba.granite_hybrid, mamba.GRANITE_HYBRID_NAMES, windowed=False),
+    "jamba": Family("JambaForCausalLM", mamba.jamba, mamba.JAMBA_NAMES, windowed=False),
+    "kimi_linear": Family("KimiLinearForCausalLM", hybrid.kimi_linear, hybrid.KIMI_NAMES, windowed=False),
+    "lfm2": Family("Lfm2ForCausalLM", hybrid.lfm2, hybrid.LFM2_NAMES, windowed=False),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.lfm2_moe, hybrid.LFM2_NAMES, windowed=False),
     "llama": Family("LlamaForCausalLM", dense.biases, windowed=False),
     "mistral": Family("MistralForCausalLM"),
     "mixtral": Family("MixtralForCausalLM", experts.mixtral, experts.MIXTRAL_NAMES),
+    "nemotron_h": Family("NemotronHForCausalLM", mamba.nemotron_h, mamba.NEMOTRON_H_NAMES, windowed=False),
     "olmo2": Family("Olmo2ForCausalLM", dense.olmo2, dense.OLMO2_NAMES, windowed=False),
+    "olmo_hybrid": Family("OlmoHybridForCausalLM", hybrid.olmo_hybrid, hybrid.OLMO_HYBRID_NAMES, windowed=False),
     "opt": Family("OPTForCausalLM", dense.opt, dense.OPT_NAMES, windowed=False),
     "phi3": Family("Phi3ForCausalLM", names=dense.PHI3_NAMES, partial_rotary=True),
     "qwen2": Family("Qwen2ForCausalLM", lambda config: {"qkv_bias": True}),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", experts.qwen2_moe, experts.QWEN2_MOE_NAMES),
     "qwen3": Family("Qwen3ForCausalLM", dense.qwen3),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", experts.qwen3_moe),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", hybrid.qwen3_5_moe, hybrid.QWEN3_5_NAMES, partial_rotary=True),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.qwen3_5, hybrid.QWEN3_5_NAMES, partial_rotary=True),
     "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, partial_rotary=True),
     "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
     "starcoder2": Family("Starcoder2ForCausalLM", dense.starcoder2, dense.STARCODER2_NAMES),
 }
 """Families by model_type. SmolLM and SmolLM2 are Llama."""
+
+TEXT_PARTS = ("qwen3_5", "qwen3_5_moe")
+"""Types of models that read images too, whose text_config is of a family above: the decoder computes that part alone."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -64,6 +79,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 """transformers' names."""
 

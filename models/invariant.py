@@ -135,6 +135,7 @@ ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": gelu_in_double,
     "gelu_tanh": gelu_by_exp,
     "relu": relu,
+    "relu2": ACTIVATE["relu2"],
 }
 """Activations whose bits are the same wherever an element lies."""
 

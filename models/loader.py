@@ -18,7 +18,7 @@ from headway.core.system.text import shown
 from headway.models.checkpoint import check_folder, unknown
 from headway.models.config import BeyondDecoderError, DecoderConfig
 from headway.models.decoder import Decoder
-from headway.models.families import read_decoder_config
+from headway.models.families import TEXT_PARTS, read_decoder_config
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
 from headway.models.weights import DummyWeights, Weights, WeightSource
@@ -85,7 +85,9 @@ def load_model(
     native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
     if native is not None:
         unit = [] if native.experts is None else [f"{native.names.embed}.weight"]
-        weights: WeightSource = DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device)
+        weights: WeightSource = (
+            DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device, native.names.aliases)
+        )
         with torch.inference_mode():
             decoder, implementation = Decoder(native, weights, batch_invariant), "Headway's decoder"
     elif batch_invariant:
@@ -132,9 +134,20 @@ def read_config(folder: Path, plain: bool = True, weights: bool = True) -> Any:
     if stated["model_type"] not in CONFIG_MAPPING:
         raise ModelError(unknown(stated))
     try:  # without the model's own code: where auto_map names some, transformers would ask on the terminal and wait
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"model {folder}: config.json cannot be used ({_first_line(error)})") from error
+    return _text_part(config) if config.model_type in TEXT_PARTS else config
+
+
+def _text_part(config: Any) -> Any:
+    """The configuration of a model's text part, with what the whole model says for it."""
+    log.info("model: of %s the text part alone is computed; it reads no images", config.model_type)
+    text = config.text_config
+    text.tie_word_embeddings = config.tie_word_embeddings
+    text.dtype = text.dtype or config.dtype
+    text.eos_token_id = config.eos_token_id if text.eos_token_id is None else text.eos_token_id
+    return text
 
 
 def read_tokenizer(folder: Path) -> Any:

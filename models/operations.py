@@ -25,6 +25,7 @@ ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "relu": relu,
+    "relu2": lambda x: relu(x).square(),
 }
 
 
@@ -128,11 +129,14 @@ class Operations(Protocol):
         Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], rows perhaps strided.
         """
 
-    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+    def rotate_latent(
+        self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
+    ) -> tuple[Tensor, Tensor]:
         """Rotation of each query head's last elements; norm of the latents, and rotation of the key's elements behind them.
 
         q: [num_tokens, num_heads q_dim]; latent: [num_tokens, kv_dim]; rows perhaps strided, used up. norm: of kv_lora_rank
-        elements. Returns q [num_tokens, num_heads, q_dim] and latents [num_tokens, 1, kv_dim].
+        elements; rope: of `embed`; None: no rotation. Returns q [num_tokens, num_heads, q_dim] and latents
+        [num_tokens, 1, kv_dim].
         """
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
@@ -252,13 +256,16 @@ class TorchOperations:
             qk = _rotated(qk, rope)
         return qk[:, :num_heads], qk[:, num_heads:], v
 
-    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+    def rotate_latent(
+        self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
+    ) -> tuple[Tensor, Tensor]:
         """See Operations."""
-        still, turned = q.view(q.shape[0], q.shape[1] // config.q_dim, config.q_dim).tensor_split(
-            [config.qk_nope_head_dim], dim=-1
-        )
+        q = q.view(q.shape[0], q.shape[1] // config.q_dim, config.q_dim)
         rows, key = latent[:, None].tensor_split([config.kv_lora_rank], dim=-1)
         rows = self.norm(rows, norm)
+        if rope is None:
+            return q, torch.cat([rows, key], dim=-1)
+        still, turned = q.tensor_split([config.qk_nope_head_dim], dim=-1)
         return torch.cat([still, _rotated(turned, rope)], dim=-1), torch.cat([rows, _rotated(key, rope)], dim=-1)
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:

@@ -204,8 +204,13 @@ class Fused:
             return self._tiles(x, linear, add_to=residual)
         return linear.add_to(residual, x)
 
-    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
-        """One launch, in place."""
+    def rotate_latent(
+        self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
+    ) -> tuple[Tensor, Tensor]:
+        """One launch, in place; two more where nothing is rotated, for a cos and sin that leave all as it is."""
+        if rope is None:
+            size = q.shape[0], config.qk_rope_head_dim // 2
+            rope = torch.ones(size, device=self._device), torch.zeros(size, device=self._device)
         return self._latent.turn(q, latent, config, norm, rope)
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> FusedLatentLayer:

@@ -103,8 +103,10 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        tl.static_assert(ACTIVATION == "relu")
+        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
         y = tl.maximum(x, 0.0)
+        if ACTIVATION == "relu2":
+            y = y * y
     return y
 
 

@@ -71,7 +71,6 @@ class LatentAttention:
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """See MixerPart."""
-        assert rope is not None
         both = ops.norm_product(x, self.norm, self.first_proj, None)
         q, latent = both[:, : self._first_size], both[:, self._first_size :]
         if self.q_proj is not None:

@@ -31,9 +31,10 @@ class SelfAttention:
         if len(names.qkv) > 1:
             sizes = dict(zip(names.qkv, (q_size + gate_size, kv_size, kv_size), strict=True))
         self.norm = tensors.norm_if_any(names.attention_norm, hidden)
-        self.qkv_proj = tensors.linear(sizes, hidden, config.qkv_bias, _rows(config, order))
+        self.qkv_proj = tensors.linear(sizes, hidden, config.qkv_bias, _rows(config, order), _scales(config))
         self.heads = Heads(config.num_heads, config.num_kv_heads, dim, *_head_norms(config, tensors, order))
-        self.o_proj = tensors.linear({names.o: hidden}, q_size, config.o_bias, scale=config.residual_scale)
+        scale = config.residual_scale * config.multipliers.attention
+        self.o_proj = tensors.linear({names.o: hidden}, q_size, config.o_bias, scale=scale)
         self.post_norm = tensors.norm_if_any(names.attention_post_norm, hidden)
         self.gate = Gate("sigmoid") if config.output_gate else None
         self._can_absorb = layer.rope is not None and not self.heads.whole_norm
@@ -87,6 +88,15 @@ def _rows(config: DecoderConfig, order: list[int] | None) -> list[int] | None:
     values = range(first_kv + config.num_kv_heads * dim, first_kv + 2 * config.num_kv_heads * dim)
     gates = [head * stride + row for head in range(config.num_heads) for row in range(dim, stride)]
     return [*queries, *keys, *values, *gates]
+
+
+def _scales(config: DecoderConfig) -> float | list[float]:
+    """The factors of the merged product's rows."""
+    q, k, v = config.multipliers.qkv
+    if q == k == v == 1.0:
+        return 1.0
+    kv_size = config.num_kv_heads * config.head_dim
+    return [q] * (config.num_heads * config.head_dim) + [k] * kv_size + [v] * kv_size
 
 
 def _head_norms(config: DecoderConfig, tensors: LayerTensors, order: list[int] | None) -> tuple[Norm | None, Norm | None]:

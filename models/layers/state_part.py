@@ -11,9 +11,10 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.state import StateParameters, StateSpec
-from headway.models.config import DecoderConfig
+from headway.models.config import DecoderConfig, StateConfig
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
+from headway.models.names import StateNames
 from headway.models.operations import Gate, Norm, Operations, Rope
 
 
@@ -28,28 +29,41 @@ class StatePart(ABC):
         assert config.state is not None
         if batch_invariant:
             raise ModelError("deterministic: layers with a state are not batch invariant; use a model of attention alone")
-        state, names, weights = config.state, config.names.state, tensors.weights
+        state, names, weights, hidden = config.state, config.names.state, tensors.weights, config.hidden_size
         self._place = place
         self.spec = replace(state.spec, dtype=weights.dtype, device=weights.device)
         sizes = self.sections(self.spec)
-        self.norm = tensors.norm_if_any(names.norm, config.hidden_size)
-        groups = self.spec.num_key_heads if names.by_key_head else 1
-        self.in_proj = tensors.sections(names.inputs, sizes, config.hidden_size, groups)
+        self.norm = tensors.norm_if_any(names.norm, hidden)
+        groups, factors = self.spec.num_key_heads if names.by_key_head else 1, dict(config.multipliers.sections)
+        self.in_proj = tensors.sections(names.inputs, sizes, hidden, state.in_bias, groups, factors)
         self._at = _places(sizes)
-        self.gate = Gate(state.gate, _out_norm(config, tensors), state.norm_size)
-        self.out_proj = tensors.linear(
-            {names.out: config.hidden_size}, self.spec.out_channels, False, scale=config.residual_scale
-        )
-        self.state_layers = self._layers(config, tensors)
+        out_norm = _out_norm(config, state, self.spec, tensors) if state.norm_size else None
+        self.gate = Gate(state.gate, out_norm, state.norm_size, state.gate_first)
+        scale = config.residual_scale * config.multipliers.state
+        self.out_proj = tensors.linear({names.out: hidden}, self.spec.out_channels, state.out_bias, scale=scale)
+        self.state_layers = self._layers(state, names, tensors)
 
     @staticmethod
     @abstractmethod
     def sections(spec: StateSpec) -> Mapping[str, int]:
         """Sections of the merged input product and their sizes: in this order, what goes through the convolution first."""
 
-    def _layers(self, config: DecoderConfig, tensors: LayerTensors) -> list[StateLayer]:
+    def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
         """What a backend sees of the part."""
-        return [StateLayer(self.spec, take_parameters(config, self.spec, tensors))]
+        spec, heads = self.spec, self.spec.num_heads
+        weight, bias = None, None
+        if spec.conv_channels:
+            channels = [spec.conv_channels] if len(names.conv) == 1 else [*self.sections(spec).values()][: len(names.conv)]
+            sizes = dict(zip(names.conv, channels, strict=True))
+            weight, bias = tensors.take_conv(sizes, spec.conv_width, state.conv_bias)
+        parameters = StateParameters(
+            conv_weight=weight,
+            conv_bias=bias,
+            A_log=tensors.take_float(names.A_log, heads) if names.A_log else None,
+            dt_bias=tensors.take_float(names.dt_bias, heads) if names.dt_bias else None,
+            D=tensors.take_float(names.D, heads) if names.D else None,
+        )
+        return [StateLayer(spec, parameters)]
 
     @property
     def linears(self) -> list[Linear]:
@@ -77,22 +91,10 @@ class StatePart(ABC):
         return y[:, : self.spec.input_channels], {name: y[:, place] for name, place in self._at.items()}
 
 
-def take_parameters(config: DecoderConfig, spec: StateSpec, tensors: LayerTensors) -> StateParameters:
-    """The weights of one layer with a state."""
-    names, heads = config.names.state, spec.num_heads
-    return StateParameters(
-        conv_weight=tensors.take_conv(names.conv, spec.conv_channels, spec.conv_width) if spec.conv_channels else None,
-        A_log=tensors.take_float(names.A_log, heads) if names.A_log else None,
-        dt_bias=tensors.take_float(names.dt_bias, heads) if names.dt_bias else None,
-        D=tensors.take_float(names.D, heads) if names.D else None,
-    )
-
-
-def _out_norm(config: DecoderConfig, tensors: LayerTensors) -> Norm | None:
+def _out_norm(config: DecoderConfig, state: StateConfig, spec: StateSpec, tensors: LayerTensors) -> Norm:
     """The norm of the recurrence's output, whose weight is the plain one also where the model's other norms add 1 to theirs."""
-    assert config.state is not None
-    size = config.state.norm_size
-    return Norm(tensors.take(f"{config.names.state.out_norm}.weight", size), config.norm_eps) if size else None
+    size = spec.out_channels if state.norm_all_weights else state.norm_size
+    return Norm(tensors.take(f"{config.names.state.out_norm}.weight", size), state.norm_eps or config.norm_eps)
 
 
 def _places(sizes: Mapping[str, int]) -> dict[str, slice]:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headway.core.contract.errors import HeadwayError, ModelError
+from headway.models.families import FAMILIES
 from headway.models.transformers_adapter.compile import compile_layers
 from headway.models.transformers_adapter.interface import NAME
 from headway.models.transformers_adapter.model import TransformersModel
@@ -33,10 +34,26 @@ def causal_lm_class(config: Any) -> Any:
         raise ModelError(f"model architecture: {named} generates no text in transformers: it has no causal language model of it")
     reason = refusal(found, config)
     if reason:
-        raise ModelError(f"model architecture: {found.__name__} {reason}")
+        raise ModelError(f"model architecture: {found.__name__} {reason}{_state_hint(config)}")
     if config.architectures and found.__name__ not in config.architectures:
         raise ModelError(f"model architecture: needs {found.__name__} for model_type={config.model_type}, got {named}")
     return found
+
+
+def _state_hint(config: Any) -> str:
+    """The first layer that keeps a state, as far as the configuration tells, and what may serve it."""
+    kinds = getattr(config, "layer_types", None) or []
+    found = next(((index, kind) for index, kind in enumerate(kinds) if kind in _STATE_KINDS), None)
+    if found is None:
+        return ""
+    hint = "Headway's own decoder computes models of this kind that docs/models.md lists"
+    if config.model_type in FAMILIES:
+        hint = "Headway's own decoder computes it, or says what it lacks: model_impl='headway'"
+    return f" (layer {found[0]} is {found[1]}); {hint}"
+
+
+_STATE_KINDS = ("linear_attention", "conv", "mamba", "hybrid", "recurrent")
+"""What layer_types calls layers that keep a state."""
 
 
 def refusal(model_class: Any, config: Any) -> str:
@@ -46,7 +63,7 @@ def refusal(model_class: Any, config: Any) -> str:
     if config.get_text_config() is not config:
         return "reads more than text (its config.json has a text_config beside others); Headway runs models of text alone"
     if getattr(model_class, "_is_stateful", False):
-        return "keeps a state of each sequence beside keys and values (_is_stateful in transformers), which Headway does not"
+        return "keeps a state of each sequence beside keys and values (_is_stateful in transformers), which the adapter does not carry"
     if not model_class._supports_attention_backend:
         return (
             "computes its attention by itself: it ignores transformers' attention interface (_supports_attention_backend is "

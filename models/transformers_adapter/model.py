@@ -105,7 +105,7 @@ class TransformersModel:
         if meet:
             raise ModelError(
                 f"{self.name}: its tokens meet outside attention (a convolution, a state space or a recurrence), and "
-                "Headway keeps no state of a sequence but keys and values"
+                "the adapter keeps no state of a sequence but keys and values"
             )
         return calls
 

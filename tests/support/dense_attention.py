@@ -43,7 +43,7 @@ class DenseAttention:
         counts, outs = [count for _, count in self._step], []
         spec = self._states[layer].spec
         assert x.shape == (sum(counts), spec.input_channels)
-        assert all(tensor.stride(1) == 1 for tensor in (x, *gates))
+        assert all(tensor.stride(-1) == 1 for tensor in (x, *gates))
         for (seq, _), rows, *parts in zip(self._step, *(tensor.split(counts) for tensor in (x, *gates)), strict=True):
             kept = self._kept.setdefault(("state", layer, seq), {})
             outs.append(run_tokens(self._states[layer], rows.double(), [part.double() for part in parts], kept).to(x.dtype))
@@ -99,4 +99,29 @@ def by_heads(spec: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v.view(spec.num_heads, spec.value_dim)
 
 
-STEPS = {"gated_delta": delta, "kda": delta}
+def mamba2(layer: StateLayer, state: Tensor, x: Tensor, gates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    spec, weights = layer
+    inner, keys = spec.num_heads * spec.value_dim, spec.num_key_heads * spec.key_dim
+    v, *groups = x.split([inner, keys, keys])
+    B, C = (part.view(-1, spec.key_dim).repeat_interleave(spec.num_heads // spec.num_key_heads, 0) for part in groups)
+    assert weights.A_log is not None
+    assert weights.dt_bias is not None
+    assert weights.D is not None
+    dt = softplus(gates[0] + weights.dt_bias.double()).clamp(*spec.dt_limits)
+    v = v.view(spec.num_heads, spec.value_dim)
+    state = (-weights.A_log.double().exp() * dt).exp()[:, None, None] * state
+    state = state + torch.einsum("hk,hv->hkv", B, dt[:, None] * v)
+    return state, torch.einsum("hkv,hk->hv", state, C) + weights.D.double()[:, None] * v
+
+
+def mamba1(layer: StateLayer, state: Tensor, x: Tensor, gates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    weights, (dt, B, C) = layer.parameters, gates
+    assert weights.A_log is not None
+    assert weights.dt_bias is not None
+    assert weights.D is not None
+    dt = softplus(dt + weights.dt_bias.double())[:, None]
+    new = (-weights.A_log.double().exp() * dt).exp() * state[..., 0] + dt * x[:, None] * B
+    return new[..., None], new @ C + weights.D.double() * x
+
+
+STEPS = {"gated_delta": delta, "kda": delta, "mamba2": mamba2, "mamba1": mamba1}
