@@ -164,7 +164,7 @@ def run_states(
         (backend.step if step.num_decodes else backend.scan)(x, gates, parameters, cache, plan, out)
 
 
-STEPS = [Lengths(1, 20)], [Lengths(1, 20)] * 64, [Lengths(4, 20, 3)] * 3
+STEPS = [Lengths(1, 20)], [Lengths(1, 20)] * 64, [Lengths(4, 20, 3)] * 3, [Lengths(1000, 0)], [Lengths(100, 8)] * 16
 STATES: dict[str, tuple[StateSpec, StateLayout]] = {
     "gated_delta": (StateSpec("gated_delta", 32, 16, 128, 128, 8192, 4, dtype=BF16, device=GPU, qk_norm=True), KEY_VALUE),
     "gated_delta, value_key": (

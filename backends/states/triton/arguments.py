@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton
 from torch import Tensor
 
+from headway.backends.triton.launch import Launcher, aligned, specialised
 from headway.core.contract.state import StateCache, StateParameters, StateSpec
 
 
@@ -63,3 +64,15 @@ def weights(parameters: StateParameters, instead: Tensor) -> tuple[Tensor, ...]:
 def states(cache: StateCache, instead: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrent and the convolution's states; instead: stands for those that there are not."""
     return cache.tensors.get("recurrent", instead), cache.tensors.get("conv", instead)
+
+
+def launch(
+    launcher: Launcher, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: Sequence[float],
+    constants: Mapping[str, Any], num_warps: int, num_stages: int = 3,
+) -> None:  # fmt: skip
+    """Launch a kernel that takes tensors, then numbers."""
+    key = (
+        *constants.values(), num_warps, num_stages, *(each.dtype for each in tensors),
+        aligned(*(each.data_ptr() for each in tensors)), specialised(*(each for each in numbers if isinstance(each, int))),
+    )  # fmt: skip
+    launcher(key, grid, (*tensors, *numbers), constants, num_warps=num_warps, num_stages=num_stages)

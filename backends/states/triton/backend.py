@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headway.backends.states.triton.scan import StateScan
+from headway.backends.states.triton.scan_plan import plan_scan
 from headway.backends.states.triton.step import StateStep
 from headway.backends.states.triton.tuning import StateTuning
 from headway.backends.triton.launch import Workspace
@@ -28,7 +30,6 @@ class TritonStates(StateBackend):
     name = "triton"
     capabilities: ClassVar[StateCapabilities] = StateCapabilities(
         kinds=frozenset(STATE_KINDS),
-        phases=frozenset({Phase.DECODE}),
         state_dtypes=(torch.float32, torch.bfloat16),
         devices=("cpu", "cuda") if INTERPRETED else ("cuda",),
     )
@@ -37,7 +38,9 @@ class TritonStates(StateBackend):
     def __init__(self, spec: StateSpec, layout: StateLayout) -> None:
         super().__init__(spec, layout)
         self.tuning = StateTuning()
-        self._step = StateStep(spec, Workspace(spec.device))
+        cuda = spec.device.type == "cuda"
+        multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
+        self._step, self._scan = StateStep(spec, Workspace(spec.device)), StateScan(spec, multiprocessors)
 
     @classmethod
     def available(cls) -> Support:
@@ -54,9 +57,19 @@ class TritonStates(StateBackend):
             support &= Support.no("key_dim", f"at most {LONGEST_KEY}", spec.key_dim)
         return support
 
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Return what a prompt's chunks leave to one another."""
+        return self._scan.workspace_bytes(max_num_tokens, max_num_seqs)
+
     def plan(self, metadata: StateMetadata) -> Plan:
         """Plan one step's view."""
-        return self._step.plan(metadata)
+        return self._step.plan(metadata) if metadata.step.num_decodes else plan_scan(metadata, self.spec.device)
+
+    def scan(
+        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
+    ) -> None:
+        """Run several new tokens per sequence."""
+        self._scan(x, gates, parameters, cache, plan, out, self.tuning)
 
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -14,12 +13,13 @@ from headway.backends.states.triton.arguments import (
     channel_constants,
     convolution_constants,
     head_constants,
+    launch,
     states,
     weights,
 )
 from headway.backends.states.triton.step_kernels import step_channels, step_heads
 from headway.backends.states.triton.tuning import StateTuning
-from headway.backends.triton.launch import Launcher, Workspace, aligned, launches_early
+from headway.backends.triton.launch import Launcher, Workspace, launches_early
 from headway.core.contract.state import MAMBA1, StateCache, StateMetadata, StateParameters, StateSpec
 
 
@@ -98,7 +98,7 @@ class StateStep:
         strides = x.stride(0), first.stride(0), second.stride(0), out.stride(0), plan.out_slots.stride(0)
         numbers = spec.scale, spec.beta_scale, *spec.dt_limits
         grid = spec.num_heads * triton.cdiv(spec.value_dim, block_v), plan.num_seqs, 1
-        _launch(self._heads, grid, tensors, (*strides, *map(float, numbers)), constants, num_warps)
+        launch(self._heads, grid, tensors, (*strides, *map(float, numbers)), constants, num_warps)
 
     def _run_channels(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: StatesStepPlan,
@@ -121,7 +121,7 @@ class StateStep:
         )  # fmt: skip
         strides = tuple(each.stride(0) for each in (x, dt, b, c, out, plan.out_slots))
         grid = triton.cdiv(channels["CHANNELS"], tuning.channels), plan.num_seqs, 1
-        _launch(self._channels, grid, tensors, strides, constants, tuning.channel_warps)
+        launch(self._channels, grid, tensors, strides, constants, tuning.channel_warps)
 
     def _cut(self, tuning: StateTuning) -> tuple[int, int]:
         """Elements of the value that a program owns, and its warps: a state's tile takes 32 registers of a thread."""
@@ -129,12 +129,3 @@ class StateStep:
         block_v = min(tuning.step_value or 32, triton.next_power_of_2(spec.value_dim))
         elements = triton.next_power_of_2(spec.key_dim) * block_v
         return block_v, tuning.step_warps or max(1, min(4, elements // 1024))
-
-
-def _launch(
-    launcher: Launcher, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: Sequence[float],
-    constants: Mapping[str, Any], num_warps: int,
-) -> None:  # fmt: skip
-    """Launch a kernel whose numbers are not specialised on."""
-    key = (*constants.values(), num_warps, *(each.dtype for each in tensors), aligned(*(each.data_ptr() for each in tensors)))
-    launcher(key, grid, (*tensors, *numbers), constants, num_warps=num_warps)

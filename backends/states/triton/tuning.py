@@ -17,3 +17,15 @@ class StateTuning:
     channels: int = 128
     """Channels that one program of a convolution, or of `mamba1`, owns."""
     channel_warps: int = 4
+    rows: int = 32
+    """Tokens that one program of a prompt's convolution takes: 16, 32 or 64."""
+    row_warps: int = 4
+    chunk_warps: int | None = None
+    """Warps of the kernel within chunks."""
+    walk_value: int | None = None
+    """Elements of a head's value that one program takes from chunk to chunk."""
+    walk_warps: int = 4
+    walk_stages: int | None = None
+    """Chunks on their way from memory at a time."""
+    token_channels: int = 32
+    """Channels of `mamba1` that one program takes from token to token."""

@@ -95,3 +95,31 @@ def test_a_key_that_is_too_long_is_refused() -> None:
     support = TritonStates.supports(layer("gated_delta", key_dim=512), KEY_VALUE, Phase.DECODE)
     assert not support
     assert "key_dim: needs at most 256, got 512" in str(support)
+
+
+PROMPTS = [Lengths(70, 0), Lengths(129, 40), Lengths(2, 9), Lengths(64, 0)]
+LEFT = {0: [64], 1: [64, 128], 3: [64]}
+
+
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_a_scan_is_right(kind: str) -> None:
+    check(layer(kind), PROMPTS, checkpoints=LEFT)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "mamba2", "mamba1", "conv"])
+def test_a_scan_beside_a_step_is_right(kind: str) -> None:
+    check(layer(kind), [Lengths(66, 3), *ONE], VALUE_KEY, in_place=False, bias=False, checkpoints={0: [64]})
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "lightning"])
+def test_a_scan_without_a_convolution_is_right(kind: str) -> None:
+    check(layer(kind, width=0), [Lengths(70, 0)])
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "kda"])
+def test_a_scan_of_bfloat16_is_right(kind: str) -> None:
+    check(replace(layer(kind), dtype=torch.bfloat16), [Lengths(70, 8)], checkpoints={0: [64]})
+
+
+def test_a_scan_of_odd_sizes_is_right() -> None:
+    check(layer("gated_delta", 3, 1, 24, 40, 3), [Lengths(65, 8)], changes={"walk_value": 16, "rows": 16})
