@@ -50,7 +50,7 @@ LLM_OPTIONS: Final = {
     **_each("enable_lora max_lora_rank", _NO_ADAPTERS),
     **_each("limit_mm_per_prompt mm_processor_kwargs", _TEXT_ALONE),
     **_each("task runner", "leave it out: Headway generates text"),
-    "calculate_kv_scales": "not supported yet: a fp8 cache has the checkpoint's scales, or 1; see kv_cache_dtype",
+    "calculate_kv_scales": "not supported yet: fp8 has the checkpoint's scales; see kv_cache_dtype, int8_per_token_head",
     "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
     "disable_log_requests": "leave it out: RequestOutput.metrics has the times of each request",
     "download_dir": "set the environment variable HF_HOME",

@@ -123,6 +123,9 @@ class CacheLayout:
 
     def check(self, spec: AttentionSpec, block_size: int) -> Support:
         """Check whether a layer's keys and values can be laid out so, and if not, why."""
+        if spec.value_in_key and not spec.cache_dtype.is_floating_point:
+            need, got = "auto or fp8_e4m3, as values lie in keys", KV_DTYPE_NAMES.get(spec.cache_dtype)
+            return Support.no("kv_cache_dtype", need, got or spec.cache_dtype, "--kv-cache-dtype auto")
         if spec.value_in_key and self.has_value:
             return Support.no("kv_layout", "a layout that keeps the value inside the key", self.name, "--kv-layout latent")
         if not spec.value_in_key and not self.has_value:
@@ -145,9 +148,6 @@ class CacheLayout:
             return Support.no("kv_layout", f"a layout that holds a cache of {name}", got, f"--kv-layout {_plain(spec)}")
         if wanted.is_floating_point or self.has_scales:
             return YES
-        if spec.value_in_key:
-            need = "auto or fp8_e4m3 for latents, whose keys and values are the same numbers"
-            return Support.no("kv_cache_dtype", need, name, "--kv-cache-dtype auto")
         need = f"a layout that holds a cache of {name}, with a scale for each token and head"
         return Support.no("kv_layout", need, self.name, "--kv-layout nhd_int8")
 

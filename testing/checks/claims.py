@@ -33,6 +33,8 @@ def claims(stage: Stage, cell: CheckCell) -> str:
     for dtype in said.kv_dtypes:
         known = " or ".join(KV_DTYPES)
         _need(dtype in KV_DTYPES.values(), f"kv_dtypes has {dtype}, which nobody can ask for", f"{known} (--kv-cache-dtype)")
+        holds = said.layouts is None or dtype.is_floating_point or any(each.dtypes.get("key") == dtype for each in said.layouts)
+        _need(holds, f"kv_dtypes has {dtype}, which no layout holds that is claimed", "one with scales among layouts: nhd_int8")
     _need(said.features <= FEATURES, f"features {sorted(said.features)}", f"names out of {sorted(FEATURES)}")
     _need(isinstance(backend.graph_level, GraphLevel), f"graph_level {backend.graph_level!r}", "a GraphLevel")
     _need(bool(stage.claimed.rows), "it accepts no layer of the kit's", "at least one layout, block size, head_dim and dtype")

@@ -41,7 +41,7 @@ class EngineConfig:
         str | BackendRequest, 'Backend of layers that keep a state: auto, NAME, or "prefill=NAME,decode=NAME".'
     ] = "auto"
     workload: Annotated[str, "What auto expects to serve: chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256."] = "chat"
-    kv_layout: Annotated[str, "Layout of the cache: auto, nhd, hnd, vllm_5d, or a plugin's."] = "auto"
+    kv_layout: Annotated[str, "Layout of the cache: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's."] = "auto"
     kv_cache_dtype: Annotated[str, "Type of the cache: auto (the model's), or in 8 bits fp8_e4m3 or int8_per_token_head."] = (
         "auto"
     )

@@ -186,7 +186,7 @@ def test_a_cache_of_whole_numbers_and_a_layout_with_scales_need_each_other() -> 
     assert "needs a layout that holds a cache of int8_per_token_head" in str(NHD.check(INT8, 16))
     assert "(--kv-layout nhd_int8)" in str(HND.check(INT8, 16))
     assert "got nhd_int8, which holds int8_per_token_head (--kv-layout nhd)" in str(NHD_INT8.check(plain, 16))
-    assert "kv_cache_dtype: needs auto or fp8_e4m3 for latents" in str(LATENT.check(latent, 16))
+    assert "kv_cache_dtype: needs auto or fp8_e4m3, as values lie in keys" in str(LATENT.check(latent, 16))
 
 
 @pytest.mark.parametrize("scale_axes", [("block", "head", "slot"), ("block", "slot")], ids=["each head", "all heads"])

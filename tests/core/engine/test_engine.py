@@ -302,6 +302,13 @@ def test_a_cache_type_that_a_backend_does_not_read_is_refused_with_the_reason() 
     registry = create_registry([HalfPlugin()], load_entry_points=False)
     with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs the layer's dtype, got fp8_e4m3"):
         make_engine(model=TinyModel(), source=registry, config=replace(SMALL, attn_backend="half", kv_cache_dtype="fp8_e4m3"))
+    int8 = replace(SMALL, attn_backend="half", kv_cache_dtype="int8_per_token_head")
+    with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs the layer's dtype, got int8_per_token_head") as caught:
+        make_engine(model=TinyModel(), source=registry, config=int8)
+    assert "--attn-backend auto --kv-layout nhd_int8" in str(caught.value)
+    plain = replace(int8, attn_backend="sdpa", kv_layout="hnd")
+    with pytest.raises(UnsupportedError, match="with a scale for each token and head, got hnd"):
+        make_engine(model=TinyModel(), source=registry, config=plain)
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
