@@ -55,7 +55,7 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by model_type. SmolLM and SmolLM2 are Llama."""
 
-_ACTIVATIONS: dict[str, Activation] = {
+ACTIVATION_NAMES: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -105,11 +105,11 @@ def read_decoder_config(config: Any) -> DecoderConfig:
     without_experts = read.pop("dense_layers", ()) if "experts" in read else range(len(layers))
     layers = tuple(replace(layer, experts=index not in without_experts) for index, layer in enumerate(layers))
     activation, eps = read["activation"], read["norm_eps"]
-    if activation not in _ACTIVATIONS:
-        raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(_ACTIVATIONS)}, got {activation}")
+    if activation not in ACTIVATION_NAMES:
+        raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(ACTIVATION_NAMES)}, got {activation}")
     if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
         raise ModelError(f"rms_norm_eps: needs a number above 0, got {eps!r}")
-    read["activation"] = _ACTIVATIONS[activation]
+    read["activation"] = ACTIVATION_NAMES[activation]
     return DecoderConfig(
         model_type=kind,
         vocab_size=config.vocab_size,

@@ -180,7 +180,7 @@ class StartupChoice:
         """The smallest change of the request that would be served, found by trying; empty: there is none."""
         kept = BackendRequest(
             AUTO if {Phase.PREFILL, Phase.EXTEND} & set(unserved) else self._request.prefill,
-            AUTO if Phase.DECODE in unserved else self._request.decode,
+            AUTO if Phase.DECODE in unserved or Phase.DECODE not in self._layers.phases else self._request.decode,
         )
         for request in (self._request, *([kept] if kept.names else ()), ALL_AUTO):
             found = self._search(request, self._choices())
