@@ -96,6 +96,7 @@ class SDPA(AttentionBackend):
         value_in_key=True,
         features=FEATURES,
         dense_prefill=True,
+        non_causal=True,
         exact_host_lengths=True,  # it gathers and masks by the host's lengths
         lse=True,
         batch_invariant=True,
@@ -144,8 +145,10 @@ class SDPA(AttentionBackend):
         dense = (alone or metadata.phase is Phase.PREFILL) and longest == query_len
         # What a cache of 8 bits holds is read back, or the answer would depend on how a prompt was cut into chunks.
         dense = dense and self.spec.cache_dtype == self.spec.dtype
+        if not self.spec.causal and self.spec.features == {"sliding_window"}:
+            plain = longest <= (self.spec.sliding_window or 0)  # an encoder's short texts lie inside of the window
         if dense and plain:
-            return DenseGroup(tokens, count, query_len, None, None, causal=query_len > 1)
+            return DenseGroup(tokens, count, query_len, None, None, causal=self.spec.causal and query_len > 1)
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
         every_key_seen = query_len == 1 and plain and bool((kv_lens == longest).all())
         bias = None if every_key_seen else self._bias(kv_lens, query_len, longest).to(device)
@@ -292,10 +295,15 @@ def _slots(metadata: AttentionMetadata, row: int, kv_lens: Tensor) -> Tensor:
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
     """Whether a query at one position sees a key at another (positions broadcast): bool.
 
-    Causal; with a window of w keys a query at p sees p - w + 1 .. p, itself included (transformers' and Mistral's meaning).
+    Causal, with a window of w keys a query at p sees p - w + 1 .. p, itself included (transformers' and Mistral's meaning); else
+    all keys, or those nearer than w on both sides.
     """
     distance = query_positions - key_positions
-    seen = distance >= 0
+    if spec.causal:
+        seen = distance >= 0
+    else:
+        distance = distance.abs()
+        seen = torch.ones_like(distance, dtype=torch.bool)
     if spec.sliding_window is not None:
         seen &= distance < spec.sliding_window
     return seen

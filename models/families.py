@@ -72,7 +72,7 @@ FAMILIES: dict[str, Family] = {
 TEXT_PARTS = ("qwen3_5", "qwen3_5_moe")
 """Types of models that read images too, whose text_config is of a family above: the decoder computes that part alone."""
 
-_ACTIVATIONS: dict[str, Activation] = {
+ACTIVATION_NAMES: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -126,11 +126,11 @@ def read_decoder_config(config: Any) -> DecoderConfig:
         for index, layer in enumerate(layers)
     )
     activation, eps = read["activation"], read["norm_eps"]
-    if activation not in _ACTIVATIONS:
-        raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(_ACTIVATIONS)}, got {activation}")
+    if activation not in ACTIVATION_NAMES:
+        raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(ACTIVATION_NAMES)}, got {activation}")
     if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
         raise ModelError(f"rms_norm_eps: needs a number above 0, got {eps!r}")
-    read["activation"] = _ACTIVATIONS[activation]
+    read["activation"] = ACTIVATION_NAMES[activation]
     return DecoderConfig(
         model_type=kind,
         vocab_size=config.vocab_size,

@@ -71,16 +71,13 @@ def load_model(
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(dtype))
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError("load_format", " or ".join(LOAD_FORMATS), repr(load_format))
+    check_load_options(dtype, load_format)
     if model_impl not in MODEL_IMPLS:
         raise ConfigError("model_impl", ", ".join(MODEL_IMPLS), repr(model_impl))
     dummy = load_format == "dummy"
     folder, device = locate(name, weights=not dummy), torch.device(device)
     config = read_config(folder, plain=model_impl != "transformers")
-    chosen = _dtype(dtype, config, device)
+    chosen = chosen_dtype(dtype, config, device)
     decoder: Decoder | TransformersModel
     native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
     if native is not None:
@@ -104,6 +101,14 @@ def load_model(
     return LoadedModel(name, folder, decoder, implementation, tokenizer, _eos(folder, config))
 
 
+def check_load_options(dtype: str, load_format: str) -> None:
+    """:raises ConfigError: unknown dtype or load_format."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(dtype))
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError("load_format", " or ".join(LOAD_FORMATS), repr(load_format))
+
+
 def decoder_config(config: Any, required: bool) -> DecoderConfig | None:
     """What Headway's decoder needs of a model; None where it does not compute the model and need not."""
     try:
@@ -117,15 +122,15 @@ def decoder_config(config: Any, required: bool) -> DecoderConfig | None:
         raise ModelError(f"model: config.json cannot be used ({_first_line(error)})") from error
 
 
-def read_config(folder: Path, plain: bool = True, weights: bool = True) -> Any:
+def read_config(folder: Path, plain: bool = True, weights: bool = True, generates: bool = True) -> Any:
     """The configuration of a model folder, as transformers reads it.
 
     plain: an ordinary one may be read without transformers, and has then what the decoder needs alone.
-    weights: whether they are to be read later, so that quantised ones are refused.
+    weights, generates: see `check_folder`.
 
     :raises ModelError: none there, one that cannot be read, or a checkpoint of a kind that Headway does not compute.
     """
-    stated = check_folder(folder, weights)
+    stated = check_folder(folder, weights, generates)
     short = plain_config(stated) if plain else None
     if short is not None:
         return short
@@ -189,7 +194,8 @@ def _check_templates(folder: Path) -> None:
             raise ModelError(f"model {folder}: the chat template {path.name} cannot be read ({_first_line(error)})") from error
 
 
-def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+def chosen_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    """The element type that an option names; auto is float32 on a CPU, else the checkpoint's."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
     return DTYPES[name]

@@ -27,9 +27,15 @@ PHASES: dict[str, frozenset[Phase]] = {
 WINDOWS = {"window": 37, "window-1": 1, "window-16": 16, "window-1024": 1024}
 """Keys that a query of a windowed layer sees: a prime, so that no tile or block of a kernel ends with it; itself alone; a block;
 and as many as models have."""
-FEATURES = ("none", *WINDOWS, "softcap", "alibi", "sinks", "together", "fp8", "int8", "v_head_dim", "longer_v", "latent")
+BIDIRECTIONAL: dict[str, int | None] = {"bidirectional": None, "bidirectional-37": 37}
+"""Layers that are not causal -> their window."""
+FEATURES = (
+    *("none", *WINDOWS, "softcap", "alibi", "sinks", "together", "fp8", "int8", "v_head_dim", "longer_v", "latent"),
+    *BIDIRECTIONAL,
+)
 """together: every feature the backend claims, in one layer; fp8, int8: the type of the cache; v_head_dim, longer_v: values
-shorter and longer than keys; latent: values inside keys."""
+shorter and longer than keys; latent: values inside keys; bidirectional: queries see later keys, all of them or those nearer than
+a window."""
 MEMORIES = ("own", "packed", "interleaved", "spaced", "far")
 """own: as the layout allocates; packed: K and V of a block side by side in foreign memory; interleaved: a head's K and V side by
 side, so that no block is one piece of memory; spaced: every other block is somebody else's, in any layout; far: slots above
@@ -159,6 +165,7 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "alibi": {"alibi_slopes": features["alibi_slopes"]},
         "sinks": {"sinks": features["sinks"]},
         "together": {name: features[name] for name in sorted(claims & features.keys())},
+        **{name: {"causal": False, "dense": True, "sliding_window": window} for name, window in BIDIRECTIONAL.items()},
         "fp8": {"kv_dtype": CACHE_TYPES["fp8"], "k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]},
         "int8": {"kv_dtype": CACHE_TYPES["int8"]},
         "v_head_dim": {"v_head_dim": v_head_dim or max(8, head_dim // 9 * 8)},

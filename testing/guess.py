@@ -189,6 +189,8 @@ def _positions(reading: Reading) -> Answers:
     if row.query_len > 1:
         yield "a causal mask off by one (a query sees the next token)", reading.attend(future=1)
         yield "a causal mask off by one (a query does not see itself)", reading.attend(future=-1)
+        if not row.spec.causal:
+            yield "a causal mask, in a layer whose queries see later keys", reading.with_spec(causal=True)
         yield "no causal mask", reading.attend(future=row.query_len)
     else:
         yield "misses the newest token", reading.of_tokens(0, row.kv_len - 1, row.context)

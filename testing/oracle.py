@@ -88,6 +88,8 @@ def attend(
         ago = torch.arange(first + start, first + start + n, device=q.device)[:, None] - ago_of
         if per_head["alibi_slopes"] is not None:
             scores = scores - per_head["alibi_slopes"] * ago
+        if not spec.causal:
+            ago = ago.abs()
         hidden = ago < -future
         if spec.sliding_window is not None:
             hidden = hidden | ((ago < spec.sliding_window) if old else (ago >= spec.sliding_window))

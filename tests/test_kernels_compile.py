@@ -63,7 +63,14 @@ def launched_kernels() -> set[str]:
 
 
 def launch_every_kernel(
-    attention: Iterable[str] = ("head 128", "head 64, sinks and window", "fp8 cache, vllm_5d", "int8 cache", "576/512"),
+    attention: Iterable[str] = (
+        "head 128",
+        "head 64, sinks and window",
+        "fp8 cache, vllm_5d",
+        "int8 cache",
+        "576/512",
+        "head 64, bidirectional window",
+    ),
 ) -> None:
     choose_tokens(151_936, BF16)
     run_model(shipped("qwen3-0.6b"), FP16, (1, 16, 40))

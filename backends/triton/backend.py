@@ -49,6 +49,7 @@ class TritonAttention(AttentionBackend):
         lse=True,
         features=FEATURES,
         dense_prefill=True,
+        non_causal=True,
         reads_live_slots=True,
         batch_invariant=True,
     )

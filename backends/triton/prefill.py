@@ -97,6 +97,7 @@ class Prefill:
             config.block_n,
             spec.sliding_window,
             rule.cut,
+            spec.causal,
         )
         results = schedule.slots * spec.num_kv_heads * config.block_m
         floats = self.workspace.floats(results * (self._layer.block_dv + 1))
@@ -249,6 +250,7 @@ class Prefill:
             "PEEK": not INTERPRETED and cache.logical_value.stride(1) != 1,
             "TMA": tma,
             **scaled,
+            "CAUSAL": self._spec.causal,
             "HAS_LSE": lse,
             "STAGES": config.num_stages,
             "SPLIT": plan.schedule.slots > 0,

@@ -73,6 +73,7 @@ def varlen_attention(
     TMA: tl.constexpr,
     SCALED: tl.constexpr,  # a row of the cache is whole numbers times a scale of its own; PAGED
     SCALE_STRIDES: tl.constexpr,  # three of the key's scales, three of the value's
+    CAUSAL: tl.constexpr,  # else a query sees later keys, too: all of them, or the window's
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -117,14 +118,24 @@ def varlen_attention(
     # Between the keys that the tile's last row no longer sees and those that its first row does not see yet, none is masked.
     oldest = context + first_row // GROUP
     full_begin = begin
-    full_end = tl.maximum(tl.minimum((oldest + 1) // BLOCK_N * BLOCK_N, end), begin)
+    if CAUSAL:
+        newest = positions
+        unmasked = oldest + 1
+    elif HAS_WINDOW:
+        newest = tl.minimum(positions + window - 1, kv_len - 1)
+        unmasked = tl.minimum(oldest + window, kv_len)
+    else:
+        newest = tl.zeros([BLOCK_M], tl.int32) + (kv_len - 1)
+        unmasked = kv_len
+    full_end = tl.maximum(tl.minimum(unmasked // BLOCK_N * BLOCK_N, end), begin)
     if HAS_WINDOW:
-        newest = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
-        full_begin = tl.cdiv(tl.maximum(newest - window + 1, 0), BLOCK_N) * BLOCK_N
+        last = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
+        full_begin = tl.cdiv(tl.maximum(last - window + 1, 0), BLOCK_N) * BLOCK_N
         full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
     if HAS_WINDOW:
         m, l, acc = walk(
             q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions,
+            newest,
             slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
@@ -132,6 +143,7 @@ def varlen_attention(
         )  # fmt: skip
     m, l, acc = walk(
         q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions,
+        newest,
         slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
@@ -139,6 +151,7 @@ def varlen_attention(
     )  # fmt: skip
     m, l, acc = walk(
         q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions,
+        newest,
         slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,

@@ -93,7 +93,7 @@ def _values(
 
 @triton.jit
 def walk(
-    q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, begin, end, kv_len, positions, slopes,
+    q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, begin, end, kv_len, positions, newest, slopes,
     score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
     v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -103,7 +103,10 @@ def walk(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys begin .. end into (m, l, acc), one tile after the other; begin is a multiple of BLOCK_N."""
+    """Fold the keys begin .. end into (m, l, acc), one tile after the other; begin is a multiple of BLOCK_N.
+
+    newest: [BLOCK_M] position of the newest key that a query may see.
+    """
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         k = _keys(
             key, table, kv_head, start, first, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
@@ -134,7 +137,7 @@ def walk(
             )  # fmt: skip
             scores = scores * k_scales[None, :]
         m, l, weights, shrink = softmax_step(
-            scores, m, l, first + tl.arange(0, BLOCK_N), positions, positions, slopes, score_scale, cap_log2, window,
+            scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, score_scale, cap_log2, window,
             MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
         )  # fmt: skip
         if SCALED:

@@ -230,6 +230,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """Compute attention of several new tokens per sequence (PREFILL, EXTEND) into `out`, causal from the bottom right.
 
+        A layer that is not causal (`AttentionSpec.causal`, where `Capabilities.non_causal` says so) comes in PREFILL alone.
+
         q: [num_prefill_tokens, num_heads, head_dim]; k: [num_prefill_tokens, num_kv_heads, head_dim]; v, out: the same with
         v_head_dim, out with num_heads. k and v are this step's tokens, already written to the cache. A sequence's query i of n
         sits at position seq_len - n + i.

@@ -33,7 +33,8 @@ class AttentionSpec:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where the layer runs."""
     sliding_window: int | None = None
-    """Keys a query may see, itself included: query position p sees positions p - sliding_window + 1 .. p."""
+    """Keys a query may see, itself included: query position p sees positions p - sliding_window + 1 .. p; where the layer is not
+    causal also p + 1 .. p + sliding_window - 1, so that |p - k| < sliding_window (ModernBERT, EmbeddingGemma)."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap), after scaling and before bias and mask (Gemma 2)."""
     alibi_slopes: tuple[float, ...] | None = None
@@ -56,7 +57,10 @@ class AttentionSpec:
     """The value is the first `v_head_dim` elements of the key, stored once (DeepSeek-V2's absorbed latent attention)."""
     dense: bool = False
     """There is no cache: the layer is asked for in PREFILL alone, and this step's k and v are all that may be read (the expanded
-    form of latent attention)."""
+    form of latent attention, and every layer of an encoder)."""
+    causal: bool = True
+    """Whether a query sees no later key. An encoder's layer is not: its queries see their whole sequence, or the window on both
+    sides of them. Such a layer is `dense`."""
 
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:
@@ -83,7 +87,7 @@ class AttentionSpec:
 
     @property
     def features(self) -> frozenset[str]:
-        """Names of the optional fields that are set: what the layer asks for beyond plain causal attention."""
+        """Names of the optional fields that are set: what the layer asks for beyond plain attention."""
         return frozenset(name for name in OPTIONAL if getattr(self, name) is not None)
 
     def __str__(self) -> str:

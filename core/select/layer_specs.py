@@ -65,6 +65,12 @@ class LayerSpecs:
         """The spec for which a layer asks a backend in a phase. spec: of its cache."""
         return self.expanded.get(spec, spec) if phase is Phase.PREFILL else spec
 
+    @cached_property
+    def phases(self) -> Sequence[Phase]:
+        """The phases in which any layer asks a backend: PREFILL alone where no layer has a cache."""
+        asked = frozenset[Phase]().union(*map(self.phases_of, self.counts))
+        return [phase for phase in Phase if phase in asked]
+
     def phases_of(self, spec: AttentionSpec) -> frozenset[Phase]:
         """The phases in which layers ask for a spec, of a cache or expanded."""
         if spec.dense:

@@ -63,7 +63,8 @@ def crossover(
         typer.Option(help="Names, comma-separated; level engine: also prefill=NAME,decode=NAME. Default: all available ones."),
     ] = None,
     geometry: Annotated[
-        str | None, typer.Option(help="The layer's query heads, kv heads and head_dim, 32/8/128; then v_head_dim, /dense.")
+        str | None,
+        typer.Option(help="The layer's query heads, kv heads and head_dim, 32/8/128; then v_head_dim, /dense or /bidirectional."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",

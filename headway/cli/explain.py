@@ -115,6 +115,8 @@ def explain(
     kind = LayerSpecs(specs[:1] * layers, expanded)
     registry = create_registry(plugin or ())
     shape = _shape(phase, batch, query_len, length)
+    if shape.phase not in kind.phases:
+        raise ConfigError("--phase", "prefill, because layers of this geometry have no cache", phase.value, "--phase prefill")
     tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
     costs = _costs(kind, tables)
     selector = Selector(

@@ -26,6 +26,7 @@ def claims(stage: Stage, cell: CheckCell) -> str:
         _need(
             getattr(backend, name) is not getattr(AttentionBackend, name), f"phase {phase.value} is claimed", f"a method {name}()"
         )
+    _need(said.dense_prefill or not said.non_causal, "non_causal is claimed", "dense_prefill, which such layers come by")
     for dtype in said.dtypes:
         value = backend.tolerance.get(dtype)
         got = f"{value!r}"
@@ -59,6 +60,11 @@ def _unclaimed(stage: Stage, plain: CheckCell) -> None:
 
     spec = stage.claimed.spec(plain)
     fields = {"sliding_window": 7, "softcap": 1.5, "alibi_slopes": (0.5,) * spec.num_heads, "sinks": (0.5,) * spec.num_heads}
+    both_ways = replace(spec, causal=False, dense=True)
+    if not stage.subject.claims.non_causal and stage.subject.supports(both_ways, plain.layout, plain.block_size, Phase.PREFILL):
+        raise Finding(
+            "non_causal is not claimed, and supports() accepts a layer that is not causal", guess="accepts it unclaimed"
+        )
     for name in FEATURES - stage.subject.claims.features:
         other = replace(spec, **{name: fields[name]})  # type: ignore[arg-type]
         for phase in Phase:

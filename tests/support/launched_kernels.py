@@ -217,6 +217,12 @@ ATTENTION: dict[str, tuple[AttentionSpec, CacheLayout, int]] = {
     "576/512, 128 heads": (replace(_ABSORBED, num_heads=128), LATENT, 64),
     "576/512, float32": (replace(_ABSORBED, dtype=FP32), LATENT, 16),
     "192/128": (_EXPANDED, NHD, 16),
+    "head 64, bidirectional": (replace(_HEAD_64, num_heads=12, num_kv_heads=12, dense=True, causal=False), NHD, 16),
+    "head 64, bidirectional window": (
+        replace(_HEAD_64, num_heads=12, num_kv_heads=12, dense=True, causal=False, sliding_window=65),
+        NHD,
+        16,
+    ),
     "192/128, without a cache": (replace(_EXPANDED, dense=True), NHD, 16),
 }
 """Kinds of layers, by what is unusual."""

@@ -1,4 +1,4 @@
-"""Random lives of an engine whose layers keep states, and what each of their requests must have written: tokens of a lone text."""
+"""Random lives of an engine whose layers keep states, and what each request must have written: tokens of a lone text."""
 
 from __future__ import annotations
 

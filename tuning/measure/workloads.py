@@ -59,30 +59,35 @@ class Geometry:
     """Where it is not head_dim. Of a single kv head, a shorter value lies in the key, as in absorbed latent attention."""
     dense: bool = False
     """Whether there is no cache, as of expanded latent attention."""
+    causal: bool = True
+    """Whether queries see no later keys; where they do, as in encoders, there is no cache either."""
 
     @classmethod
     def parse(cls, text: str) -> Geometry:
-        """Read num_heads/num_kv_heads/head_dim, perhaps with /v_head_dim, perhaps with /dense.
+        """Read num_heads/num_kv_heads/head_dim, perhaps with /v_head_dim, perhaps with /dense or /bidirectional.
 
         :raises ConfigError: not three or four positive numbers, or query heads that kv heads do not divide.
         """
-        need = "num_heads/num_kv_heads/head_dim[/v_head_dim][/dense], such as 32/8/128, num_heads a multiple of num_kv_heads"
-        match = re.fullmatch(r"(\d+)/(\d+)/(\d+)(?:/(\d+))?(/dense)?", text.strip())
+        form = "num_heads/num_kv_heads/head_dim[/v_head_dim][/dense or /bidirectional]"
+        need = f"{form}, such as 32/8/128, num_heads a multiple of num_kv_heads"
+        match = re.fullmatch(r"(\d+)/(\d+)/(\d+)(?:/(\d+))?(/dense|/bidirectional)?", text.strip())
         heads, kv_heads, head_dim = map(int, match.groups()[:3]) if match else (0, 0, 0)
         v_head_dim = int(match[4]) if match and match[4] else head_dim
         if not (heads and kv_heads and head_dim and v_head_dim) or heads % kv_heads:
             raise ConfigError("--geometry", need, repr(text))
-        return cls(heads, kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, bool(match and match[5]))
+        kind = match[5] if match else None
+        return cls(heads, kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, bool(kind), kind != "/bidirectional")
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Geometry:
         """The geometry of a layer."""
         value = 0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim
-        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, value, spec.dense)
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, value, spec.dense, spec.causal)
 
     def __str__(self) -> str:
         value = f"/{self.v_head_dim}" if self.v_head_dim else ""
-        return f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}{value}{'/dense' if self.dense else ''}"
+        kind = "" if not self.dense else "/dense" if self.causal else "/bidirectional"
+        return f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}{value}{kind}"
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,10 @@ class AttentionWork:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of q.k and of weights.v, over the keys that causality lets each query see."""
+        """Multiplications and additions of q.k and of weights.v, over the keys that causality, if any, lets each query see."""
         seen = sum(n * (kv_len - n) + n * (n + 1) // 2 for n, kv_len in self.lens)
+        if not self.spec.causal:
+            seen = sum(n * kv_len for n, kv_len in self.lens)
         return 2 * (self.spec.head_dim + self.spec.v_head_dim) * self.spec.num_heads * seen
 
     @property
@@ -161,6 +168,7 @@ def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | No
         v_head_dim=geometry.v_head_dim,
         value_in_key=inside,
         dense=geometry.dense,
+        causal=geometry.causal,
         scale=geometry.head_dim**-0.5,
         dtype=dtype,
         device=device,

@@ -102,7 +102,7 @@ class PagedAttention:
                 }
             except (Exception, SystemExit) as error:
                 name = next(iter(backends.values())).name
-                raise _blame(error, name, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens") from error
+                raise blame(error, name, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens") from error
             self._parts.append(self._part(view.phase, slice(start, start + view.num_tokens), backends, plans))
             start += view.num_tokens
 
@@ -198,7 +198,7 @@ class PagedAttention:
                     backend.prefill(queries, k, v, cache, plan, result)
             except (Exception, SystemExit) as error:
                 shapes = f"layer {layer}, q {list(queries.shape)}, cache {list(cache.key.shape)} in {cache.layout.name}"
-                raise _blame(error, backend.name, phase, shapes) from error
+                raise blame(error, backend.name, phase, shapes) from error
         if self.debug:
             self._look_for_nan(layer, f"{' or '.join(self.serving)}, in", out)
 
@@ -208,7 +208,7 @@ class PagedAttention:
             self.first_nan = f"the first came from {where} attention layer {layer}"
 
 
-def _blame(error: BaseException, name: str, phase: Phase, work: str) -> HeadwayError:
+def blame(error: BaseException, name: str, phase: Phase, work: str) -> HeadwayError:
     """An error that names the backend, the phase and the shapes."""
     if isinstance(error, HeadwayError):
         return error

@@ -72,6 +72,13 @@ def test_matches_float64(case_name: str, spec_name: str) -> None:
     assert error_of(case_of(case_name, LAYERS[spec_name])) < 2e-6
 
 
+@pytest.mark.parametrize("splits", [{}, {"extend_splits": "3"}], ids=str)
+@pytest.mark.parametrize("window", [None, rare(1), 37, rare(90)])
+def test_queries_that_see_later_keys(window: int | None, splits: dict[str, str]) -> None:
+    layer = spec(causal=False, dense=True, sliding_window=window)
+    assert error_of(case_of("1q100_1q5_1q1", layer), **splits) < 2e-6
+
+
 @pytest.mark.parametrize("case_name", ["mixed", rare("verify")])
 @pytest.mark.parametrize("block_size", [rare(16), 48])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
