@@ -135,7 +135,7 @@ def check_state_backend_class(loaded: object, name: str, where: str) -> type[Sta
     return backend
 
 
-def _whole_class(loaded: object, base: Any, claims: type, name: str, where: str) -> Any:
+def _whole_class(loaded: Any, base: Any, claims: type, name: str, where: str) -> Any:
     """Check what every backend class has, whatever it is a backend for."""
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise PluginError(f"{where}: load() must return a subclass of {base.__name__}, got {loaded!r}")
