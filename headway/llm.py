@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, cast, overload
+from typing import Any, NoReturn, overload
 
 from tqdm import tqdm
 
@@ -16,6 +16,7 @@ from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.hosting.assembly import assemble
 from headway.hosting.driver import EngineDriver
 from headway.outputs import RequestOutput
+from headway.requests.chat_template import list_of_messages
 from headway.requests.prompts import Message, Prompt, is_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState
 from headway.vllm_names import check_keywords, missing_attribute
@@ -159,9 +160,10 @@ class LLM:
             "split_special_tokens": split_special_tokens,
         }
         check_keywords("LLM.chat", others, ("messages", "sampling_params", "use_tqdm", *template))
-        one = all(isinstance(message, Mapping) for message in messages)
-        conversations = [messages] if one else messages
-        prompts = [self.driver.validator.chat_prompt(cast("Sequence[Message]", each), **template) for each in conversations]
+        conversations = [messages] if isinstance(messages, str) else list_of_messages(messages)
+        if all(isinstance(each, Mapping) for each in conversations):
+            conversations = [conversations]
+        prompts = [self.driver.validator.chat_prompt(each, **template) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:

@@ -35,8 +35,8 @@ _ABOVE_ZERO = {"rms_norm_eps": 1.0, "attn_logit_softcapping": 1e6, "final_logit_
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
-def check_folder(folder: Path) -> Mapping[str, Any]:
-    """Read config.json, which is returned, and its neighbours.
+def check_folder(folder: Path, weights: bool = True) -> Mapping[str, Any]:
+    """Read config.json, which is returned, and its neighbours. weights: whether they are to be read, and must not be quantised.
 
     :raises ModelError: not a whole model, a quantised one, one that is no causal language model, or one with impossible sizes.
     """
@@ -50,7 +50,8 @@ def check_folder(folder: Path) -> Mapping[str, Any]:
         raise ModelError(f"model {folder}: needs a config.json in the folder, got none")
     config = _read(folder / "config.json")
     _check_architecture(folder, config)
-    _check_weights(folder, config)
+    if weights:
+        _check_weights(folder, config)
     check_sizes(folder, config)
     return config
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.state import StateSpec
 from headway.models.experts.config import ExpertsConfig
 from headway.models.names import LLAMA_NAMES, TensorNames
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+GateActivation = Literal["silu", "sigmoid", "none"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,18 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Where one layer differs from the others."""
+    """What one layer is made of: attention, a part with a state, or both side by side, and then an MLP; each may be absent."""
 
     sliding_window: int | None = None
     rope: int | None = 0
     """Index of the layer's rotary embedding in `DecoderConfig.ropes`; None: it has none."""
-    experts: bool = False
-    """Whether its MLP is the one of `DecoderConfig.experts`; else it is dense."""
+    attention: bool = True
+    """Whether it has attention: latent where `DecoderConfig.latent` is given."""
+    state: bool = False
+    """Whether it has the part with a state of `DecoderConfig.state`. Beside attention both read one normed input, and the sum of
+    what they give is added (Falcon-H1)."""
+    mlp: Literal["dense", "experts"] | None = "dense"
+    """experts: the one of `DecoderConfig.experts`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,18 @@ class LatentConfig:
     def kv_dim(self) -> int:
         """Elements cached of a token: a latent, and behind the latent the key's rotated part."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class StateConfig:
+    """The parts with a state, all of one kind, and what surrounds the recurrence in them."""
+
+    spec: StateSpec
+    """Sizes. The decoder puts in the element type and the device that the model is loaded with."""
+    gate: GateActivation = "silu"
+    """Activation of the gate that multiplies the recurrence's output."""
+    norm_size: int = 0
+    """Elements of the output that are normed together; 0: it is not normed."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +119,10 @@ class DecoderConfig:
     """Whether each layer brings one logit a head that joins the softmax (gpt-oss)."""
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    state: StateConfig | None = None
+    output_gate: bool = False
+    """Whether what attention gives is multiplied by the sigmoid of a gate, which the product of q has beside each head's query
+    (Qwen3-Next)."""
     embedding_scale: float = 1.0
     position_offset: int = 0
     """Rows of a table of learned positions that come before that of position 0 (OPT)."""

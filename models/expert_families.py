@@ -29,15 +29,15 @@ def mixtral(config: Any) -> dict[str, Any]:
 
 def qwen2_moe(config: Any) -> dict[str, Any]:
     """A gated shared expert, and biases of q, k and v."""
-    return {**_qwen(config), "qkv_bias": bool(config.qkv_bias)}
+    return {**qwen_experts(config), "qkv_bias": bool(config.qkv_bias)}
 
 
 def qwen3_moe(config: Any) -> dict[str, Any]:
     """No shared expert, and norms of heads."""
-    return {**_qwen(config), **qwen3(config)}
+    return {**qwen_experts(config), **qwen3(config)}
 
 
-def _qwen(config: Any) -> dict[str, Any]:
+def qwen_experts(config: Any) -> dict[str, Any]:
     """What Qwen2-MoE and Qwen3-MoE share: experts in some layers or all."""
     shared = getattr(config, "shared_expert_intermediate_size", 0)
     experts = ExpertsConfig(

@@ -10,6 +10,7 @@ from typing import Any
 from headway.core.contract.errors import ModelError
 from headway.models import dense_families as dense
 from headway.models import expert_families as experts
+from headway.models import hybrid_families as hybrid
 from headway.models import latent_families as latent
 from headway.models.config import Activation, BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig
 from headway.models.names import LLAMA_NAMES, TensorNames
@@ -50,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family("Qwen2MoeForCausalLM", experts.qwen2_moe, experts.QWEN2_MOE_NAMES),
     "qwen3": Family("Qwen3ForCausalLM", dense.qwen3),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", experts.qwen3_moe),
+    "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, partial_rotary=True),
     "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
     "starcoder2": Family("Starcoder2ForCausalLM", dense.starcoder2, dense.STARCODER2_NAMES),
 }
@@ -89,7 +91,7 @@ def read_decoder_config(config: Any) -> DecoderConfig:
         raise ModelError(f"num_attention_heads: needs a divisor of hidden_size={hidden}, got {heads}")
     head_dim = head_dim or hidden // heads
     window = (getattr(config, "sliding_window", None) or None) if family.windowed else None
-    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None))
+    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None), options.pop("layers", None))
     if any(rope.rotary_dim != head_dim for rope in ropes) and not family.partial_rotary:
         raise BeyondDecoderError(
             f"partial_rotary_factor: needs 1 in {family.architecture}, got {ropes[0].rotary_dim / head_dim:g}"
@@ -103,7 +105,10 @@ def read_decoder_config(config: Any) -> DecoderConfig:
         **options,
     }
     without_experts = read.pop("dense_layers", ()) if "experts" in read else range(len(layers))
-    layers = tuple(replace(layer, experts=index not in without_experts) for index, layer in enumerate(layers))
+    layers = tuple(
+        layer if layer.mlp is None or index in without_experts else replace(layer, mlp="experts")
+        for index, layer in enumerate(layers)
+    )
     activation, eps = read["activation"], read["norm_eps"]
     if activation not in _ACTIVATIONS:
         raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(_ACTIVATIONS)}, got {activation}")
@@ -126,11 +131,18 @@ def read_decoder_config(config: Any) -> DecoderConfig:
 
 
 def _layers(
-    config: Any, head_dim: int, window: int | None, rotated: Sequence[bool] | None
+    config: Any, head_dim: int, window: int | None, rotated: Sequence[bool] | None, parts: Sequence[LayerConfig] | None
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
-    """Each layer's window and rotary embedding, and the different ones of the latter. rotated: None: all layers are."""
+    """Each layer with its window and rotary embedding, and the different ones of the latter.
+
+    rotated: None: all layers of attention are. parts: what the layers are made of, where they are not all alike.
+    """
     count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or [_SLIDING] * count
+    if parts is None:
+        kinds, parts = getattr(config, "layer_types", None) or [_SLIDING] * count, [LayerConfig()] * count
+    else:
+        kinds = ["full_attention"] * len(parts)
+        rotated = [layer.attention and turns for layer, turns in zip(parts, rotated or [True] * len(parts), strict=True)]
     if len(kinds) != count:
         raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
     unknown = sorted(set(kinds) - {_SLIDING, "full_attention"})
@@ -142,8 +154,8 @@ def _layers(
     found = {kind: read_rope(config, head_dim, kind if by_kind else None) for kind in turning}
     ropes = tuple(dict.fromkeys(found.values()))
     layers = [
-        LayerConfig(window if kind == _SLIDING else None, ropes.index(found[kind]) if turns else None)
-        for kind, turns in zip(kinds, rotated, strict=True)
+        replace(layer, sliding_window=window if kind == _SLIDING else None, rope=ropes.index(found[kind]) if turns else None)
+        for layer, kind, turns in zip(parts, kinds, rotated, strict=True)
     ]
     return tuple(layers), ropes
 

@@ -38,6 +38,7 @@ class InvariantOperations:
         self._rows = rows
         self._activate = activate
         self.rotate_latent, self.latent_layer = inner.rotate_latent, inner.latent_layer
+        self.gate = inner.gate
         self.embed, self.norm, self.add_norm, self.softcap = inner.embed, inner.norm, inner.add_norm, cap
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:

@@ -82,7 +82,7 @@ def load_model(
     config = read_config(folder, plain=model_impl != "transformers")
     chosen = _dtype(dtype, config, device)
     decoder: Decoder | TransformersModel
-    native = None if model_impl == "transformers" else _decoder_config(config, required=model_impl == "headway")
+    native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
     if native is not None:
         unit = [] if native.experts is None else [f"{native.names.embed}.weight"]
         weights: WeightSource = DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device)
@@ -102,7 +102,7 @@ def load_model(
     return LoadedModel(name, folder, decoder, implementation, tokenizer, _eos(folder, config))
 
 
-def _decoder_config(config: Any, required: bool) -> DecoderConfig | None:
+def decoder_config(config: Any, required: bool) -> DecoderConfig | None:
     """What Headway's decoder needs of a model; None where it does not compute the model and need not."""
     try:
         return read_decoder_config(config)
@@ -115,14 +115,15 @@ def _decoder_config(config: Any, required: bool) -> DecoderConfig | None:
         raise ModelError(f"model: config.json cannot be used ({_first_line(error)})") from error
 
 
-def read_config(folder: Path, plain: bool = True) -> Any:
+def read_config(folder: Path, plain: bool = True, weights: bool = True) -> Any:
     """The configuration of a model folder, as transformers reads it.
 
     plain: an ordinary one may be read without transformers, and has then what the decoder needs alone.
+    weights: whether they are to be read later, so that quantised ones are refused.
 
     :raises ModelError: none there, one that cannot be read, or a checkpoint of a kind that Headway does not compute.
     """
-    stated = check_folder(folder)
+    stated = check_folder(folder, weights)
     short = plain_config(stated) if plain else None
     if short is not None:
         return short

@@ -38,6 +38,26 @@ class LatentNames:
 
 
 @dataclass(frozen=True)
+class StateNames:
+    """Below a layer: the products, norms and parameters of a part with a state."""
+
+    norm: str | None = "input_layernorm"
+    """Before the part."""
+    inputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """The products of the part's input, and the sections that each holds, in its order; `layers/` names each kind's sections."""
+    by_key_head: bool = False
+    """Whether a product holds all sections' rows of the first key head, then those of the second, and so on (Qwen3-Next)."""
+    conv: tuple[str, ...] = ()
+    """Convolutions, one after the other along the channels."""
+    A_log: str = ""
+    dt_bias: str = ""
+    D: str = ""
+    out_norm: str = ""
+    """Norm of the recurrence's output."""
+    out: str = ""
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Modules without `.weight` and `.bias`. A part that is None is not there: so the placement of norms is told."""
 
@@ -50,6 +70,8 @@ class TensorNames:
     """What the names below begin with; `{}` is the layer's number."""
     attention_norm: str | None = "input_layernorm"
     """Before attention."""
+    side_by_side_norm: str = "input_layernorm"
+    """Before attention and the part with a state together, where a layer has both."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """One after the other; a single name is all three in one tensor."""
     q_norm: str = "self_attn.q_norm"
@@ -66,10 +88,13 @@ class TensorNames:
     mlp_post_norm: str | None = None
     experts: ExpertNames = field(default_factory=ExpertNames)
     latent: LatentNames = field(default_factory=LatentNames)
+    state: StateNames = field(default_factory=StateNames)
     transposed: bool = False
     """Whether weights lie as [in_features, out_features] (GPT-2)."""
     ignored: tuple[str, ...] = ()
     """Suffixes of tensors that some of the family's checkpoints carry and nobody needs."""
+    ignored_modules: tuple[str, ...] = ()
+    """What the names of such tensors begin with: whole modules, such as those that propose drafts."""
 
 
 LLAMA_NAMES = TensorNames()

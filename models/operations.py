@@ -14,7 +14,7 @@ from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, sil
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import LatentLayer
 from headway.core.contract.spec import AttentionSpec
-from headway.models.config import Activation, LatentConfig
+from headway.models.config import Activation, GateActivation, LatentConfig
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
@@ -70,6 +70,19 @@ class Heads:
         return self.q_norm is not None and self.q_norm.weight.shape[0] == self.num_heads * self.head_dim != self.head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What multiplies the output of attention or of a recurrence before its last product, and the norm that goes with it."""
+
+    activation: GateActivation
+    """Of the gate."""
+    norm: Norm | None = None
+    """RMSNorm of the output, over as many elements as `size`. Its weight is as long, or as long as a whole row."""
+    size: int = 0
+    gate_first: bool = False
+    """Whether the output is multiplied before it is normed (Mamba 2) instead of after."""
+
+
 Rope = tuple[Tensor, Tensor]
 """cos and sin of a step's positions."""
 
@@ -110,7 +123,8 @@ class Operations(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norm, if any, the merged product, then norm and rotation of q and k's heads.
 
-        x: [num_tokens, hidden_size]; linear: to (num_heads + 2 num_kv_heads) head_dim; rope: of `embed`; None: no rotation.
+        x: [num_tokens, hidden_size]; linear: to (num_heads + 2 num_kv_heads) head_dim, and perhaps to further heads, which come
+        behind those of v; rope: of `embed`; None: no rotation.
         Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], rows perhaps strided.
         """
 
@@ -130,6 +144,9 @@ class Operations(Protocol):
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """residual + product of x [rows, in_features]; residual: [rows, out_features], which is used up."""
 
+    def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+        """x times the activation of `by`, both [num_tokens, size], rows perhaps strided, with the gate's norm."""
+
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """cap * tanh(logits / cap), in place (Gemma 2)."""
 
@@ -147,6 +164,22 @@ class Experts(Protocol):
 def softcap(logits: Tensor, cap: float) -> Tensor:
     """See Operations."""
     return logits.div_(cap).tanh_().mul_(cap)
+
+
+GATES: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": torch.sigmoid, "none": lambda by: by}
+
+
+def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+    """See Operations. Computed in float32 and rounded once."""
+    y, factor = x.float(), GATES[gate.activation](by.float())
+    if gate.norm is None:
+        return (y * factor).to(x.dtype)
+    if gate.gate_first:
+        y = y * factor
+    y = rms_norm(y.unflatten(1, (-1, gate.size)), (gate.size,), eps=gate.norm.eps)
+    weight = gate.norm.weight.float()
+    y = (y * (weight if len(weight) == gate.size else weight.view(-1, gate.size))).flatten(1)
+    return (y if gate.gate_first else y * factor).to(x.dtype)
 
 
 class TorchOperations:
@@ -205,7 +238,8 @@ class TorchOperations:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """RoPE (Su et al. 2021) in transformers' half-split order."""
         num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
-        qkv = linear(x if norm is None else self.norm(x, norm)).view(-1, rotated + heads.num_kv_heads, heads.head_dim)
+        qkv = linear(x if norm is None else self.norm(x, norm))
+        qkv = qkv.view(len(qkv), -1, heads.head_dim)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = qk[:, :num_heads], qk[:, num_heads:]
@@ -234,6 +268,10 @@ class TorchOperations:
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
         return residual + linear(x)
+
+    def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+        """See Operations."""
+        return apply_gate(x, by, gate)
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """See Operations."""

@@ -44,8 +44,8 @@ class WeightSource(Protocol):
     def take_number(self, name: str) -> float:
         """A tensor of one element, whatever its shape."""
 
-    def finish(self, ignored: tuple[str, ...] = ()) -> None:
-        """Nothing more is taken; ignored: suffixes of what may be left."""
+    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
+        """Nothing more is taken. ignored: suffixes of what may be left; modules: what names of such tensors begin with."""
 
 
 class Weights:
@@ -124,14 +124,14 @@ class Weights:
             raise ModelError(f"weights: {name} needs one element, got shape {list(tensor.shape)}")
         return float(tensor)
 
-    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
         """Check that nothing was left over: a tensor nobody took means a model that computes something else.
 
-        ignored: suffixes of tensors of which it does not.
+        ignored: suffixes of tensors of which it does not; modules: what the names of such tensors begin with.
 
         :raises ModelError: naming the first few.
         """
-        left = sorted(name for name in self._left if not name.endswith(IGNORED + ignored))
+        left = sorted(name for name in self._left if not name.endswith(IGNORED + ignored) and not name.startswith(modules))
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
         self._file_of.clear()
@@ -254,5 +254,5 @@ class DummyWeights:
         """No scale is drawn."""
         return 1.0
 
-    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
         """Nothing can be left over."""

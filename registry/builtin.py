@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheWriter, LayoutInfo
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
@@ -94,6 +94,12 @@ def _xformers() -> type[AttentionBackend]:
     return XFormersAttention
 
 
+def _triton_states() -> type[StateBackend]:
+    from headway.backends.states.triton.backend import TritonStates
+
+    return TritonStates
+
+
 def _torch_states() -> type[StateBackend]:
     from headway.backends.states.torch_states import TorchStates
 
@@ -107,7 +113,7 @@ def _info(name: str, summary: str, load: Callable[[], type[AttentionBackend]], e
 @hookimpl
 def headway_register_layouts() -> list[LayoutInfo]:
     """Register the built-in layouts."""
-    return [LayoutInfo(layout, _writer) for layout in (NHD, HND, VLLM_5D, LATENT)]
+    return [LayoutInfo(layout, _writer) for layout in (NHD, HND, VLLM_5D, LATENT, NHD_INT8)]
 
 
 @hookimpl
@@ -147,6 +153,13 @@ def headway_register_state_layouts() -> list[StateLayout]:
 def headway_register_state_backends() -> list[StateBackendInfo]:
     """Register the built-in backends for layers with a state, the best first."""
     return [
+        StateBackendInfo(
+            "triton",
+            "our steps in one launch and chunked scans in Triton, every layout",
+            _triton_states,
+            "headway[triton]",
+            api_version=API_VERSION,
+        ),
         StateBackendInfo("torch", "the baseline: batched products of torch, every kind", _torch_states, api_version=API_VERSION),
     ]
 

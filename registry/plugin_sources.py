@@ -60,7 +60,8 @@ class PluginSource:
         """Hash of the plugin's name, version, and files with their sizes and times of change."""
         file = self.file
         files = [] if file is None else [file] if file.is_file() else islice(sorted(file.rglob("*")), _MOST_FILES)
-        facts: list[object] = [repr(self)]
+        # The process that measures names a file by its whole path, a user as they like: it is the same plugin.
+        facts: list[object] = [(self.owner, self.target) if self.target else repr(self)]
         for path in files:
             if "__pycache__" not in path.parts:
                 with suppress(OSError):

@@ -101,9 +101,11 @@ class Registry:
             self._attention.check_new(backends, owner)
             self._states.check_new(state_backends, owner)
             self._check_proposer_names([each.name for each in proposers], where)
-        except BaseException:
+        except BaseException as error:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
+            if isinstance(error, pluggy.PluginValidationError):  # a hook with another signature, or that there is none of
+                raise PluginError(f"plugin {name!r} of {owner}: {' '.join(str(error).split())}") from None
             raise
         self._owners[name] = owner
         self.brought[name] = Brought(
@@ -124,8 +126,12 @@ class Registry:
 
     def digest_of(self, backend: str) -> str:
         """Hash of the version and the files of the plugin that brought a backend; empty for built-ins and objects."""
-        found = (source for name, source in self.sources.items() if backend in self.brought[name].backends)
-        return next((source.digest() for source in found), "")
+        source = self.source_of(backend)
+        return "" if source is None else source.digest()
+
+    def source_of(self, backend: str) -> PluginSource | None:
+        """Return the plugin that brought a backend; None for built-ins and objects."""
+        return next((source for name, source in self.sources.items() if backend in self.brought[name].backends), None)
 
     def _ask(self, hook: str, kind: type, plugin: object, where: str) -> list[Any]:
         """What one plugin answers to a hook; nothing where it does not implement it."""

@@ -63,7 +63,7 @@ def launched_kernels() -> set[str]:
 
 
 def launch_every_kernel(
-    attention: Iterable[str] = ("head 128", "head 64, sinks and window", "fp8 cache, vllm_5d", "576/512"),
+    attention: Iterable[str] = ("head 128", "head 64, sinks and window", "fp8 cache, vllm_5d", "int8 cache", "576/512"),
 ) -> None:
     choose_tokens(151_936, BF16)
     run_model(shipped("qwen3-0.6b"), FP16, (1, 16, 40))
@@ -84,7 +84,7 @@ def check(found: Compilations) -> None:
 
 def test_every_kernel_passes_the_compilers_front_end() -> None:
     with absent_gpu(HOPPER, whole=False) as found:
-        launch_every_kernel(("head 128", "576/512"))
+        launch_every_kernel(("head 128", "int8 cache", "576/512"))
     check(found)
     assert found.kernels == launched_kernels()
     assert len(found.kernels) == 34, "the number of kernels when this was written"

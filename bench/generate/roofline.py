@@ -43,7 +43,7 @@ class Roofline:
     def __init__(self, config: DecoderConfig, specs: Sequence[AttentionSpec]) -> None:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size * (3 if config.gated else 2)
-        attention, num_sparse = 2 * q_size + 2 * kv_size, sum(layer.experts for layer in config.layers)
+        attention, num_sparse = 2 * q_size + 2 * kv_size, sum(layer.mlp == "experts" for layer in config.layers)
         rows = config.num_layers * attention + (config.num_layers - num_sparse) * inner
         self._config = config
         self._expert_params = 0
@@ -58,7 +58,7 @@ class Roofline:
         self.weight_bytes = (self._layer_params + self._head_params) * self._itemsize
         """Read by every step: all products but routed experts' and the output head; of the embedding a step reads single rows,
         which are left out."""
-        self.kv_bytes = sum(_kv_bytes(spec) for spec in specs)
+        self.kv_bytes = sum(spec.cache_row_bytes for spec in specs)
         """K and V of one token, all layers."""
 
     def expert_bytes(self, num_tokens: float) -> float:
@@ -102,9 +102,3 @@ def measure_read_gbps(device: torch.device, timer: Timer) -> float:
     size = min(2**31, torch.cuda.mem_get_info(device)[0] // 8) if device.type == "cuda" else 2**26
     numbers = torch.ones(size // 4, device=device)
     return numbers.nbytes / timer.time(lambda: numbers.sum(), device).median_us * 1e-3
-
-
-def _kv_bytes(spec: AttentionSpec) -> int:
-    """Bytes of one token's key and value in one layer; a value inside the key is stored once."""
-    elements = spec.head_dim + (0 if spec.value_in_key else spec.v_head_dim)
-    return spec.num_kv_heads * elements * spec.cache_dtype.itemsize

@@ -125,8 +125,8 @@ class Metrics:
     def _engine(self, now: EngineSnapshot, queued: int) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
 
-        def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
+        def gauge(name: str, text: str, value: float, prefix: str = "vllm") -> Metric:
+            family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=names)
             family.add_metric(values, value)
             return family
 
@@ -134,6 +134,9 @@ class Metrics:
         yield gauge("num_requests_waiting", "Requests and sequences that wait.", now.num_waiting + queued)
         used = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
         yield gauge("kv_cache_usage_perc", "Share of the cache's blocks that sequences hold; 1 is all.", used)
+        states = "States that are kept for equal prefixes, of a model whose layers keep states."
+        yield gauge("num_kept_states", states, now.num_kept_states, "headway")
+        yield gauge("kept_state_bytes", "Bytes of these states.", now.kept_state_bytes, "headway")
         info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=[*names, "block_size", "num_gpu_blocks"])
         info.add_metric([*values, str(self._block_size), str(now.num_blocks)], 1)
         yield info

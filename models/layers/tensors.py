@@ -27,6 +27,17 @@ class LayerTensors:
         """One tensor of this shape."""
         return self.weights.take(self.prefix + name, shape)
 
+    def take_float(self, name: str, *shape: int) -> Tensor:
+        """One tensor of this shape in float32, whatever the model's dtype."""
+        tensor = torch.empty(shape, dtype=torch.float32, device=self.weights.device)
+        self.weights.take_into(tensor, self.prefix + name)
+        return tensor
+
+    def take_conv(self, modules: Sequence[str], channels: int, width: int) -> Tensor:
+        """Depthwise convolutions one after the other along the channels, as [channels, width]."""
+        sizes = {f"{self.prefix}{module}.weight": channels // len(modules) for module in modules}
+        return self.weights.take_merged(sizes, 1, width)[:, 0]
+
     def norm(self, module: str, size: int) -> Norm:
         """A norm of the model's kind over `size` elements."""
         config = self._config
@@ -61,6 +72,25 @@ class LayerTensors:
         if scale != 1.0:
             weight, biases = weight * scale, None if biases is None else biases * scale
         return Linear(weight, biases)
+
+    def sections(
+        self, inputs: Sequence[tuple[str, Sequence[str]]], sizes: Mapping[str, int], in_features: int, groups: int = 1
+    ) -> Linear:
+        """Products of one input as one, whose rows lie section by section.
+
+        inputs: modules, and the sections that each holds, in its order. sizes: section -> rows, in the order of the result.
+        groups: pieces that every section is cut into, where a module holds the first pieces of all its sections first.
+        """
+        modules = {module: sum(sizes[section] for section in held) for module, held in inputs}
+        rows: dict[str, list[int]] = {section: [] for section in sizes}
+        row = 0
+        for _, held in inputs:
+            for section in [*held] * groups:
+                size = sizes[section] // groups
+                rows[section] += range(row, row + size)
+                row += size
+        order = [row for section in sizes for row in rows[section]]
+        return self.linear(modules, in_features, False, None if order == [*range(len(order))] else order)
 
 
 _SUFFIXES = {

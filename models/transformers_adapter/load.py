@@ -75,7 +75,7 @@ def load_adapted(
     options = {"dtype": dtype, "attn_implementation": NAME}
     if model_class._can_set_experts_implementation():
         options["experts_implementation"] = EXPERTS
-    with _quiet(), torch.inference_mode():
+    with quiet(), torch.inference_mode():
         try:
             model = _dummy(config, device, options) if dummy else _from_files(folder, config, device, options)
             adapted = TransformersModel(model, dtype, device)
@@ -144,8 +144,8 @@ def _one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar and no warning of transformers: what matters in them is an error here."""
+def quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and warnings: what matters in them is an error here."""
     theirs: Any = transformers_logging
     level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
     theirs.set_verbosity_error()

@@ -8,6 +8,7 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
 from headway.core.contract.support import Support
+from headway.testing import model_layers
 from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
 from headway.testing.stage import Stage
 
@@ -63,6 +64,11 @@ def _unclaimed(stage: Stage, plain: CheckCell) -> None:
                 raise Finding(
                     f"{name} is not among the claimed features, and supports() accepts it", guess=f"accepts {name} unclaimed"
                 )
+
+
+def serves(stage: Stage, cell: CheckCell) -> str:
+    """Whether a layer of the model is served, and in which phases."""
+    return model_layers.serves(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
 
 
 def refuse(stage: Stage, cell: CheckCell) -> str:

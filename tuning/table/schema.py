@@ -40,7 +40,7 @@ class SpecRecord(BaseModel):
     head_dim: Count
     scale: FiniteFloat
     dtype: Literal["float32", "bfloat16", "float16"]
-    kv_dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+    kv_dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3", "int8_per_token_head"]
     """Element type of the cache."""
     k_scale: FiniteFloat = 1.0
     v_scale: FiniteFloat = 1.0
