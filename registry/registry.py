@@ -88,8 +88,10 @@ class Registry:
             state_backends: list[StateBackendInfo] = self._ask("headway_register_state_backends", StateBackendInfo, plugin, where)
             for layout in layouts:
                 check_layout_info(layout, where)
-            for backend in (*backends, *state_backends):
+            for backend in backends:
                 check_backend_info(backend, where)
+            for state_backend in state_backends:
+                check_backend_info(state_backend, where)
             self._check_state_layouts(state_layouts, where)
             for proposer in proposers:
                 check_proposer_info(proposer, where)

@@ -120,7 +120,7 @@ def check_backend_class(loaded: object, name: str, where: str) -> type[Attention
 
     :raises PluginError: no backend class, or one whose claims cannot be read.
     """
-    backend = _whole_class(loaded, AttentionBackend, Capabilities, name, where)
+    backend: type[AttentionBackend] = _whole_class(loaded, AttentionBackend, Capabilities, name, where)
     _check_claims(backend.capabilities, where)
     _check_methods(backend, AttentionBackend, {"prefill": _PROMPTS, "decode": {Phase.DECODE}}, where)
     _need(_is_options(backend.options), f"{where}: options", "a mapping of texts to texts", backend.options)
@@ -129,13 +129,13 @@ def check_backend_class(loaded: object, name: str, where: str) -> type[Attention
 
 def check_state_backend_class(loaded: object, name: str, where: str) -> type[StateBackend]:
     """Check and return the class that `StateBackendInfo.load` returned; see `check_backend_class`."""
-    backend = _whole_class(loaded, StateBackend, StateCapabilities, name, where)
+    backend: type[StateBackend] = _whole_class(loaded, StateBackend, StateCapabilities, name, where)
     _check_state_claims(backend.capabilities, where)
     _check_methods(backend, StateBackend, {"scan": _PROMPTS, "step": {Phase.DECODE}}, where)
     return backend
 
 
-def _whole_class(loaded: object, base: type[C], claims: type, name: str, where: str) -> type[C]:
+def _whole_class(loaded: Any, base: Any, claims: type, name: str, where: str) -> Any:
     """Check what every backend class has, whatever it is a backend for."""
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise PluginError(f"{where}: load() must return a subclass of {base.__name__}, got {loaded!r}")
@@ -214,7 +214,7 @@ def _check_claims(claims: Capabilities, where: str) -> None:
 _PROMPTS = {Phase.PREFILL, Phase.EXTEND}
 
 
-def _check_methods(backend: type[C], base: type[C], methods: Mapping[str, set[Phase]], where: str) -> None:
+def _check_methods(backend: type[C], base: Any, methods: Mapping[str, set[Phase]], where: str) -> None:
     """A phase that is declared has its method; methods: by name, the phases that it serves."""
     for phase in Phase:
         for method in (method for method, phases in methods.items() if phase in phases & backend.capabilities.phases):

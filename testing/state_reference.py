@@ -42,7 +42,7 @@ class StateAnswer:
     out: Tensor
     """float64 [num_tokens, out_channels]; NaN in the rows of padding sequences, which nobody reads."""
     written: Mapping[int, SequenceState]
-    """By slot: each that the step writes. All others must keep their bits."""
+    """The states of the slots that the step writes. All others must keep their bits."""
 
 
 def answer(case: StateCase) -> StateAnswer:

@@ -36,7 +36,7 @@ class Segment:
     """int64: the packed row of each of those, for the output."""
     length: int
     checkpoints: Mapping[int, Writes]
-    """By chunk of the segment."""
+    """What is written after each of the segment's chunks."""
 
 
 @dataclass(frozen=True, slots=True)
