@@ -33,7 +33,7 @@ _SEND_BUFFER: Final = 128 * 1024
 """Bytes of an answer that the system takes in before the client has read any; Linux doubles the number. Its own choice grows to
 megabytes, in which a whole stream that nobody reads would disappear before `write_timeout` begins."""
 _SPARE_FILES: Final = 128
-"""File descriptors kept free for files that are opened while the server runs: kernels, traces."""
+"""File descriptors kept free for files that are opened while the server runs: kernels, traces. At most half of all."""
 
 
 class Server(uvicorn.Server):
@@ -158,7 +158,8 @@ def most_connections() -> int:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:  # no Linux
         used = 0
-    return sys.maxsize if allowed == resource.RLIM_INFINITY else max(allowed - used - _SPARE_FILES, 1)
+    free = allowed - used
+    return sys.maxsize if allowed == resource.RLIM_INFINITY else max(free - min(_SPARE_FILES, free // 2), 1)
 
 
 def raise_file_limit() -> None:
