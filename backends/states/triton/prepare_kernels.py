@@ -12,7 +12,7 @@ CHUNK_FIELDS = tl.constexpr(4)
 it, and its own."""
 
 
-@triton.jit(do_not_specialize=["stride_x", "scale"])
+@triton.jit(do_not_specialize=["scale"])
 def convolve_chunks(
     x_ptr,  # [num_tokens, CHANNELS]
     conv_ptr,
