@@ -8,8 +8,8 @@ import triton.language as tl
 from headway.backends.states.triton.window_kernels import softplus
 
 SEQ_FIELDS = tl.constexpr(8)
-"""int32 numbers of a sequence: its first chunk, its chunks (0: a padding row), its first token, its new tokens, the slot read (-1: it
-begins with zeros), its first part and its parts."""
+"""int32 numbers of a sequence: its first chunk, its chunks (0: a padding row), its first token, its new tokens, the slot read
+(-1: it begins with zeros), its first part and its parts."""
 PART_FIELDS = tl.constexpr(2)
 """int32 numbers of a part of a sequence: the sequence's chunks up to its end, and the slot that gets the state there (-1: none).
 A loop over chunks that has no other loop in it is one whose reads Triton takes ahead."""
@@ -49,8 +49,8 @@ def walk_chunks(
     """Grid (cdiv(VALUE_DIM, BLOCK_V), HEADS, num_seqs).
 
     With S the state at a chunk's start and G the decays' sums up to each token: the values that the delta rule writes are
-    v' = T (v - exp(G) K S), where T is (I + A)^-1 diag(beta); other rules write dt v, or v. The output is exp(G) Q S + P v', with P
-    the decayed products of q and k, and the next state exp(G_64) S + K^T (exp(G_64 - G) v'). No state of a chunk goes to memory.
+    v' = T (v - exp(G) K S), where T is (I + A)^-1 diag(beta); other rules write dt v, or v. The output is exp(G) Q S + P v', with
+    P the decayed products of q and k, and the next state exp(G_64) S + K^T (exp(G_64 - G) v'). No chunk's state goes to memory.
     """
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -94,7 +94,9 @@ def walk_chunks(
             token = first + n * 64 + row
             place = ((first_chunk + n) * HEADS + head).to(tl.int64)
             square = place * 64 * 64 + row[:, None] * 64 + row[None, :]
-            v = tl.load(x_ptr + token[:, None] * stride_x + (v_at + j)[None, :], mask=live[:, None] & in_value[None, :], other=0.0).to(DOT)
+            v = tl.load(
+                x_ptr + token[:, None] * stride_x + (v_at + j)[None, :], mask=live[:, None] & in_value[None, :], other=0.0
+            ).to(DOT)
             inner = tl.load(inner_ptr + square).to(DOT)
             if KIND == "kda":
                 size = num_chunks.to(tl.int64) * HEADS * 64 * KEY_DIM
@@ -172,7 +174,6 @@ def walk_tokens(
 ):
     """Grid (cdiv(CHANNELS, BLOCK_C), num_seqs): mamba1, whose every channel and key decays by itself at every token."""
     seq = tl.program_id(1)
-    first_chunk = tl.load(seqs_ptr + seq * SEQ_FIELDS)
     chunks = tl.load(seqs_ptr + seq * SEQ_FIELDS + 1)
     first = tl.load(seqs_ptr + seq * SEQ_FIELDS + 2).to(tl.int64)
     tokens = tl.load(seqs_ptr + seq * SEQ_FIELDS + 3)

@@ -59,7 +59,7 @@ def step_heads(
     HAS_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program keeps a tile [BLOCK_K, BLOCK_V] of a head's state in registers.
+    """Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program keeps a tile [BLOCK_K, BLOCK_V] of a state in registers.
 
     Both products with the state, S^T k and S^T q, are taken of the state as it was read: with decay a, S' = aS + k d^T, so
     S'^T q = S^T (aq) + (k . q) d. Nothing waits for one before the other begins.
@@ -108,7 +108,7 @@ def step_heads(
     elif KIND != "lightning":
         dt_bias = tl.load(dt_bias_ptr + head)
 
-    for t in range(0, count):
+    for t in range(count):
         token = (first + t).to(tl.int64)
         if WIDTH:
             q = convolved(
@@ -257,7 +257,7 @@ def step_channels(
         rate = tl.exp(tl.load(a_log_ptr + c[:, None] * KEY_DIM + n[None, :], mask=inside, other=0.0).to(tl.float32))
         dt_bias = tl.load(dt_bias_ptr + c, mask=live, other=0.0).to(tl.float32)
 
-    for t in range(0, count):
+    for t in range(count):
         token = (first + t).to(tl.int64)
         if WIDTH:
             y = convolved(
