@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 import headway.backends.sampling
+import headway.backends.states.triton
 import headway.backends.triton
 import headway.models.experts
 import headway.models.fused
@@ -34,10 +35,12 @@ from launched_kernels import (
     FP32,
     GPU,
     ROWS,
+    STATES,
     attend,
     choose_tokens,
     family,
     run_model,
+    run_states,
     shipped,
     with_experts,
     with_latents,
@@ -47,7 +50,13 @@ if INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 HOPPER, ADA = (9, 0), (8, 9)
-PACKAGES = headway.backends.sampling, headway.backends.triton, headway.models.experts, headway.models.fused
+PACKAGES = (
+    headway.backends.sampling,
+    headway.backends.states.triton,
+    headway.backends.triton,
+    headway.models.experts,
+    headway.models.fused,
+)
 
 
 def launched_kernels() -> set[str]:
@@ -78,6 +87,8 @@ def launch_every_kernel(
     run_model(with_latents(), BF16, (2,))
     for name in attention:
         attend(*ATTENTION[name])
+    for name in ("gated_delta", "mamba1"):
+        run_states(*STATES[name])
 
 
 def check(found: Compilations) -> None:
@@ -94,7 +105,7 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
         launch_every_kernel(("head 128", "int8 cache", "576/512"))
     check(found)
     assert found.kernels == launched_kernels()
-    assert len(found.kernels) == 34, "the number of kernels when this was written"
+    assert len(found.kernels) == 41, "the number of kernels when this was written"
 
 
 OFTEN = {(8, 9), HOPPER}
@@ -138,6 +149,15 @@ def test_what_stands_between_attentions_compiles(model: str) -> None:
 def test_attention_compiles(name: str, capability: Capability) -> None:
     with absent_gpu(capability) as found:
         attend(*ATTENTION[name])
+    check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [ADA, HOPPER], ids="{0[0]}.{0[1]}".format)
+@pytest.mark.parametrize("name", STATES)
+def test_layers_with_a_state_compile(name: str, capability: Capability) -> None:
+    with absent_gpu(capability) as found:
+        run_states(*STATES[name])
     check(found)
 
 

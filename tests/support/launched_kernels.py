@@ -12,7 +12,6 @@ from attention_layer import AttentionLayer
 from headway.backends.sampling.draw import FusedSampling
 from headway.backends.sampling.top_k_top_p import TopKTopPSampler
 from headway.backends.states.triton.backend import TritonStates
-from headway.backends.states.triton.tuning import StateTuning
 from headway.backends.triton.backend import TritonAttention
 from headway.core.contract.backend import Lengths, StepLimits
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout
@@ -123,14 +122,10 @@ def attend(spec: AttentionSpec, layout: CacheLayout, block_size: int, every: boo
         layer.step(*map(list, zip(*lengths, strict=True)))
 
 
-def run_states(
-    spec: StateSpec, layout: StateLayout = KEY_VALUE, steps: Sequence[Sequence[Lengths]] = (), bias: bool = False,
-    tuning: StateTuning | None = None,
-) -> None:  # fmt: skip
+def run_states(spec: StateSpec, layout: StateLayout = KEY_VALUE, steps: Sequence[Sequence[Lengths]] | None = None) -> None:
     """Steps of a layer with a state."""
     backend = TritonStates(spec, layout)
-    backend.tuning = tuning or backend.tuning
-    cache = layout.allocate(spec, 100)
+    cache, bias = layout.allocate(spec, 100), spec.kind == "mamba1"
     heads, keys, conv = spec.num_heads, spec.key_dim, spec.conv_channels
 
     def weight(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -148,7 +143,7 @@ def run_states(
         "gated_delta": [(heads,), (heads,)], "kda": [(heads, keys), (heads,)], "mamba2": [(heads,)],
         "mamba1": [(heads,), (keys,), (keys,)],
     }.get(spec.kind, [])  # fmt: skip
-    for lens in steps:
+    for lens in STEPS if steps is None else steps:
         drafts = [each.num_drafts for each in lens]
         query, context = [each.query_len for each in lens], [each.context_len for each in lens]
         step = AttentionMetadata.build(query, context, [[0]] * len(lens), 1 << 20, GPU, num_draft_tokens=drafts)
@@ -164,7 +159,13 @@ def run_states(
         (backend.step if step.num_decodes else backend.scan)(x, gates, parameters, cache, plan, out)
 
 
-STEPS = [Lengths(1, 20)], [Lengths(1, 20)] * 64, [Lengths(4, 20, 3)] * 3, [Lengths(1000, 0)], [Lengths(100, 8)] * 16
+STEPS: Sequence[Sequence[Lengths]] = (
+    [Lengths(1, 20)],
+    [Lengths(1, 20)] * 64,
+    [Lengths(4, 20, 3)] * 3,
+    [Lengths(1000, 0)],
+    [Lengths(100, 8)] * 16,
+)
 STATES: dict[str, tuple[StateSpec, StateLayout]] = {
     "gated_delta": (StateSpec("gated_delta", 32, 16, 128, 128, 8192, 4, dtype=BF16, device=GPU, qk_norm=True), KEY_VALUE),
     "gated_delta, value_key": (

@@ -57,8 +57,8 @@ def channel_products(
 ):
     """Products k k^T and q k^T [64, 64] of a chunk whose every channel decays by itself, with exp(sum_i - sum_j) inside.
 
-    A decay over many tokens has no inverse in float32. Between blocks of 16 both factors are taken from the first row of the later
-    block, so that neither grows; within a block each pair has its own.
+    A decay over many tokens has no inverse in float32. Between blocks of 16 both factors are taken from where the later block
+    begins, so that neither grows; within a block each pair has its own.
     """
     row = tl.arange(0, 64)
     kk = tl.zeros([64, 64], tl.float32)
@@ -96,7 +96,7 @@ def cut_chunks(
     a_log_ptr,
     dt_bias_ptr,
     chunks_ptr,  # see CHUNK_FIELDS
-    sums_ptr,  # float32 [chunks, HEADS, 64]: logarithms of the decays up to each token; kda: [chunks, HEADS, KEY_DIM] of the chunk
+    sums_ptr,  # float32 [chunks, HEADS, 64]: decays' logarithms up to a token; kda: [chunks, HEADS, KEY_DIM], of the chunk
     put_ptr,  # float32 [chunks, HEADS, 64]: dt of mamba2
     inverse_ptr,  # [chunks, HEADS, 64, 64]: (I + A)^-1 diag(beta), of gated_delta and kda
     inner_ptr,  # [chunks, HEADS, 64, 64]: q k^T with decays
@@ -141,7 +141,9 @@ def cut_chunks(
     place = (chunk * HEADS + head).to(tl.int64)
 
     if KIND == "kda":
-        a = tl.load(a_ptr + (first + row)[:, None] * stride_a + head * KEY_DIM + i[None, :], mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + (first + row)[:, None] * stride_a + head * KEY_DIM + i[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         dt_bias = tl.load(dt_bias_ptr + head * KEY_DIM + i, mask=in_key, other=0.0)
         sums = tl.cumsum(tl.where(inside, -slope * softplus(a + dt_bias[None, :]), 0.0), 0)
         whole = tl.sum(tl.where((row == 63)[:, None], sums, 0.0), 0)
@@ -157,14 +159,19 @@ def cut_chunks(
         if KIND == "lightning":
             steps = tl.where(live, -slope, 0.0)
         else:
-            dt = softplus(tl.load(a_ptr + (first + row) * stride_a + head, mask=live, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + head))
+            dt = softplus(
+                tl.load(a_ptr + (first + row) * stride_a + head, mask=live, other=0.0).to(tl.float32)
+                + tl.load(dt_bias_ptr + head)
+            )
             if KIND == "mamba2":
                 dt = tl.minimum(tl.maximum(dt, dt_least), dt_most)
                 tl.store(put_ptr + place * 64 + row, tl.where(live, dt, 0.0))
             steps = tl.where(live, -slope * dt, 0.0)
         sums = tl.cumsum(steps, 0)
         tl.store(sums_ptr + place * 64 + row, sums)
-        k_turned = tl.load(x_ptr + (first + row)[None, :] * stride_x + (k_at + i)[:, None], mask=live[None, :] & in_key[:, None], other=0.0).to(DOT)
+        k_turned = tl.load(
+            x_ptr + (first + row)[None, :] * stride_x + (k_at + i)[:, None], mask=live[None, :] & in_key[:, None], other=0.0
+        ).to(DOT)
         earlier = row[:, None] >= row[None, :]
         decay = tl.where(earlier, tl.exp(tl.where(earlier, sums[:, None] - sums[None, :], 0.0)), 0.0)
         qk = tl.dot(q, k_turned, input_precision=PRECISION) * decay

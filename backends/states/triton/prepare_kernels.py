@@ -8,11 +8,11 @@ import triton.language as tl
 from headway.backends.states.triton.window_kernels import activated, store_window, window_of
 
 CHUNK_FIELDS = tl.constexpr(4)
-"""int32 numbers of a chunk: its sequence's slot (-1: it begins with zeros), its first packed token, the sequence's new tokens before
-it, and its own."""
+"""int32 numbers of a chunk: its sequence's slot (-1: it begins with zeros), its first packed token, the sequence's new tokens
+before it, and its own."""
 
 
-@triton.jit(do_not_specialize=["stride_x", "scale"])
+@triton.jit(do_not_specialize=["scale"])
 def convolve_chunks(
     x_ptr,  # [num_tokens, CHANNELS]
     conv_ptr,
@@ -104,7 +104,9 @@ def leave_inputs(
     new = x_ptr + first * stride_x
     window = window_of(new, old, tokens - 1, channels, inside, stride_x, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W)
     remembered = tl.arange(0, BLOCK_W) + tokens - WIDTH >= tl.where(slot >= 0, -WIDTH, 0)
-    window = tl.where(remembered[None, :], window, 0.0)  # a sequence without a context has zeros before it, whatever the slot holds
+    window = tl.where(
+        remembered[None, :], window, 0.0
+    )  # a sequence without a context has zeros before it, whatever the slot holds
     tl.debug_barrier()  # all of it is read before any of it is written over
     ptr = conv_ptr + target * CONV_SLOT
     store_window(ptr, window, channels, inside, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W)

@@ -131,8 +131,8 @@ class StateScan:
         recurrent, _ = states(cache, x)
         strides = {name: value for name, value in head_constants(spec, cache).items() if name.startswith("STATE_")}
         constants = {**shared, "BLOCK_V": block_v, **strides, "HAS_D": parameters.D is not None, **self._dots}
-        tensors = x, out, recurrent, d, plan.seqs, plan.left, sums, put, inverse, inner, rows
-        numbers = x.stride(0), out.stride(0), plan.num_chunks, plan.depth
+        tensors = x, out, recurrent, d, plan.seqs, plan.parts, sums, put, inverse, inner, rows
+        numbers = x.stride(0), out.stride(0), plan.num_chunks
         grid = triton.cdiv(spec.value_dim, block_v), spec.num_heads, plan.num_seqs
         launch(self._walk, grid, tensors, numbers, constants, tuning.walk_warps, stages)
 
@@ -163,7 +163,7 @@ class StateScan:
             "BLOCK_C": tuning.token_channels,
             "HAS_D": parameters.D is not None,
         }
-        tensors = x, dt, b, c, out, recurrent, a_log, dt_bias, d, plan.seqs, plan.left
-        numbers = *(each.stride(0) for each in (x, dt, b, c, out)), plan.num_chunks, plan.depth
+        tensors = x, dt, b, c, out, recurrent, a_log, dt_bias, d, plan.seqs, plan.parts
+        numbers = tuple(each.stride(0) for each in (x, dt, b, c, out))
         grid = triton.cdiv(spec.num_heads, tuning.token_channels), plan.num_seqs, 1
         launch(self._walk_tokens, grid, tensors, numbers, constants, 1)

@@ -8,18 +8,21 @@ import triton.language as tl
 from headway.backends.states.triton.window_kernels import softplus
 
 SEQ_FIELDS = tl.constexpr(8)
-"""int32 numbers of a sequence: its first chunk, its chunks (0: a padding row), its first token, its new tokens, the slot read (-1: it
-begins with zeros), and the slot written (-1: none)."""
+"""int32 numbers of a sequence: its first chunk, its chunks (0: a padding row), its first token, its new tokens, the slot read
+(-1: it begins with zeros), its first part and its parts."""
+PART_FIELDS = tl.constexpr(2)
+"""int32 numbers of a part of a sequence: the sequence's chunks up to its end, and the slot that gets the state there (-1: none).
+A loop over chunks that has no other loop in it is one whose reads Triton takes ahead."""
 
 
-@triton.jit(do_not_specialize=["num_chunks", "depth"])
+@triton.jit(do_not_specialize=["num_chunks"])
 def walk_chunks(
     x_ptr,  # [num_tokens, channels], convolved, normed and scaled
     out_ptr,  # [num_tokens, HEADS * VALUE_DIM]
     state_ptr,
     d_ptr,
     seqs_ptr,  # see SEQ_FIELDS
-    left_ptr,  # int32 [depth, chunks]: slots that get the state after a chunk, -1: none
+    parts_ptr,  # see PART_FIELDS
     sums_ptr,  # what `cut_chunks` made
     put_ptr,
     inverse_ptr,
@@ -28,7 +31,6 @@ def walk_chunks(
     stride_x,
     stride_out,
     num_chunks,
-    depth,
     KIND: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -47,8 +49,8 @@ def walk_chunks(
     """Grid (cdiv(VALUE_DIM, BLOCK_V), HEADS, num_seqs).
 
     With S the state at a chunk's start and G the decays' sums up to each token: the values that the delta rule writes are
-    v' = T (v - exp(G) K S), where T is (I + A)^-1 diag(beta); other rules write dt v, or v. The output is exp(G) Q S + P v', with P
-    the decayed products of q and k, and the next state exp(G_64) S + K^T (exp(G_64 - G) v'). No state of a chunk goes to memory.
+    v' = T (v - exp(G) K S), where T is (I + A)^-1 diag(beta); other rules write dt v, or v. The output is exp(G) Q S + P v', with
+    P the decayed products of q and k, and the next state exp(G_64) S + K^T (exp(G_64 - G) v'). No chunk's state goes to memory.
     """
     head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -58,7 +60,8 @@ def walk_chunks(
     first = tl.load(seqs_ptr + seq * SEQ_FIELDS + 2).to(tl.int64)
     tokens = tl.load(seqs_ptr + seq * SEQ_FIELDS + 3)
     slot = tl.load(seqs_ptr + seq * SEQ_FIELDS + 4)
-    target = tl.load(seqs_ptr + seq * SEQ_FIELDS + 5)
+    first_part = tl.load(seqs_ptr + seq * SEQ_FIELDS + 5)
+    parts = tl.load(seqs_ptr + seq * SEQ_FIELDS + 6)
     if chunks == 0:
         return
     row = tl.arange(0, 64)
@@ -83,64 +86,66 @@ def walk_chunks(
     if HAS_D:
         direct = tl.load(d_ptr + head)
 
-    for n in range(chunks):
-        live = row < tokens - n * 64
-        token = first + n * 64 + row
-        place = ((first_chunk + n) * HEADS + head).to(tl.int64)
-        square = place * 64 * 64 + row[:, None] * 64 + row[None, :]
-        v = tl.load(x_ptr + token[:, None] * stride_x + (v_at + j)[None, :], mask=live[:, None] & in_value[None, :], other=0.0).to(DOT)
-        inner = tl.load(inner_ptr + square).to(DOT)
-        if KIND == "kda":
-            size = num_chunks.to(tl.int64) * HEADS * 64 * KEY_DIM
-            lines = rows_ptr + place * 64 * KEY_DIM + row[:, None] * KEY_DIM + i[None, :]
-            k_in = tl.load(lines, mask=in_key[None, :], other=0.0).to(DOT)
-            k_out = tl.load(lines + size, mask=in_key[None, :], other=0.0).to(DOT)
-            q = tl.load(lines + 2 * size, mask=in_key[None, :], other=0.0).to(DOT)
-            whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0))[:, None]
-        else:
-            lines = x_ptr + token[:, None] * stride_x + i[None, :]
-            k_in = tl.load(lines + k_at, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
-            q = tl.load(lines + q_at, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
-            k_out = k_in
-            sums = tl.load(sums_ptr + place * 64 + row)
-            last = tl.load(sums_ptr + place * 64 + 63)
-            whole = tl.exp(last)
-            from_start = tl.exp(sums)[:, None]
-            to_end = tl.exp(last - sums)[:, None]
-        state_dot = state.to(DOT)
-        y = tl.dot(q, state_dot, input_precision=PRECISION)
-        if KIND == "gated_delta" or KIND == "kda":
-            inverse = tl.load(inverse_ptr + square).to(DOT)
-            seen = tl.dot(k_in, state_dot, input_precision=PRECISION)
-            if KIND == "gated_delta":
-                seen *= from_start
-            written = tl.dot(inverse, (v.to(tl.float32) - seen).to(DOT), input_precision=PRECISION)
-        elif KIND == "mamba2":
-            written = v.to(tl.float32) * tl.load(put_ptr + place * 64 + row)[:, None]
-        else:
-            written = v.to(tl.float32)
-        if KIND == "kda":
-            kept = written.to(DOT)
-        else:
-            kept = (written * to_end).to(DOT)
-            y *= from_start
-        state = state * whole + tl.dot(tl.trans(k_out), kept, input_precision=PRECISION)
-        y += tl.dot(inner, written.to(DOT), input_precision=PRECISION)
-        if HAS_D:
-            y += direct * v.to(tl.float32)
-        y_ptrs = out_ptr + token[:, None] * stride_out + (head * VALUE_DIM + j)[None, :]
-        tl.store(y_ptrs, y.to(out_ptr.dtype.element_ty), mask=live[:, None] & in_value[None, :])
-        for level in range(depth):
-            checkpoint = tl.load(left_ptr + level * num_chunks + first_chunk + n)
-            if checkpoint >= 0:
-                ptrs = state_ptr + checkpoint.to(tl.int64) * STATE_SLOT + within
-                tl.store(ptrs, state.to(state_ptr.dtype.element_ty), mask=inside)
-    if target >= 0:
-        ptrs = state_ptr + target.to(tl.int64) * STATE_SLOT + within
-        tl.store(ptrs, state.to(state_ptr.dtype.element_ty), mask=inside)
+    begin = 0
+    for part in range(first_part, first_part + parts):
+        end = tl.load(parts_ptr + part * PART_FIELDS)
+        for n in range(begin, end):
+            live = row < tokens - n * 64
+            token = first + n * 64 + row
+            place = ((first_chunk + n) * HEADS + head).to(tl.int64)
+            square = place * 64 * 64 + row[:, None] * 64 + row[None, :]
+            v = tl.load(
+                x_ptr + token[:, None] * stride_x + (v_at + j)[None, :], mask=live[:, None] & in_value[None, :], other=0.0
+            ).to(DOT)
+            inner = tl.load(inner_ptr + square).to(DOT)
+            if KIND == "kda":
+                size = num_chunks.to(tl.int64) * HEADS * 64 * KEY_DIM
+                lines = rows_ptr + place * 64 * KEY_DIM + row[:, None] * KEY_DIM + i[None, :]
+                k_in = tl.load(lines, mask=in_key[None, :], other=0.0).to(DOT)
+                k_out = tl.load(lines + size, mask=in_key[None, :], other=0.0).to(DOT)
+                q = tl.load(lines + 2 * size, mask=in_key[None, :], other=0.0).to(DOT)
+                whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0))[:, None]
+            else:
+                lines = x_ptr + token[:, None] * stride_x + i[None, :]
+                k_in = tl.load(lines + k_at, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
+                q = tl.load(lines + q_at, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
+                k_out = k_in
+                sums = tl.load(sums_ptr + place * 64 + row)
+                last = tl.load(sums_ptr + place * 64 + 63)
+                whole = tl.exp(last)
+                from_start = tl.exp(sums)[:, None]
+                to_end = tl.exp(last - sums)[:, None]
+            state_dot = state.to(DOT)
+            y = tl.dot(q, state_dot, input_precision=PRECISION)
+            if KIND == "gated_delta" or KIND == "kda":
+                inverse = tl.load(inverse_ptr + square).to(DOT)
+                seen = tl.dot(k_in, state_dot, input_precision=PRECISION)
+                if KIND == "gated_delta":
+                    seen *= from_start
+                written = tl.dot(inverse, (v.to(tl.float32) - seen).to(DOT), input_precision=PRECISION)
+            elif KIND == "mamba2":
+                written = v.to(tl.float32) * tl.load(put_ptr + place * 64 + row)[:, None]
+            else:
+                written = v.to(tl.float32)
+            if KIND == "kda":
+                kept = written.to(DOT)
+            else:
+                kept = (written * to_end).to(DOT)
+                y *= from_start
+            state = state * whole + tl.dot(tl.trans(k_out), kept, input_precision=PRECISION)
+            y += tl.dot(inner, written.to(DOT), input_precision=PRECISION)
+            if HAS_D:
+                y += direct * v.to(tl.float32)
+            y_ptrs = out_ptr + token[:, None] * stride_out + (head * VALUE_DIM + j)[None, :]
+            tl.store(y_ptrs, y.to(out_ptr.dtype.element_ty), mask=live[:, None] & in_value[None, :])
+        target = tl.load(parts_ptr + part * PART_FIELDS + 1)
+        if target >= 0:
+            ptrs = state_ptr + target.to(tl.int64) * STATE_SLOT + within
+            tl.store(ptrs, state.to(state_ptr.dtype.element_ty), mask=inside)
+        begin = end
 
 
-@triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_b", "stride_c", "stride_out", "num_chunks", "depth"])
+@triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_b", "stride_c", "stride_out"])
 def walk_tokens(
     x_ptr,  # [num_tokens, CHANNELS], convolved
     dt_ptr,  # [num_tokens, CHANNELS]
@@ -152,14 +157,12 @@ def walk_tokens(
     dt_bias_ptr,
     d_ptr,
     seqs_ptr,  # see SEQ_FIELDS
-    left_ptr,  # int32 [depth, chunks]: slots that get the state after a chunk, -1: none
+    parts_ptr,  # see PART_FIELDS
     stride_x,
     stride_dt,
     stride_b,
     stride_c,
     stride_out,
-    num_chunks,
-    depth,
     CHANNELS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -171,12 +174,12 @@ def walk_tokens(
 ):
     """Grid (cdiv(CHANNELS, BLOCK_C), num_seqs): mamba1, whose every channel and key decays by itself at every token."""
     seq = tl.program_id(1)
-    first_chunk = tl.load(seqs_ptr + seq * SEQ_FIELDS)
     chunks = tl.load(seqs_ptr + seq * SEQ_FIELDS + 1)
     first = tl.load(seqs_ptr + seq * SEQ_FIELDS + 2).to(tl.int64)
     tokens = tl.load(seqs_ptr + seq * SEQ_FIELDS + 3)
     slot = tl.load(seqs_ptr + seq * SEQ_FIELDS + 4)
-    target = tl.load(seqs_ptr + seq * SEQ_FIELDS + 5)
+    first_part = tl.load(seqs_ptr + seq * SEQ_FIELDS + 5)
+    parts = tl.load(seqs_ptr + seq * SEQ_FIELDS + 6)
     if chunks == 0:
         return
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -192,8 +195,10 @@ def walk_tokens(
     direct = tl.zeros([BLOCK_C], tl.float32)
     if HAS_D:
         direct = tl.load(d_ptr + c, mask=live, other=0.0).to(tl.float32)
-    for chunk in range(chunks):
-        for t in range(chunk * 64, tl.minimum(chunk * 64 + 64, tokens)):
+    begin = 0
+    for part in range(first_part, first_part + parts):
+        end = tl.load(parts_ptr + part * PART_FIELDS)
+        for t in range(begin * 64, tl.minimum(end * 64, tokens)):
             token = first + t
             x = tl.load(x_ptr + token * stride_x + c, mask=live, other=0.0).to(tl.float32)
             dt = softplus(tl.load(dt_ptr + token * stride_dt + c, mask=live, other=0.0).to(tl.float32) + dt_bias)
@@ -202,11 +207,8 @@ def walk_tokens(
             state = state * tl.exp(-rate * dt[:, None]) + (dt * x)[:, None] * put[None, :]
             y = tl.sum(state * get[None, :], 1) + direct * x
             tl.store(out_ptr + token * stride_out + c, y.to(out_ptr.dtype.element_ty), mask=live)
-        for level in range(depth):
-            checkpoint = tl.load(left_ptr + level * num_chunks + first_chunk + chunk)
-            if checkpoint >= 0:
-                ptrs = state_ptr + checkpoint.to(tl.int64) * STATE_SLOT + within
-                tl.store(ptrs, state.to(state_ptr.dtype.element_ty), mask=inside)
-    if target >= 0:
-        ptrs = state_ptr + target.to(tl.int64) * STATE_SLOT + within
-        tl.store(ptrs, state.to(state_ptr.dtype.element_ty), mask=inside)
+        target = tl.load(parts_ptr + part * PART_FIELDS + 1)
+        if target >= 0:
+            ptrs = state_ptr + target.to(tl.int64) * STATE_SLOT + within
+            tl.store(ptrs, state.to(state_ptr.dtype.element_ty), mask=inside)
+        begin = end

@@ -22,12 +22,10 @@ class ChunkedPlan:
     chunks: Tensor
     seqs: Tensor
     places: Tensor
-    left: Tensor
-    """[depth, num_chunks]: slots that get the state after a chunk; -1: none."""
+    parts: Tensor
     num_chunks: int
     num_seqs: int
     num_places: int
-    depth: int
 
 
 def plan_scan(metadata: StateMetadata, device: torch.device) -> ChunkedPlan:
@@ -48,25 +46,21 @@ def plan_scan(metadata: StateMetadata, device: torch.device) -> ChunkedPlan:
     if metadata.checkpoints_cpu is not None:
         marks = metadata.checkpoints_cpu.numpy().astype(numpy.int64)
         marks = marks[live[marks[:, 0]] & (marks[:, 2] >= 0)]
-    at = starts[marks[:, 0]] + marks[:, 1] // CHUNK - 1
-    levels = numpy.array([int((at[:i] == chunk).sum()) for i, chunk in enumerate(at)], dtype=numpy.int64)
-    depth = int(levels.max()) + 1 if len(levels) else 0
-    ends = numpy.flatnonzero(targets >= 0)
-    places = numpy.concatenate(
-        [
-            numpy.stack([firsts[ends], query[ends], reads[ends], targets[ends]], 1),
-            numpy.stack([firsts[marks[:, 0]], marks[:, 1], reads[marks[:, 0]], marks[:, 2]], 1),
-        ]
-    )
-    packed = Packed(chunks=4 * num_chunks, seqs=8 * num_seqs, places=4 * len(places), left=max(depth, 1) * max(num_chunks, 1))
+    ends = numpy.stack([numpy.arange(num_seqs), query, targets], 1)
+    parts = numpy.concatenate([marks, ends])  # sequence, new tokens up to its end, slot
+    parts = parts[numpy.lexsort((parts[:, 1], parts[:, 0]))]
+    seq, tokens, slot = parts.T
+    first_parts = numpy.searchsorted(seq, numpy.arange(num_seqs + 1))
+    places = numpy.stack([firsts[seq], tokens, reads[seq], slot], 1)[slot >= 0]
+    packed = Packed(chunks=4 * num_chunks, seqs=8 * num_seqs, places=4 * len(places), parts=2 * len(parts))
     packed.host("chunks").reshape(-1, 4)[:] = numpy.stack(
         [reads[rows], firsts[rows] + before, before, numpy.minimum(query[rows] - before, CHUNK)], 1
     )
-    packed.host("seqs").reshape(-1, 8)[:, :6] = numpy.stack([starts, counts, firsts, query, reads, targets], 1)
+    packed.host("seqs").reshape(-1, 8)[:, :7] = numpy.stack(
+        [starts, counts, firsts, query, reads, first_parts[:-1], numpy.diff(first_parts)], 1
+    )
     packed.host("places").reshape(-1, 4)[:] = places
-    left = packed.host("left").reshape(max(depth, 1), -1)
-    left.fill(-1)
-    left[levels, at] = marks[:, 2]
+    packed.host("parts").reshape(-1, 2)[:] = numpy.stack([-(-tokens // CHUNK), slot], 1)
     packed.upload(device)
-    names = ("chunks", "seqs", "places", "left")
-    return ChunkedPlan(*map(packed.device, names), num_chunks, num_seqs, len(places), depth)
+    names = ("chunks", "seqs", "places", "parts")
+    return ChunkedPlan(*map(packed.device, names), num_chunks, num_seqs, len(places))

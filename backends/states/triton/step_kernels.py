@@ -59,7 +59,7 @@ def step_heads(
     HAS_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program keeps a tile [BLOCK_K, BLOCK_V] of a head's state in registers.
+    """Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program keeps a tile [BLOCK_K, BLOCK_V] of a state in registers.
 
     Both products with the state, S^T k and S^T q, are taken of the state as it was read: with decay a, S' = aS + k d^T, so
     S'^T q = S^T (aq) + (k . q) d. Nothing waits for one before the other begins.

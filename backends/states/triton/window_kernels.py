@@ -1,4 +1,4 @@
-"""Device functions that the kernels of layers with a state share: a convolution's window, its output and its states, and gates."""
+"""Device functions that kernels of layers with a state share: a convolution's window, its output and its states, and gates."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def activated(y, SILU: tl.constexpr):
 @triton.jit
 def softplus(x):
     """log(1 + exp(x)), also where exp(x) overflows or vanishes beside 1."""
-    # log(1 + s) = 2 artanh(s / (2 + s)), whose series needs seven terms where s <= 1: the GPU's own logarithm is exact to 2^-22 of 1,
-    # not of the result, and Mamba's dt is often near 1e-3.
+    # log(1 + s) = 2 artanh(s / (2 + s)), whose series needs seven terms where s <= 1. The GPU's own logarithm errs by
+    # 2^-22 of 1, not of the result, and Mamba's dt is often near 1e-3.
     s = tl.exp(-tl.abs(x))
     z = s / (2.0 + s)
     w = z * z

@@ -122,7 +122,7 @@ def _read(state: Tensor, key: Tensor) -> Tensor:
 
 
 class _Operands(tuple[Tensor, ...]):
-    """q, k [T, heads, key_dim], v [T, heads, value_dim], decay (of a state), beta [T, heads], whether the delta rule holds [T]."""
+    """q, k [T, heads, key_dim], v [T, heads, value_dim], decay of a state, beta [T, heads], 1 where the delta rule holds [T]."""
 
     direct: Tensor
     """[T, heads, value_dim]: what goes straight to the output."""
