@@ -180,7 +180,7 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         return (y * factor).to(x.dtype)
     if gate.gate_first:
         y = y * factor
-    y = rms_norm(y.unflatten(1, (-1, gate.size)), (gate.size,), eps=gate.norm.eps)
+    y = rms_norm(y.reshape(len(y), y.shape[1] // gate.size, gate.size), (gate.size,), eps=gate.norm.eps)
     weight = gate.norm.weight.float()
     y = (y * (weight if len(weight) == gate.size else weight.view(-1, gate.size))).flatten(1)
     return (y if gate.gate_first else y * factor).to(x.dtype)
@@ -243,7 +243,7 @@ class TorchOperations:
         """RoPE (Su et al. 2021) in transformers' half-split order."""
         num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
         qkv = linear(x if norm is None else self.norm(x, norm))
-        qkv = qkv.view(len(qkv), -1, heads.head_dim)
+        qkv = qkv.view(len(qkv), linear.out_features // heads.head_dim, heads.head_dim)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = qk[:, :num_heads], qk[:, num_heads:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from headway.core.contract.model import Attention, StateLayer
@@ -70,7 +71,7 @@ class Mamba1(StatePart):
         """See MixerPart."""
         inputs, parts = self._split(x, ops)
         inputs = attention.state(self._place, inputs, [])
-        made = ops.product(inputs, self.x_proj).split(self._sizes, dim=1)
+        made = torch.split(ops.product(inputs, self.x_proj), self._sizes, dim=1)
         dt, B, C = (ops.norm(part.contiguous(), norm) for part, norm in zip(made, self.norms, strict=True))
         out = attention.state(self._place + 1, inputs, [ops.product(dt, self.dt_proj), B, C])
         return ops.gate(out, parts["z"], self.gate)

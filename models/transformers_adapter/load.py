@@ -63,7 +63,10 @@ def refusal(model_class: Any, config: Any) -> str:
     if config.get_text_config() is not config:
         return "reads more than text (its config.json has a text_config beside others); Headway runs models of text alone"
     if getattr(model_class, "_is_stateful", False):
-        return "keeps a state of each sequence beside keys and values (_is_stateful in transformers), which the adapter does not carry"
+        return (
+            "keeps a state of each sequence beside keys and values (_is_stateful in transformers), which the adapter does "
+            "not carry"
+        )
     if not model_class._supports_attention_backend:
         return (
             "computes its attention by itself: it ignores transformers' attention interface (_supports_attention_backend is "
