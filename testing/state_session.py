@@ -44,7 +44,7 @@ class StateTurn:
     count: int
     """New tokens."""
     accepted: int = 0
-    """Of a decode: how many of the new tokens hold; the others are guesses that the sequence will not have. 0: a prompt."""
+    """How many new tokens of a decode hold; the others are guesses that the sequence will not have. 0: a prompt."""
     out_slots: list[int] = field(default_factory=list)
     checkpoint: tuple[int, int] | None = None
     """Tokens of this step after which the state is kept, and where."""
