@@ -57,8 +57,9 @@ class ExpertsMLP:
     def __init__(self, config: DecoderConfig, tensors: LayerTensors) -> None:
         """:raises ModelError: an activation that experts do not have."""
         assert config.experts is not None
-        if config.activation != "silu":
-            raise ModelError(f"hidden_act: experts need silu, got {config.activation}")
+        needed = "silu" if config.experts.gated else "relu2"
+        if config.activation != needed:
+            raise ModelError(f"hidden_act: experts need {needed}, got {config.activation}")
         names = config.names
         self.norm = tensors.norm(names.mlp_norm or "", config.hidden_size)
         self._config = config.experts
