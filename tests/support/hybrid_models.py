@@ -12,6 +12,7 @@ from transformers import (
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    MiniMaxConfig,
     NemotronHConfig,
     OlmoHybridConfig,
     PretrainedConfig,
@@ -122,6 +123,19 @@ ROWS: dict[str, PretrainedConfig] = {
     ),
     "lfm2_moe": Lfm2MoeConfig(
         **SMALL, **ROUTED, layer_types=["conv", "full_attention"] * 2, moe_intermediate_size=40, num_dense_layers=1
+    ),
+    "minimax": MiniMaxConfig(
+        **SMALL,
+        head_dim=16,
+        layer_types=MIXED,
+        num_local_experts=6,
+        block_size=8,
+        full_attn_alpha_factor=1.4,
+        full_attn_beta_factor=0.7,
+        linear_attn_alpha_factor=1.3,
+        linear_attn_beta_factor=0.8,
+        mlp_alpha_factor=1.2,
+        mlp_beta_factor=0.9,
     ),
     "nemotron_h": NemotronHConfig(
         **{key: value for key, value in SMALL.items() if key != "num_hidden_layers"},
