@@ -33,7 +33,7 @@ class EngineArgs(EngineConfig):
     device: Annotated[str, "auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
         str,
-        "auto, or dummy: random weights in a model's shapes (qwen3-0.6b, qwen3-30b-a3b and llama-3-8b ship with Headway).",
+        "auto, or dummy: random weights in a model's shapes (qwen3-0.6b, qwen3-30b-a3b, qwen3-next, llama-3-8b come along).",
     ] = "auto"
     model_impl: Annotated[
         str, "What computes the model: headway (its own decoder), transformers (its code), or auto: the first that can."
