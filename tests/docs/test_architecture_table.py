@@ -22,7 +22,7 @@ from run_engine import generate
 from sampled_logits import logits_of, watched
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-ROWS = {name: (native, adapter) for name, native, adapter in re.findall(r"^\| `(\w+)` \| (✓|–) \| (✓) \|$", PAGE, re.MULTILINE)}
+ROWS = {name: (native, adapter) for name, native, adapter in re.findall(r"^\| `(\w+)` \| (✓|–) \| (✓|–) \|$", PAGE, re.MULTILINE)}
 
 SAME_RELEASE = pytest.mark.skipif(
     f"transformers {transformers.__version__}," not in PAGE, reason="the page is of another release of transformers"
@@ -56,7 +56,7 @@ def class_of(architecture: str) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @SAME_RELEASE
-@pytest.mark.parametrize("architecture", ROWS)
+@pytest.mark.parametrize("architecture", [name for name, (_, adapter) in ROWS.items() if adapter == "✓"])
 def test_what_the_page_accepts_computes_what_transformers_does(registry: Registry, architecture: str) -> None:
     torch.manual_seed(0)
     model = tiny(*class_of(architecture))
