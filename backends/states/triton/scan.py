@@ -148,7 +148,7 @@ class StateScan:
         stage = CHUNK * (keys * block_k + block_v + 2 * CHUNK) * spec.dtype.itemsize
         rest = (block_k + 2 * CHUNK) * block_v * spec.dtype.itemsize  # the state and the values as operands of products
         fitting = max(1, (self._shared - rest) // stage)
-        return block_v, tuning.walk_stages or min(3, fitting)
+        return block_v, tuning.walk_stages or max(2, min(3, fitting))
 
     def _run_tokens(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: ChunkedPlan,

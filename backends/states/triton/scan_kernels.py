@@ -86,8 +86,9 @@ def walk_chunks(
     if HAS_D:
         direct = tl.load(d_ptr + head)
 
-    begin = 0
     for part in range(first_part, first_part + parts):
+        # Not carried from part to part: Triton 3.6 begins the inner loop at 0 again where a number goes into its range so.
+        begin = tl.load(parts_ptr + (part - 1) * PART_FIELDS, mask=part > first_part, other=0)
         end = tl.load(parts_ptr + part * PART_FIELDS)
         for n in range(begin, end):
             live = row < tokens - n * 64
@@ -142,7 +143,6 @@ def walk_chunks(
         if target >= 0:
             ptrs = state_ptr + target.to(tl.int64) * STATE_SLOT + within
             tl.store(ptrs, state.to(state_ptr.dtype.element_ty), mask=inside)
-        begin = end
 
 
 @triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_b", "stride_c", "stride_out"])
@@ -195,8 +195,9 @@ def walk_tokens(
     direct = tl.zeros([BLOCK_C], tl.float32)
     if HAS_D:
         direct = tl.load(d_ptr + c, mask=live, other=0.0).to(tl.float32)
-    begin = 0
     for part in range(first_part, first_part + parts):
+        # Not carried from part to part: Triton 3.6 begins the inner loop at 0 again where a number goes into its range so.
+        begin = tl.load(parts_ptr + (part - 1) * PART_FIELDS, mask=part > first_part, other=0)
         end = tl.load(parts_ptr + part * PART_FIELDS)
         for t in range(begin * 64, tl.minimum(end * 64, tokens)):
             token = first + t
@@ -211,4 +212,3 @@ def walk_tokens(
         if target >= 0:
             ptrs = state_ptr + target.to(tl.int64) * STATE_SLOT + within
             tl.store(ptrs, state.to(state_ptr.dtype.element_ty), mask=inside)
-        begin = end
