@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from backend_cases import spec
 from headway.core.contract.spec import AttentionSpec
 from headway.core.system.json_files import write_json
 from headway.tuning.table.files import TableError, line_of, read_table
@@ -130,3 +133,19 @@ def test_a_line_is_found_however_the_file_is_written() -> None:
 def test_only_a_table_of_generations_has_generations() -> None:
     with pytest.raises(ValueError, match="phase generate in a table of level kernel"):
         CrossoverTable.model_validate(a_table().model_dump() | {"cells": [a_cell(phase="generate").model_dump()]})
+
+
+def test_a_bidirectional_layer_has_a_table_of_its_own_and_others_keep_theirs() -> None:
+    dense = spec(dense=True)
+    both_ways = replace(dense, causal=False, sliding_window=65)
+    record = SpecRecord.of(both_ways)
+    assert record.to_spec(torch.device("cpu")) == both_ways
+    assert "bidirectional" in str(record)
+    assert "bidirectional" in record.kind
+    before = SpecRecord.of(dense).model_dump()
+    assert before.pop("causal") is True  # as in files that were written before there was such a field
+    assert SpecRecord.model_validate(before).kind == SpecRecord.of(dense).kind
+    assert SpecRecord.of(replace(both_ways, causal=True)).kind != record.kind
+    for changes in ({"dense": False}, {"alibi_slopes": [0.5] * both_ways.num_heads}):
+        with pytest.raises(ValidationError, match="not causal reads no cache|they need a causal layer"):
+            SpecRecord.model_validate({**record.model_dump(), **changes})

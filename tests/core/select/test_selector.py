@@ -412,3 +412,39 @@ def test_a_backend_that_cannot_serve_the_layer_is_not_chosen_whatever_the_table_
     source = Source(backend("picky", head_dims=(64,)), backend("fine"))
     costs = table(lambda name, shape, layout, size: {"picky": 1.0, "fine": 2.0}[name], "picky", "fine")
     assert names(measured(source, costs)) == ("fine",) * 3
+
+
+ENCODER = spec(dense=True, causal=False)
+PROMPTS = frozenset({Phase.PREFILL})
+
+
+def both_ways(name: str) -> type[AttentionBackend]:
+    return backend(name, dense_prefill=True, non_causal=True)
+
+
+def test_layers_without_a_cache_ask_for_prompts_alone() -> None:
+    """By backends that claim nothing else, too; and the workload's prompts have no cached part."""
+    prompts_alone = backend("prompts_alone", PROMPTS, dense_prefill=True, non_causal=True)
+    assert select(Source(backend("causal"), prompts_alone), "auto", ENCODER).selection.names == {Phase.PREFILL: "prompts_alone"}
+    source = Source(both_ways("a"), both_ways("b"), backend("causal", dense_prefill=True))
+    times = table(lambda name, shape, *_: 1.0 if (name == "b") is (shape.query_len > 100) else 2.0, "a", "b")
+    costs = CostTable(
+        [
+            Sample(shape, name, None, None, times.at(shape, name, "nhd", 16)[0])
+            for shape in times.shapes[Phase.PREFILL]
+            for name in "ab"
+        ],
+        0.02,
+        phases=PROMPTS,
+    )
+    for workload in PRESETS.values():
+        chosen = Selector(source, LayerSpecs([ENCODER] * 3), costs={ENCODER: costs}, workload=workload)
+        assert set(chosen.selection.names) == {Phase.PREFILL}
+        assert [next(iter(chosen.backends_for(Phase.PREFILL, 1, n, n).values())).name for n in (16, 4096)] == ["a", "b"]
+
+
+def test_a_backend_that_is_causal_alone_is_refused_for_an_encoder_with_what_would_serve() -> None:
+    source = Source(backend("causal", dense_prefill=True), both_ways("other"))
+    with pytest.raises(UnsupportedError, match="causal: needs a backend that declares non_causal") as refused:
+        select(source, "causal", ENCODER)
+    assert follow(source, refused.value, ENCODER).selection.names == {Phase.PREFILL: "other"}
