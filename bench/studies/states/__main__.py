@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -16,6 +17,9 @@ from rich.table import Table
 
 from headway.bench.studies.command import run_study
 from headway.core.system.terminal import Terminal
+
+if TYPE_CHECKING:
+    from headway.bench.studies.states.sweep import StateCell
 
 _WIDTH = 80
 
@@ -70,6 +74,17 @@ def states(
         for prompt in filter(None, prompts.split(",")):
             num_seqs, length = map(int, prompt.split("x"))
             cells.append(time_scan(layer, num_seqs, length, scan_cuts))
+    console.print(_table(cells))
+    if time.monotonic() > layer.until:
+        console.print("time was up: not every cut was tried")
+    if output is not None:
+        write_bytes(json.dumps(as_json(layer, checks, cells), indent=1).encode(), output)
+    if wrong:
+        console.print(f"WRONG: {', '.join(name for name, *_ in wrong)}")
+        raise typer.Exit(1)
+
+
+def _table(cells: Sequence[StateCell]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, width=_WIDTH)
     for column in ("cell", "floor", "best", "alone", "cut and kernels, us"):
         table.add_column(column, justify="left" if column[0] == "c" else "right")
@@ -80,14 +95,7 @@ def states(
         ]
         said += [f"{len(cell.faults)} of {len(cell.tried) + len(cell.faults)} failed: {cell.faults[0]}"] if cell.faults else []
         table.add_row(cell.name, f"{cell.floor_us:.1f}", f"{best:.1f}", f"{cell.alone_us:.1f}", ", ".join(said))
-    console.print(table)
-    if time.monotonic() > layer.until:
-        console.print("time was up: not every cut was tried")
-    if output is not None:
-        write_bytes(json.dumps(as_json(layer, checks, cells), indent=1).encode(), output)
-    if wrong:
-        console.print(f"WRONG: {', '.join(name for name, *_ in wrong)}")
-        raise typer.Exit(1)
+    return table
 
 
 if __name__ == "__main__":
