@@ -40,6 +40,7 @@ class StateScan:
         self._convolve, self._leave, self._cut, self._walk, self._walk_tokens = map(Launcher, kernels)
         whole = spec.dtype == torch.float32
         exact = whole or INTERPRETED
+        self._warps = 8 if whole else 4  # products without matrix units keep both operands in registers
         self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
         self._inverse_dot = tl.float32 if exact else tl.float16  # its elements are at most about 2, and float16 has more digits
 
@@ -124,7 +125,7 @@ class StateScan:
         numbers = x.stride(0), first.stride(0), second.stride(0), float(spec.beta_scale), *map(float, spec.dt_limits)
         constants: dict[str, Any] = {**shared, "DOT": self._dots["DOT"], "INVERSE_DOT": self._inverse_dot}
         constants["PRECISION"] = self._dots["PRECISION"]
-        warps = tuning.chunk_warps or (8 if per_key else 4)
+        warps = tuning.chunk_warps or self._warps
         launch(self._cut, (spec.num_heads, plan.num_chunks, 1), tensors, numbers, constants, warps)
 
         block_v, stages = self._walk_cut(plan, block_k, tuning)
@@ -134,15 +135,15 @@ class StateScan:
         tensors = x, out, recurrent, d, plan.seqs, plan.parts, sums, put, inverse, inner, rows
         numbers = x.stride(0), out.stride(0), plan.num_chunks
         grid = triton.cdiv(spec.value_dim, block_v), spec.num_heads, plan.num_seqs
-        launch(self._walk, grid, tensors, numbers, constants, tuning.walk_warps, stages)
+        launch(self._walk, grid, tensors, numbers, constants, tuning.walk_warps or self._warps, stages)
 
     def _walk_cut(self, plan: ChunkedPlan, block_k: int, tuning: StateTuning) -> tuple[int, int]:
         """Elements of the value that a program takes, and how many chunks are on their way from memory at a time."""
         spec = self._spec
         whole = max(16, triton.next_power_of_2(spec.value_dim))
-        block_v = tuning.walk_value or 32
-        if tuning.walk_value is None and plan.num_seqs * spec.num_heads * (whole // 64) >= 2 * self._multiprocessors:
-            block_v = 64
+        programs = plan.num_seqs * spec.num_heads * (whole // 64)
+        small, many = spec.dtype == torch.float32, programs >= 2 * self._multiprocessors
+        block_v = tuning.walk_value or (16 if small else 64 if many else 32)
         block_v = min(block_v, whole)
         keys = 3 if spec.kind == KDA else 2
         stage = CHUNK * (keys * block_k + block_v + 2 * CHUNK) * spec.dtype.itemsize

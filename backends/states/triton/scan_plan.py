@@ -62,5 +62,12 @@ def plan_scan(metadata: StateMetadata, device: torch.device) -> ChunkedPlan:
     packed.host("places").reshape(-1, 4)[:] = places
     packed.host("parts").reshape(-1, 2)[:] = numpy.stack([-(-tokens // CHUNK), slot], 1)
     packed.upload(device)
-    names = ("chunks", "seqs", "places", "parts")
-    return ChunkedPlan(*map(packed.device, names), num_chunks, num_seqs, len(places))
+    return ChunkedPlan(
+        chunks=packed.device("chunks"),
+        seqs=packed.device("seqs"),
+        places=packed.device("places"),
+        parts=packed.device("parts"),
+        num_chunks=num_chunks,
+        num_seqs=num_seqs,
+        num_places=len(places),
+    )

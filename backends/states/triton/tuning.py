@@ -24,7 +24,7 @@ class StateTuning:
     """Warps of the kernel within chunks."""
     walk_value: int | None = None
     """Elements of a head's value that one program takes from chunk to chunk."""
-    walk_warps: int = 4
+    walk_warps: int | None = None
     walk_stages: int | None = None
     """Chunks on their way from memory at a time."""
     token_channels: int = 32

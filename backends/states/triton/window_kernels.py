@@ -127,7 +127,10 @@ def leave_windows(
     for place in tl.static_range(1 if SINGLE else 2):
         for t in range(count):
             target = out_slot_of(out_slots_ptr, t, count, OUT_WIDTH)
-            if (target >= 0) & (SINGLE | ((target == slot) == (place == 1))):
+            wanted = target >= 0
+            if not SINGLE:
+                wanted = wanted & ((target == slot) == (place == 1))
+            if wanted:
                 window = window_of(x_ptr, base, t, channels, inside, stride_x, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W)
                 tl.debug_barrier()  # all of it is read before any of it is written over
                 out_ptr = conv_ptr + target.to(tl.int64) * CONV_SLOT

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -16,6 +17,9 @@ from rich.table import Table
 
 from headway.bench.studies.command import run_study
 from headway.core.system.terminal import Terminal
+
+if TYPE_CHECKING:
+    from headway.bench.studies.states.sweep import StateCell
 
 _WIDTH = 80
 
@@ -38,7 +42,7 @@ def states(
     """Check a layer on the GPU, then time it."""
     import torch
 
-    from headway.bench.studies.states.sweep import SCAN_CUTS, STEP_CUTS, StudyLayer, as_json, check, time_scan, time_step
+    from headway.bench.studies.states.sweep import SCAN_CUTS, STEP_CUTS, WRONG, StudyLayer, as_json, check, time_scan, time_step
     from headway.core.contract.errors import ConfigError
     from headway.core.contract.spec import DTYPES
     from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateSpec
@@ -56,19 +60,31 @@ def states(
         kind, h, kh, k, v, channels, conv_width, dtype=DTYPES[dtype], device=device, state_dtype=DTYPES[state_dtype],
         scale=k**-0.5, qk_norm=delta,
     )  # fmt: skip
-    chosen = {"key_value": KEY_VALUE, "value_key": VALUE_KEY}[layout]
+    chosen = VALUE_KEY if layout == "value_key" else KEY_VALUE
     layer = StudyLayer(spec, chosen, read_gbps, layers, Timer(10.0, 30.0), time.monotonic() + seconds)
     step_cuts, scan_cuts = (STEP_CUTS, SCAN_CUTS) if sweep else (({},), (({},),))
     console = Terminal(width=_WIDTH)
     console.print(f"{spec}, {layout}; {identify_device(device).name}, torch {torch.__version__}")
     with torch.inference_mode():
         checks = check(layer)
-        wrong = [each for each in checks if not max(each[1:]) < 1.6e-2]
+        wrong = [each for each in checks if not max(each[1:]) < WRONG]
         for name, out, state in checks:
             console.print(f"{name:20} error of the output {out:.2e}, of states {state:.2e}", highlight=False)
         cells = [time_step(layer, int(size), step_cuts) for size in steps.split(",") if size]
         for prompt in filter(None, prompts.split(",")):
-            cells.append(time_scan(layer, *map(int, prompt.split("x")), scan_cuts))
+            num_seqs, length = map(int, prompt.split("x"))
+            cells.append(time_scan(layer, num_seqs, length, scan_cuts))
+    console.print(_table(cells))
+    if time.monotonic() > layer.until:
+        console.print("time was up: not every cut was tried")
+    if output is not None:
+        write_bytes(json.dumps(as_json(layer, checks, cells), indent=1).encode(), output)
+    if wrong:
+        console.print(f"WRONG: {', '.join(name for name, *_ in wrong)}")
+        raise typer.Exit(1)
+
+
+def _table(cells: Sequence[StateCell]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, width=_WIDTH)
     for column in ("cell", "floor", "best", "alone", "cut and kernels, us"):
         table.add_column(column, justify="left" if column[0] == "c" else "right")
@@ -79,14 +95,7 @@ def states(
         ]
         said += [f"{len(cell.faults)} of {len(cell.tried) + len(cell.faults)} failed: {cell.faults[0]}"] if cell.faults else []
         table.add_row(cell.name, f"{cell.floor_us:.1f}", f"{best:.1f}", f"{cell.alone_us:.1f}", ", ".join(said))
-    console.print(table)
-    if time.monotonic() > layer.until:
-        console.print("time was up: not every cut was tried")
-    if output is not None:
-        write_bytes(json.dumps(as_json(layer, checks, cells), indent=1).encode(), output)
-    if wrong:
-        console.print(f"WRONG: {', '.join(name for name, *_ in wrong)}")
-        raise typer.Exit(1)
+    return table
 
 
 if __name__ == "__main__":

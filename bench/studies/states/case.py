@@ -59,7 +59,8 @@ class SlotCase:
     def answer(self) -> tuple[Tensor, Mapping[int, Kept]]:
         """Return the output and what each written slot must hold, float64. Rows of padding sequences are NaN."""
         step, out = self.metadata.step, torch.full((self.x.shape[0], self.spec.out_channels), torch.nan, dtype=torch.float64)
-        out, written, token = out.to(self.x.device), {}, 0
+        out, token = out.to(self.x.device), 0
+        written: dict[int, Kept] = {}
         for row, (length, end) in enumerate(zip(step.query_lens, step.kv_lens, strict=True)):
             slot = int(self.metadata.slots_cpu[row])
             rows = slice(token, token + length)
@@ -144,12 +145,12 @@ def _operands(case: SlotCase, x: Tensor, gates: Sequence[Tensor]) -> _Operands:
         k, q = (gate[:, None].expand(tokens, heads, -1) for gate in gates[1:])
         v, beta, decay = x[..., None], softplus, torch.exp(-slope * softplus[..., None])[..., None]
     elif spec.kind == MAMBA2:
-        v, k, q = x.split([x.shape[1] - 2 * keys, keys, keys], 1)
+        v, k, q = x[:, : -2 * keys], x[:, -2 * keys : -keys], x[:, -keys:]
         v, k, q = v.reshape(tokens, heads, -1), of_heads(k), of_heads(q)
         beta = softplus.clamp(*spec.dt_limits)
         decay = torch.exp(-slope * beta)[..., None, None]
     else:
-        q, k, v = x.split([keys, keys, x.shape[1] - 2 * keys], 1)
+        q, k, v = x[:, :keys], x[:, keys : 2 * keys], x[:, 2 * keys :]
         q, k, v = of_heads(q), of_heads(k), v.reshape(tokens, heads, -1)
         if spec.qk_norm:
             q, k = (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (q, k))
