@@ -253,7 +253,7 @@ class Decode:
     def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing, new: bool, lse: bool) -> dict[str, Any]:
         equal = self._spec.head_dim == self._spec.v_head_dim
         # Pairs are multiplied in float16, which would cost a float32 layer its digits.
-        pairs = cache.key.dtype == torch.float8_e4m3fn and addressing.pairs and equal and self._spec.dtype != torch.float32
+        pairs = cache.key.element_size() == 1 and addressing.pairs and equal and self._spec.dtype != torch.float32
         constants = {name: value for name, value in self._layer.constants.items() if name != "VALUE_IN_KEY"}
         return {
             **constants,
@@ -269,7 +269,7 @@ class Decode:
             "ROWS": plan.rows,
             "BLOCK_N": plan.config.block_n,
             **addressing.constants,
-            "PAIRS": pairs and not INTERPRETED,
+            "PAIRS": pairs and (not INTERPRETED or self._scaled),  # fp8 is unpacked in assembler
             "SPLIT": plan.chunks.split,
             "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_dv))),
             "FAN": FAN,

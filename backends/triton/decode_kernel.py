@@ -81,7 +81,7 @@ def split_kv_decode(
     BLOCK_N: tl.constexpr,
     SCALED: tl.constexpr,  # a row of the cache is whole numbers times a scale of its own
     SCALE_STRIDES: tl.constexpr,  # three of the key's scales, three of the value's
-    PAIRS: tl.constexpr,  # an fp8 cache whose rows lie in one piece: read as pairs, which the tensor cores' loads can turn around
+    PAIRS: tl.constexpr,  # 8-bit rows that lie in one piece: read as pairs, which the tensor cores' loads can turn around
     SPLIT: tl.constexpr,  # a sequence may have more than one chunk
     MERGED: tl.constexpr,  # partial results merged at a time
     FAN: tl.constexpr,  # partial results merged by one program, where there are more

@@ -14,6 +14,7 @@ from headway.backends.triton.tiles import (
     row_scales,
     softmax_step,
     unpack_fp8,
+    unpack_int8,
 )
 
 
@@ -46,7 +47,10 @@ def fold_cached(
             v_stride_block // 2, v_stride_slot // 2, 1, BLOCK_SIZE, HEAD_DIM // 2, BLOCK_D // 2, BLOCK_N,
             True, True, False, tl.int16,
         )  # fmt: skip
-        k_even, k_odd = unpack_fp8(k)
+        if SCALED:
+            k_even, k_odd = unpack_int8(k)
+        else:
+            k_even, k_odd = unpack_fp8(k)
         scores = tl.dot(q[0], tl.trans(k_even), scores)
         scores = tl.dot(q[1], tl.trans(k_odd), scores) * row_scale[:, None]
     else:
@@ -87,7 +91,11 @@ def fold_cached(
         scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, score_scale, cap_log2,
         window, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
     )  # fmt: skip
-    if PAIRS:
+    if PAIRS and SCALED:
+        v_even, v_odd = unpack_int8(v)
+        acc = add_scaled(acc * shrink[:, None], weights, v_even, v_scales, tl.float16, PRECISION)
+        acc_odd = add_scaled(acc_odd * shrink[:, None], weights, v_odd, v_scales, tl.float16, PRECISION)
+    elif PAIRS:
         v_even, v_odd = unpack_fp8(v)
         acc = tl.dot(weights.to(tl.float16), v_even, acc * shrink[:, None])
         acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * shrink[:, None])

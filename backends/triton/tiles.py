@@ -270,6 +270,19 @@ def unpack_fp8(pairs):
 
 
 @triton.jit
+def unpack_int8(pairs):
+    """Two whole numbers of 8 bits in each int16, the low byte first, as two float16 tiles of that shape: exact.
+
+    From 1024 on neighbouring float16 are 1 apart, so a number and 128 are the low bits of one.
+    """
+    low = (pairs & 0xFF) ^ 0x6480
+    high = ((pairs >> 8) & 0xFF) ^ 0x6480
+    low = low.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
+    high = high.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
+    return low.to(tl.float16), high.to(tl.float16)
+
+
+@triton.jit
 def softmax_step(
     scores,  # [BLOCK_M, BLOCK_N] q . k
     m,  # [BLOCK_M] largest score so far, before score_scale

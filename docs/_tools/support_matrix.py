@@ -20,7 +20,7 @@ BEGIN = "<!-- support matrix: begin, written by python docs/_tools/support_matri
 END = "<!-- support matrix: end -->"
 TABLES: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("phase", "Phases", tuple(PHASES)),
-    ("layout", "Cache layouts", ("nhd", "hnd", "vllm_5d", "latent")),
+    ("layout", "Cache layouts", ("nhd", "hnd", "vllm_5d", "latent", "nhd_int8")),
     ("memory", "Memory", MEMORIES),
     ("block_size", "Block sizes", (8, 16, 64, 128, 256)),
     ("head_dim", "Head sizes", (64, 80, 96, 128, 256)),
