@@ -149,3 +149,12 @@ def test_a_cell_of_the_other_kit_is_refused_in_words() -> None:
         make_kit("states:torch", "cpu", model="llama-3-8b")
     with pytest.raises(HeadwayError, match="state backend: asked for 'nobody'"):
         make_kit("states:nobody", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_built_in_backend_passes_on_a_gpu_where_steps_are_captured() -> None:
+    tried = make_kit("states:torch", "cuda")
+    assert isinstance(tried, StateKit)
+    cells = [cell for cell in tried.cells(quick=True) if cell.check in ("answer", "session", "graph", "sync")]
+    assert [result for result in map(tried.run, cells) if result.status != "passed"] == []
