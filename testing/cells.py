@@ -27,9 +27,9 @@ PHASES: dict[str, frozenset[Phase]] = {
 WINDOWS = {"window": 37, "window-1": 1, "window-16": 16, "window-1024": 1024}
 """Keys that a query of a windowed layer sees: a prime, so that no tile or block of a kernel ends with it; itself alone; a block;
 and as many as models have."""
-FEATURES = ("none", *WINDOWS, "softcap", "alibi", "sinks", "together", "fp8", "v_head_dim", "longer_v", "latent")
-"""together: every feature the backend claims, in one layer; v_head_dim, longer_v: values shorter and longer than keys; latent:
-values inside keys."""
+FEATURES = ("none", *WINDOWS, "softcap", "alibi", "sinks", "together", "fp8", "fp8-together", "v_head_dim", "longer_v", "latent")
+"""together: every feature the backend claims, in one layer; fp8-together: the same over an fp8 cache; v_head_dim, longer_v:
+values shorter and longer than keys; latent: values inside keys."""
 MEMORIES = ("own", "packed", "interleaved", "spaced", "far")
 """own: as the layout allocates; packed: K and V of a block side by side in foreign memory; interleaved: a head's K and V side by
 side, so that no block is one piece of memory; spaced: every other block is somebody else's, in any layout; far: slots above
@@ -43,7 +43,8 @@ SCORES = ("normal", "high", "low", "equal", "dominant", "alternating", "mean")
 dominant: one key in 61 outweighs the others; alternating: scores of +30 and -30 by turns; mean: values far from zero."""
 WORKS = ("edges", "many", "again", "tables", "deep")
 """edges: lengths around the ends of blocks; many: 65 sequences, then 200; again: the lengths of the step before over other
-blocks; tables: more than 128 blocks a sequence, in a table that is a part of a wider one; deep: up to 16,384 tokens."""
+blocks, all of them or the last of each sequence; tables: more than 128 blocks a sequence, in a table that is a part of a wider
+one; deep: up to 16,384 tokens. In many and again block 0 is in use, as in an engine."""
 SCALE = 1.37
 SOFTCAP = 1.5
 FP8_SCALES = (0.02, 0.05)
@@ -140,6 +141,8 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "alibi_slopes": tuple(2.0 ** -(1 + 8 * head / heads) for head in range(heads)),
         "sinks": tuple((0.3, -1.0, 2.0, 0.0, 1.0)[head % 5] for head in range(heads)),
     }
+    together = {name: features[name] for name in sorted(claims & features.keys())}
+    fp8 = {"kv_dtype": torch.float8_e4m3fn, "k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]}
     inside = 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: what follows is the key's alone
     changes: dict[str, dict[str, object]] = {
         "none": {},
@@ -147,8 +150,9 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "softcap": {"softcap": SOFTCAP},
         "alibi": {"alibi_slopes": features["alibi_slopes"]},
         "sinks": {"sinks": features["sinks"]},
-        "together": {name: features[name] for name in sorted(claims & features.keys())},
-        "fp8": {"kv_dtype": torch.float8_e4m3fn, "k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]},
+        "together": together,
+        "fp8": fp8,
+        "fp8-together": {**fp8, **together},
         "v_head_dim": {"v_head_dim": v_head_dim or max(8, head_dim // 9 * 8)},
         "longer_v": {"v_head_dim": v_head_dim or head_dim + max(8, head_dim // 2)},
         "latent": {"v_head_dim": v_head_dim or inside, "value_in_key": True},
@@ -161,6 +165,22 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         dtype=DTYPES.get(cell.dtype, torch.float64),
         device=device,
         **changes[cell.feature],  # type: ignore[arg-type]
+    )
+
+
+def sibling_of(spec: AttentionSpec) -> AttentionSpec:
+    """A layer of the same sizes and features with other numbers in each, as the next layer of a model has it."""
+    window, softcap, slopes, sinks = spec.sliding_window, spec.softcap, spec.alibi_slopes, spec.sinks
+    scaled = 1.0 if spec.cache_dtype == spec.dtype else 2.0
+    return replace(
+        spec,
+        scale=0.7 * spec.scale,
+        sliding_window=None if window is None else window + 5,
+        softcap=None if softcap is None else 2 * softcap,
+        alibi_slopes=None if slopes is None else slopes[::-1],
+        sinks=None if sinks is None else tuple(1.0 - sink for sink in sinks),
+        k_scale=scaled * spec.k_scale,
+        v_scale=scaled * spec.v_scale,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "long": (answers.answer, "more than 1,024 tokens"),
     "graph": (graphs.graph, "planned once at the longest, replayed at others"),
     "prompt": (graphs.prompt, "one prompt captured at a length, replayed with shorter ones"),
+    "siblings": (answers.siblings, "layers that differ in numbers alone, by turns"),
     "bounds": (answers.bounds, "upper bounds as host lengths in decode"),
     "lse": (answers.lse, "the log-sum-exp of every query"),
     "turns": (steps.turns, "turns on one cache with sdpa.math"),
@@ -71,6 +74,9 @@ class Kit:
         cells += deal(answers, MOST_QUICK_WORK if quick else MOST_WORK)
         cells += claimed.probes()
         cells += self._sums_of_many(quick)
+        cells += self._siblings()
+        few = [(phase, claimed.plainest(phase)) for phase in ("verify", "extend")]
+        cells += [replace(cell, phase=phase, kv_heads=32) for phase, cell in few if cell is not None and cell.feature != "latent"]
         cells += self._log_sums(single, quick)
         cells += self._deep(single[:1] if quick else single[:4])
         return list(dict.fromkeys(cells))
@@ -142,6 +148,15 @@ class Kit:
             found += [cell.plain("lse", phase=phase) for phase in (served[:1] if quick else served)]
         return deal(found, MOST_QUICK_WORK)
 
+    def _siblings(self) -> list[CheckCell]:
+        """The layer with the most features, and with an fp8 cache, in the phase that holds most others."""
+        found = []
+        for kinds in (("together", "window", "softcap", "alibi", "sinks", "none"), ("fp8-together", "fp8")):
+            places = product(kinds, ("mixed", "decode", "extend", "prefill"))
+            cells = [(phase, self.stage.claimed.plainest(phase, feature=feature)) for feature, phase in places]
+            found += [cell.plain("siblings", phase=phase) for phase, cell in cells if cell is not None][:1]
+        return found
+
     def _sums_of_many(self, quick: bool) -> list[CheckCell]:
         """Thousands of equal weights, in types whose sums lose what is small beside them."""
         shorts = [name for name in DTYPES if name != "float32"]
@@ -169,7 +184,7 @@ class Kit:
             if phases & {"decode", "extend"}:
                 mixed = cell.plain("steps")
                 cells += [mixed, mixed.plain("turns"), mixed.plain("long", phase="long")]
-            cells += [cell.plain("engine")] if cell.feature != "fp8" and phases & {"decode", "extend"} else []
+            cells += [cell.plain("engine")] if not cell.feature.startswith("fp8") and phases & {"decode", "extend"} else []
             cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature == "none" else []
         return [*cells, whole.plain("thousand"), whole.plain("memory")]
 
