@@ -294,6 +294,10 @@ def _other_sequences(reading: Reading) -> Answers:
 
 
 def _weights(reading: Reading) -> Answers:
+    spec = reading.row.spec
+    if spec.value_in_key:
+        last = reading.keys[..., -spec.v_head_dim :]
+        yield "matches values that are the last elements of the key; they are its first", reading.attend(values=last)
     yield "matches values that are not weighted: an average over the keys", reading.with_spec(scale=1e-9)
 
 
