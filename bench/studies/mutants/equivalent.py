@@ -82,11 +82,13 @@ def _layer(drawn: random.Random) -> AttentionSpec:
 
 
 def _results(backend: AttentionBackend, case: Case) -> list[Tensor]:
-    """Everything that a step leaves: `out`, `lse`, and the tensors of the cache, which a decode may write by itself."""
+    """Everything that a step leaves and somebody reads: `out` and `lse` but for padding rows, and the tensors of the cache,
+    which a decode may write by itself."""
     out = torch.full((len(case.q), case.spec.num_heads, case.spec.v_head_dim), torch.nan, dtype=case.spec.dtype)
     lse = torch.full((case.spec.num_heads, len(case.q)), torch.nan)
     prefill, decode, first = case.metadata.prefill, case.metadata.decode, case.metadata.num_prefill_tokens
-    left = [out, lse]
+    read = case.metadata.slot_mapping >= 0
+    left: list[Tensor] = []
     with torch.inference_mode():
         if prefill is not None:
             given = case.q[:first], case.k[:first], case.v[:first]
@@ -97,8 +99,8 @@ def _results(backend: AttentionBackend, case: Case) -> list[Tensor]:
             unwritten = _without(case, decode.slot_mapping)
             again = torch.full_like(out, torch.nan)
             backend.write_and_decode(case.q, case.k, case.v, unwritten, backend.plan(decode), again)
-            left += [again, *unwritten.tensors.values()]
-    return left
+            left += [again[read], *unwritten.tensors.values()]
+    return [out[read], lse[:, read], *left]
 
 
 def _without(case: Case, slots: Tensor) -> LayerCache:
