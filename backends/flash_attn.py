@@ -45,6 +45,7 @@ class FlashAttention2(VarlenAttention):
         head_dims=tuple(range(8, 257, 8)),
         features=frozenset({"sliding_window", "softcap", "alibi_slopes"}),
         dense_prefill=True,
+        non_causal=True,
     )
     # Decode allocates its split buffers from the caching allocator, which a graph's pool serves; splits are fixed at capture
     # from the block table's width, and lengths are read on the device.
@@ -60,7 +61,7 @@ class FlashAttention2(VarlenAttention):
             self._slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=spec.device)
         # A window of w keys ends at the query itself; FA counts the keys to its left. -1 is no bound; causal sets the right one.
         self._left = -1 if spec.sliding_window is None else spec.sliding_window - 1
-        self._right = -1 if spec.sliding_window is None else 0
+        self._right = self._left if spec.sliding_window is None or not spec.causal else 0
         self._softcap = spec.softcap or 0.0
         self._folds = spec.sliding_window is None and spec.alibi_slopes is None
 
@@ -141,7 +142,7 @@ class FlashAttention2(VarlenAttention):
             0.0,  # dropout
             self.spec.scale,
             False,  # zero_tensors
-            True,  # causal
+            self.spec.causal,
             self._left,
             self._right,
             self._softcap,

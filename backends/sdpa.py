@@ -90,12 +90,13 @@ class SDPA(AttentionBackend):
     # Asked to be batch invariant, it makes one call a sequence: a kernel's shape is then the sequence's own.
     capabilities = Capabilities(
         phases=ALL_PHASES,
-        kv_dtypes=(torch.float8_e4m3fn,),
+        kv_dtypes=(torch.float8_e4m3fn, torch.int8),
         devices=("cpu", "cuda"),
         v_head_dims=None,
         value_in_key=True,
         features=FEATURES,
         dense_prefill=True,
+        non_causal=True,
         exact_host_lengths=True,  # it gathers and masks by the host's lengths
         lse=True,
         batch_invariant=True,
@@ -142,10 +143,12 @@ class SDPA(AttentionBackend):
         # In a step that is EXTEND every sequence's keys are gathered, unless that may not hang on the others.
         alone = self.spec.batch_invariant and metadata.phase is not Phase.DECODE
         dense = (alone or metadata.phase is Phase.PREFILL) and longest == query_len
-        # What an fp8 cache holds is read back, or the answer would depend on how a prompt was cut into chunks.
+        # What a cache of 8 bits holds is read back, or the answer would depend on how a prompt was cut into chunks.
         dense = dense and self.spec.cache_dtype == self.spec.dtype
+        if not self.spec.causal and self.spec.features == {"sliding_window"}:
+            plain = longest <= (self.spec.sliding_window or 0)  # an encoder's short texts lie inside of the window
         if dense and plain:
-            return DenseGroup(tokens, count, query_len, None, None, causal=query_len > 1)
+            return DenseGroup(tokens, count, query_len, None, None, causal=self.spec.causal and query_len > 1)
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
         every_key_seen = query_len == 1 and plain and bool((kv_lens == longest).all())
         bias = None if every_key_seen else self._bias(kv_lens, query_len, longest).to(device)
@@ -185,7 +188,7 @@ class SDPA(AttentionBackend):
                 self._attend(q, *self._gather(cache, group), group, out, lse)
 
     def _gather(self, cache: LayerCache, group: DenseGroup) -> tuple[Tensor, Tensor]:
-        """Cached keys and values in the layer's element type; those of an fp8 cache times their scales."""
+        """Cached keys and values in the layer's element type; those of a cache of 8 bits times their scales."""
         assert group.slots is not None
         k, v = self._in_place(cache, group.run) or cache.gather(group.slots)
         if k.dtype == self.spec.dtype:
@@ -195,7 +198,7 @@ class SDPA(AttentionBackend):
 
     def _in_place(self, cache: LayerCache, run: ContiguousBlocks | None) -> tuple[Tensor, Tensor] | None:
         axes = cache.layout.tensors
-        if run is None or not cache.layout.has_value:
+        if run is None or not cache.layout.has_value or cache.layout.has_scales:
             return None
         k = run.rows(cache.key, axes["key"], cache.block_size)
         v = None if k is None else run.rows(cache.value, axes["value"], cache.block_size)
@@ -292,10 +295,15 @@ def _slots(metadata: AttentionMetadata, row: int, kv_lens: Tensor) -> Tensor:
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:
     """Whether a query at one position sees a key at another (positions broadcast): bool.
 
-    Causal; with a window of w keys a query at p sees p - w + 1 .. p, itself included (transformers' and Mistral's meaning).
+    Causal, with a window of w keys a query at p sees p - w + 1 .. p, itself included (transformers' and Mistral's meaning); else
+    all keys, or those nearer than w on both sides.
     """
     distance = query_positions - key_positions
-    seen = distance >= 0
+    if spec.causal:
+        seen = distance >= 0
+    else:
+        distance = distance.abs()
+        seen = torch.ones_like(distance, dtype=torch.bool)
     if spec.sliding_window is not None:
         seen &= distance < spec.sliding_window
     return seen

@@ -35,6 +35,7 @@ class TorchVarlen(VarlenAttention):
         head_dims=tuple(range(8, 257, 8)),
         features=frozenset({"sliding_window"}),
         dense_prefill=True,
+        non_causal=True,
     )
 
     def __init__(
@@ -43,8 +44,9 @@ class TorchVarlen(VarlenAttention):
         super().__init__(spec, layout, block_size, options)
         self._attend = find(MODULE, "varlen_attn", HINT)[0]
         self._attend_out = find(MODULE, "varlen_attn_out", HINT)[0]
-        # (-1, 0) is causal; with a window of w keys, w - 1 of them lie left of the query itself.
-        self._window = (-1 if spec.sliding_window is None else spec.sliding_window - 1, 0)
+        # (-1, 0) is causal and (-1, -1) sees all; with a window of w keys, w - 1 of them lie left of the query itself.
+        left = -1 if spec.sliding_window is None else spec.sliding_window - 1
+        self._window = (left, 0 if spec.causal else left)
         self._gqa = spec.group_size > 1
 
     @classmethod

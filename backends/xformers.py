@@ -65,6 +65,7 @@ class XFormersAttention(AttentionBackend):
         block_multiple=64,
         head_dims=tuple(range(8, 257, 8)),
         dense_prefill=True,
+        non_causal=True,
     )
     graph_level = GraphLevel.UNIFORM
     options: ClassVar[Mapping[str, str]] = {
@@ -121,7 +122,8 @@ class XFormersAttention(AttentionBackend):
         phase = metadata.phase
         if phase is Phase.PREFILL:
             queries = self._lengths(metadata.query_start_loc, metadata.query_lens)
-            bias = self._masks.BlockDiagonalCausalMask(queries, queries)
+            masks = self._masks
+            bias = (masks.BlockDiagonalCausalMask if self.spec.causal else masks.BlockDiagonalMask)(queries, queries)
             return [OperatorCall(slice(0, metadata.num_tokens), self._prefill_operator, bias, paged=False, source=None)]
         if phase is Phase.EXTEND:
             return [self._paged(metadata, 0, metadata.num_seqs, load_operator("flash"))]

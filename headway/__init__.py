@@ -6,6 +6,7 @@ __all__ = [
     "AsyncLLM",
     "LLM",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineDeadError",
     "EngineSnapshot",
@@ -14,6 +15,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from headway.engine_args import EngineArgs
     from headway.hosting.host import EngineDeadError
     from headway.llm import LLM
-    from headway.outputs import CompletionOutput, RequestOutput
+    from headway.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
     from headway.registry import hookimpl
     from headway.requests.prompts import TextPrompt, TokensPrompt
     from headway.tuning.isolated.trial import create_registry
@@ -42,6 +44,7 @@ _HOME = {
     "AsyncLLM": "headway.async_llm",
     "LLM": "headway.llm",
     "CompletionOutput": "headway.outputs",
+    "EmbeddingRequestOutput": "headway.outputs",
     "EngineArgs": "headway.engine_args",
     "EngineDeadError": "headway.hosting.host",
     "EngineSnapshot": "headway.core.engine.state.stats",
@@ -50,6 +53,7 @@ _HOME = {
     "RequestOutput": "headway.outputs",
     "RequestOutputKind": "headway.core.sampling.params",
     "SamplingParams": "headway.core.sampling.params",
+    "ScoringRequestOutput": "headway.outputs",
     "StructuredOutputsParams": "headway.core.sampling.structured",
     "TextPrompt": "headway.requests.prompts",
     "TokensPrompt": "headway.requests.prompts",

@@ -302,6 +302,16 @@ class AsyncLLM:
         return self.host.error is not None and self.host.error.__cause__ is not None
 
     @property
+    def has_lost_engine(self) -> bool:
+        """True after a fault has ended the engine for good: nobody starts it again."""
+        return self.errored and not self.host.is_restarting
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """The fault that has ended the engine; None while it runs, and after a shutdown."""
+        return self.host.error if self.errored else None
+
+    @property
     def dead_error(self) -> EngineDeadError | None:
         """Why the engine has ended; None while it runs."""
         return self.host.error

@@ -20,6 +20,7 @@ from headway.core.contract.layout import (
     HND,
     LATENT,
     NHD,
+    NHD_INT8,
     VLLM_5D,
     CacheGeometry,
     CacheLayout,
@@ -30,6 +31,18 @@ from headway.core.contract.layout import (
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, Proposer, ProposerInfo, ProposerOptions, SequenceProposer
 from headway.core.contract.spec import DTYPES, KV_DTYPES, AttentionSpec
+from headway.core.contract.state import (
+    CHECKPOINT_TOKENS,
+    KEY_VALUE,
+    STATE_KINDS,
+    VALUE_KEY,
+    StateCache,
+    StateLayout,
+    StateMetadata,
+    StateParameters,
+    StateSpec,
+)
+from headway.core.contract.state_backend import StateBackend, StateBackendInfo, StateCapabilities
 from headway.core.contract.support import YES, Reason, Support
 
 __all__ = [
@@ -40,6 +53,7 @@ __all__ = [
     "AttentionSpec",
     "BackendError",
     "BackendInfo",
+    "CHECKPOINT_TOKENS",
     "CacheGeometry",
     "CacheLayout",
     "CacheWriter",
@@ -50,6 +64,7 @@ __all__ = [
     "GraphLevel",
     "HND",
     "HeadwayError",
+    "KEY_VALUE",
     "KV_DTYPES",
     "LATENT",
     "LayerCache",
@@ -58,6 +73,7 @@ __all__ = [
     "LogitsProcessorInfo",
     "ModelError",
     "NHD",
+    "NHD_INT8",
     "Phase",
     "Plan",
     "PluginError",
@@ -66,11 +82,21 @@ __all__ = [
     "ProposerInfo",
     "ProposerOptions",
     "Reason",
+    "STATE_KINDS",
     "SequenceProposer",
+    "StateBackend",
+    "StateBackendInfo",
+    "StateCache",
+    "StateCapabilities",
+    "StateLayout",
+    "StateMetadata",
+    "StateParameters",
+    "StateSpec",
     "StepLimits",
     "Support",
     "UnknownBackendError",
     "UnsupportedError",
+    "VALUE_KEY",
     "VLLM_5D",
     "YES",
     "announce_compilation",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_ar
 from headway.core.contract.errors import ConfigError, refuse_unknown
 from headway.core.engine.state.config import EngineConfig
 from headway.core.system.text import shown
+from headway.models.pooling.detect import RUNNERS, TASKS
 from headway.vllm_names import LLM_OPTIONS, is_neutral
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class EngineArgs(EngineConfig):
     device: Annotated[str, "auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
         str,
-        "auto, or dummy: random weights in a model's shapes (qwen3-0.6b, qwen3-30b-a3b and llama-3-8b ship with Headway).",
+        "auto, or dummy: random weights in a model's shapes (qwen3-0.6b, qwen3-30b-a3b, qwen3-next-80b-a3b and llama-3-8b ship).",
     ] = "auto"
     model_impl: Annotated[
         str, "What computes the model: headway (its own decoder), transformers (its code), or auto: the first that can."
@@ -41,6 +42,10 @@ class EngineArgs(EngineConfig):
     torch_compile: Annotated[
         bool | None, "Compile the layers of a model that transformers computes. Default: on a GPU without enforce_eager."
     ] = None
+    runner: Annotated[
+        str, "What the model is run for: generate (texts), pooling (embeddings and scores), or auto: what its files say."
+    ] = "auto"
+    task: Annotated[str, "The same in more detail: generate, embed, score, or auto."] = "auto"
     skip_tokenizer_init: Annotated[bool, "Load no tokenizer: token ids in and out, no text."] = False
     num_threads: Annotated[int | None, "CPU threads. Default: one per free core."] = None
     crossover_table: Annotated[
@@ -70,6 +75,9 @@ class EngineArgs(EngineConfig):
         super().__post_init__()
         if isinstance(self.plugins, (str, PathLike)) or not isinstance(self.plugins, Iterable):
             raise ConfigError("plugins", 'a list, such as ["my_backend.py"]', shown(self.plugins))
+        for option, known in (("runner", RUNNERS), ("task", TASKS)):
+            if getattr(self, option) not in known:
+                raise ConfigError(option, " or ".join(known), shown(getattr(self, option)))
         if self.registry is not None and not hasattr(self.registry, "failures"):
             raise ConfigError("registry", "a Registry or None", shown(self.registry))
         if self.registry is not None and (self.plugins or self.backends):

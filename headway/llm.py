@@ -1,4 +1,4 @@
-"""`LLM`: a model, an engine, and text in and out."""
+"""`LLM`: a model, an engine, and text in and text, vectors or scores out."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, cast, overload
+from typing import Any, NoReturn, overload
 
 from tqdm import tqdm
 
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.hosting.assembly import assemble
 from headway.hosting.driver import EngineDriver
-from headway.outputs import RequestOutput
+from headway.models.loader import LoadedModel
+from headway.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from headway.pooling.assembly import assemble_pooling
+from headway.pooling.client import PoolingClient
+from headway.pooling.find import find_pooling_model
+from headway.requests.chat_template import list_of_messages
 from headway.requests.prompts import Message, Prompt, is_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState
 from headway.vllm_names import check_keywords, missing_attribute
 
 
 class LLM:
-    """A model ready to generate. Arguments are named as vLLM's offline class names them, where it has them.
+    """A model ready to generate, to embed or to score. Arguments are named as vLLM's offline class names them, where it has them.
 
     Several threads may call one LLM: their requests share the batch, and each call returns its own.
     """
@@ -33,13 +40,53 @@ class LLM:
 
         :raises HeadwayError: anything the caller can put right, in one line.
         """
-        assembly = assemble(EngineArgs.of(*model, **options))
-        self.registry, self.device, self.num_threads, self.model, self.engine, _ = assembly
-        self.tokenizer = self.model.tokenizer
-        self.driver = EngineDriver(assembly)
-        """Shared with each AsyncLLM that runs on the same engine; see AsyncLLM.from_llm."""
+        args = EngineArgs.of(*model, **options)
+        self._driver: EngineDriver | None = None
+        self._pooling: PoolingClient | None = None
+        found = find_pooling_model(args)
+        if found is not None:
+            pooled = assemble_pooling(args, found)
+            self.registry, self.device, self.num_threads = pooled.registry, pooled.device, pooled.num_threads
+            self.tokenizer, self._pooling = pooled.model.tokenizer, PoolingClient(pooled)
+            return
+        assembly = assemble(args)
+        self.registry, self.device, self.num_threads = assembly.registry, assembly.device, assembly.num_threads
+        self.tokenizer, self._driver = assembly.model.tokenizer, EngineDriver(assembly)
         self._processor = OutputProcessor(self.tokenizer)
-        self.driver.add_listener(self._processor.process)
+        self._driver.add_listener(self._processor.process)
+
+    @property
+    def driver(self) -> EngineDriver:
+        """The engine's driver, shared with each AsyncLLM that runs on the same engine; see AsyncLLM.from_llm.
+
+        :raises ConfigError: the model is pooled and generates no text.
+        """
+        if self._driver is None:
+            raise self.pooling.generates_not()
+        return self._driver
+
+    @property
+    def engine(self) -> EngineLoop:
+        """The engine; raises as `driver`."""
+        return self.driver.engine
+
+    @property
+    def model(self) -> LoadedModel:
+        """The model that generates text; raises as `driver`."""
+        return self.driver.assembly.model
+
+    @property
+    def pooling(self) -> PoolingClient:
+        """The model that is pooled, and its engine.
+
+        :raises ConfigError: the model generates text.
+        """
+        if self._pooling is None:
+            hint = "runner='pooling' makes vectors of a decoder's last states"
+            raise ConfigError(
+                "LLM.embed and LLM.score", "a model that is pooled", f"{self.model.name}, which generates text", hint
+            )
+        return self._pooling
 
     def generate(
         self,
@@ -159,10 +206,52 @@ class LLM:
             "split_special_tokens": split_special_tokens,
         }
         check_keywords("LLM.chat", others, ("messages", "sampling_params", "use_tqdm", *template))
-        one = all(isinstance(message, Mapping) for message in messages)
-        conversations = [messages] if one else messages
-        prompts = [self.driver.validator.chat_prompt(cast("Sequence[Message]", each), **template) for each in conversations]
+        conversations = [messages] if isinstance(messages, str) else list_of_messages(messages)
+        if all(isinstance(each, Mapping) for each in conversations):
+            conversations = [conversations]
+        prompts = [self.driver.validator.chat_prompt(each, **template) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        **others: object,
+    ) -> list[EmbeddingRequestOutput]:
+        """Make a vector of each prompt; the outputs come in their order.
+
+        prompts: as in `generate`. dimensions: elements to which vectors are cut, where the model was trained for it.
+        truncate_prompt_tokens: tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused. others:
+        keywords of vLLM's; those that ask for something are refused.
+
+        :raises PromptError: an empty or too long prompt; it is found before anything runs.
+        :raises ConfigError: a model that generates or scores, or a parameter that cannot work.
+        """
+        check_keywords("LLM.embed", others, ("prompts", "dimensions", "truncate_prompt_tokens", "use_tqdm"))
+        return self.pooling.run(self.pooling.jobs.embed(prompts, dimensions, truncate_prompt_tokens), use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        **others: object,
+    ) -> list[ScoringRequestOutput]:
+        """Say how well documents fit queries: one output for each document.
+
+        data_1: a query for all documents, or one for each. data_2: a document or several. A classifier of one label reads both
+        texts; of an embedding model the score is the cosine of their vectors. truncate_prompt_tokens, others: see `embed`.
+
+        :raises PromptError: two texts that are too long together.
+        :raises ConfigError: a model that generates, or a parameter that cannot work.
+        """
+        check_keywords("LLM.score", others, ("data_1", "data_2", "truncate_prompt_tokens", "use_tqdm"))
+        return self.pooling.run(self.pooling.jobs.score(data_1, data_2, truncate_prompt_tokens), use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer of the model; None where it was loaded without one."""

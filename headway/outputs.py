@@ -1,4 +1,4 @@
-"""Outputs of `LLM.generate`, with the names of vLLM's offline API."""
+"""Outputs of `LLM.generate`, `LLM.embed` and `LLM.score`, with the names of vLLM's offline API."""
 
 from __future__ import annotations
 
@@ -69,3 +69,44 @@ class RequestOutput:
     """One for each token of the prompt, None for the first; None as a whole where none were asked for."""
     lora_request: None = None
     """Always None; for scripts of vLLM's that read this field."""
+
+
+@dataclass
+class EmbeddingOutput:
+    """A text's vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of the vector."""
+        return len(self.embedding)
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
+class ScoringOutput:
+    """How well a document fits a query."""
+
+    score: float
+    """What a classifier answers, as a rule between 0 and 1; of an embedding model the cosine, between -1 and 1."""
+
+
+@dataclass
+class ScoringRequestOutput:
+    """A query with a document, and their score."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """Of both texts, with what stands around and between them."""
+    finished: bool = True

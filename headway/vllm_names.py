@@ -49,8 +49,8 @@ LLM_OPTIONS: Final = {
     ),
     **_each("enable_lora max_lora_rank", _NO_ADAPTERS),
     **_each("limit_mm_per_prompt mm_processor_kwargs", _TEXT_ALONE),
-    **_each("task runner", "leave it out: Headway generates text"),
-    "calculate_kv_scales": "not supported yet: a fp8 cache has the checkpoint's scales, or 1; see kv_cache_dtype",
+    "calculate_kv_scales": "not supported yet: fp8 has the checkpoint's scales; see kv_cache_dtype, int8_per_token_head",
+    "convert": "Headway calls it task: embed or score",
     "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
     "disable_log_requests": "leave it out: RequestOutput.metrics has the times of each request",
     "download_dir": "set the environment variable HF_HOME",
@@ -72,7 +72,7 @@ NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
     **dict.fromkeys(("swap_space", "cpu_offload_gb"), (0,)),
     **dict.fromkeys(("trust_remote_code", "enable_lora", "enable_expert_parallel", "enable_sleep_mode"), (False,)),
-    **dict.fromkeys(("task", "runner"), ("auto", "generate")),
+    "convert": ("auto", "none"),
     "tokenizer_mode": ("auto",),
     "disable_log_stats": (True,),
 }
@@ -90,11 +90,9 @@ CALL_KEYWORDS: Final = {
 """Keywords of vLLM's generate and chat -> what to do."""
 
 METHODS: Final = {
-    "encode": "Headway generates text; get_tokenizer() turns texts into ids",
-    "embed": "Headway generates text, and has no embedding models yet",
-    "classify": "Headway generates text; structured_outputs with a choice of labels classifies",
-    "score": "Headway generates text; prompt_logprobs scores a text",
-    "reward": "Headway generates text",
+    "encode": "embed and score run models that are pooled; get_tokenizer() turns texts into ids",
+    "classify": "score runs classifiers of one label; elsewhere structured_outputs with a choice of labels classifies",
+    "reward": "score runs classifiers of one label",
     "beam_search": "SamplingParams(best_of=..., n=...) returns the likeliest of several completions",
     **_each("start_profile stop_profile", "headway bench throughput --profile FILE writes a trace"),
     **_each("sleep wake_up", _FREE_MEMORY),

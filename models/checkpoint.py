@@ -12,7 +12,7 @@ from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import DTYPES
 from headway.core.system.files import read_text
 from headway.core.system.text import shown
-from headway.models.families import FAMILIES, known_architectures
+from headway.models.families import FAMILIES, TEXT_PARTS, known_architectures
 
 _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json as quantization_config."""
@@ -35,8 +35,11 @@ _ABOVE_ZERO = {"rms_norm_eps": 1.0, "attn_logit_softcapping": 1e6, "final_logit_
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
-def check_folder(folder: Path) -> Mapping[str, Any]:
+def check_folder(folder: Path, weights: bool = True, generates: bool = True) -> Mapping[str, Any]:
     """Read config.json, which is returned, and its neighbours.
+
+    weights: whether they are to be read, and must not be quantised.
+    generates: whether the model is to generate text; else it is pooled, and its architecture is for others to look at.
 
     :raises ModelError: not a whole model, a quantised one, one that is no causal language model, or one with impossible sizes.
     """
@@ -49,9 +52,13 @@ def check_folder(folder: Path) -> Mapping[str, Any]:
     if not (folder / "config.json").is_file():
         raise ModelError(f"model {folder}: needs a config.json in the folder, got none")
     config = _read(folder / "config.json")
-    _check_architecture(folder, config)
-    _check_weights(folder, config)
-    check_sizes(folder, config)
+    _check_kind(folder, config)
+    if generates:
+        _check_architecture(folder, config)
+    if weights:
+        _check_weights(folder, config)
+    text = config.get("text_config") if config.get("model_type") in TEXT_PARTS else None
+    check_sizes(folder, text if isinstance(text, Mapping) else config)
     return config
 
 
@@ -73,8 +80,8 @@ def unknown(config: Mapping[str, Any]) -> str:
     return f"model architecture: {needed()}, got {named}{own}"
 
 
-def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
-    kind, listed = config.get("model_type"), architectures_of(config)
+def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
+    kind = config.get("model_type")
     if kind is not None and not isinstance(kind, str):
         raise ModelError(f"model {folder}: config.json cannot be used: model_type needs a text, got {shown(kind)}")
     for name in ("dtype", "torch_dtype"):
@@ -87,7 +94,11 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
             )
     if kind is None:
         raise ModelError(f"model {folder}: config.json cannot be used: it names no model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+
+
+def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
+    kind, listed = config["model_type"], architectures_of(config)
+    family = FAMILIES.get(kind)
     purpose = _purpose(listed)
     if family is not None and listed and family.architecture not in listed:
         raise ModelError(
@@ -99,7 +110,7 @@ def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
     if embedding is not None:
         raise ModelError(
             f"model {folder}: needs a model that generates text, got an embedding model by its {embedding}; "
-            "sentence-transformers runs it"
+            "LLM.embed and headway serve run it"
         )
     for key, causal in (("is_causal", True), ("use_bidirectional_attention", False), ("is_encoder_decoder", False)):
         if key in config and config[key] is not None and bool(config[key]) is not causal:

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.state import StateSpec
 from headway.models.experts.config import ExpertsConfig
 from headway.models.names import LLAMA_NAMES, TensorNames
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+GateActivation = Literal["silu", "sigmoid", "none"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,20 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Where one layer differs from the others."""
+    """What one layer is made of: attention, a part with a state, or both side by side, and then an MLP; each may be absent."""
 
     sliding_window: int | None = None
     rope: int | None = 0
     """Index of the layer's rotary embedding in `DecoderConfig.ropes`; None: it has none."""
-    experts: bool = False
-    """Whether its MLP is the one of `DecoderConfig.experts`; else it is dense."""
+    attention: bool = True
+    """Whether it has attention: latent where `DecoderConfig.latent` is given."""
+    state: bool = False
+    """Whether it has the part with a state of `DecoderConfig.state`. Beside attention both read one normed input, and the sum of
+    what they give is added (Falcon-H1)."""
+    mlp: Literal["dense", "experts"] | None = "dense"
+    """experts: the one of `DecoderConfig.experts`."""
+    names: TensorNames | None = None
+    """What its tensors are called, where they are not called as in `DecoderConfig.names`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,44 @@ class LatentConfig:
     def kv_dim(self) -> int:
         """Elements cached of a token: a latent, and behind the latent the key's rotated part."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class StateConfig:
+    """The parts with a state, all of one kind, and what surrounds the recurrence in them."""
+
+    spec: StateSpec
+    """Sizes. The decoder puts in the element type and the device that the model is loaded with."""
+    gate: GateActivation = "silu"
+    """Activation of the gate that multiplies the recurrence's output."""
+    norm_size: int = 0
+    """Elements of the output that are normed together; 0: it is not normed."""
+    norm_eps: float | None = None
+    """Epsilon of that norm, where it is not the model's."""
+    norm_all_weights: bool = False
+    """Whether each element of the output has a weight of that norm, instead of each element of what is normed together."""
+    gate_first: bool = False
+    """Whether the output is multiplied by its gate before it is normed."""
+    dt_rank: int = 0
+    """Elements that dt is made of (`mamba1`)."""
+    conv_bias: bool = False
+    in_bias: bool = False
+    out_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors of products' results (Falcon-H1), which the weights are multiplied by when they are read."""
+
+    qkv: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    attention: float = 1.0
+    """Of what attention adds to the residual stream; the next alike."""
+    state: float = 1.0
+    mlp: float = 1.0
+    gate: float = 1.0
+    """Of the MLP's first product, whose result is activated."""
+    sections: tuple[tuple[str, float], ...] = ()
+    """Of the sections of the input product of a part with a state."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +147,11 @@ class DecoderConfig:
     """Whether each layer brings one logit a head that joins the softmax (gpt-oss)."""
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
+    state: StateConfig | None = None
+    multipliers: Multipliers = Multipliers()
+    output_gate: bool = False
+    """Whether what attention gives is multiplied by the sigmoid of a gate, which the product of q has beside each head's query
+    (Qwen3-Next)."""
     embedding_scale: float = 1.0
     position_offset: int = 0
     """Rows of a table of learned positions that come before that of position 0 (OPT)."""
@@ -115,8 +167,8 @@ class DecoderConfig:
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Each layer's window."""
-        return tuple(layer.sliding_window for layer in self.layers)
+        """The window of each layer of attention."""
+        return tuple(layer.sliding_window for layer in self.layers if layer.attention)
 
 
 class BeyondDecoderError(ModelError):

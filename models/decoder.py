@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.model import Attention
+from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import CONV, GATED_DELTA, KDA, MAMBA1, MAMBA2
 from headway.models.config import DecoderConfig
 from headway.models.invariant import invariant_operations
+from headway.models.layers.gated_delta import GatedDelta
+from headway.models.layers.kda import KimiDelta
 from headway.models.layers.latent_attention import LatentAttention
+from headway.models.layers.mamba import Mamba1, Mamba2
 from headway.models.layers.mlp import MLP, ExpertsMLP
+from headway.models.layers.parts import AttentionPart, MixerPart, MLPPart, Part, SideBySide, StatefulPart
 from headway.models.layers.self_attention import SelfAttention
+from headway.models.layers.short_convolution import ShortConvolution
+from headway.models.layers.state_part import StatePart
 from headway.models.layers.tensors import LayerTensors, read_kv_scales
 from headway.models.linear import Linear
 from headway.models.operations import Embedding, Norm, Operations, Rope, TorchOperations
@@ -22,41 +30,6 @@ from headway.models.weights import WeightSource
 
 if TYPE_CHECKING:
     from headway.models.experts.fused import FusedExperts
-
-
-class AttentionPart(Protocol):
-    """The attention of a layer with its norms, projections and residual."""
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """The layer's attention as a backend sees it."""
-
-    @property
-    def linears(self) -> list[Linear]:
-        """Products of this part, which absorb norms and are checked for batch invariance."""
-
-    def absorb_norms(self, ops: Operations) -> None:
-        """Merge norms into the products that follow them, where the operations can."""
-
-    def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Compute the attention and return the new residual stream.
-
-        x: [num_tokens, hidden_size], the residual stream, overwritten; rope: as `Operations.embed` returned it.
-        """
-
-
-class MLPPart(Protocol):
-    """The MLP of a layer, dense or with experts, with its norms and residual."""
-
-    @property
-    def linears(self) -> list[Linear]:
-        """Products of this part, which absorb norms and are checked for batch invariance."""
-
-    def absorb_norms(self, ops: Operations) -> None:
-        """Merge norms into the products that follow them, where the operations can."""
-
-    def __call__(self, x: Tensor, ops: Operations) -> Tensor:
-        """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
 
 
 def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
@@ -85,12 +58,20 @@ class Decoder:
         tensors = LayerTensors(config, weights)
         table = tensors.take(f"{names.embed}.weight", config.vocab_size, config.hidden_size)
         self.embed = Embedding(table, _rounded(config.embedding_scale, table), _positions(config, tensors))
-        self.layers = [DecoderLayer(config, index, weights, batch_invariant) for index in range(config.num_layers)]
+        self.attention_specs: list[AttentionSpec] = []
+        self.state_layers: list[StateLayer] = []
+        self.layers: list[DecoderLayer] = []
+        for index in range(config.num_layers):
+            places = len(self.attention_specs), len(self.state_layers)
+            layer = DecoderLayer(config, index, places, weights, batch_invariant)
+            self.layers.append(layer)
+            self.attention_specs += [] if layer.attention is None else [layer.attention.spec]
+            self.state_layers += [] if layer.state is None else layer.state.state_layers
         self.norm = _scaled(tensors.norm(names.norm, config.hidden_size), config.logit_scale)
         head = f"{names.head}.weight"
         tied = config.tie_word_embeddings and head not in weights
         self.lm_head = Linear(table if tied else tensors.take(head, config.vocab_size, config.hidden_size))
-        weights.finish(names.ignored)
+        weights.finish(names.ignored, names.ignored_modules)
         ropes = rope_tables(config.ropes, weights.device)
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
         self.operations = operations_for(*ropes)
@@ -98,13 +79,12 @@ class Decoder:
             self.operations = invariant_operations(self.operations, linears, weights.device)
         for layer in self.layers:
             layer.absorb_norms(self.operations)
-        self.attention_specs = [layer.attention.spec for layer in self.layers]
-        parts = [layer.attention for layer in self.layers]
+        parts = [layer.attention for layer in self.layers if layer.attention is not None]
         self.latent_layers = {
             index: part.layer for index, part in enumerate(parts) if isinstance(part, LatentAttention) and part.layer
         }
-        self.kv_scales = [layer.kv_scales for layer in self.layers]
-        """k_scale and v_scale of each layer's cache where it is fp8, from the checkpoint or 1."""
+        self.kv_scales = [layer.kv_scales for layer in self.layers if layer.attention is not None]
+        """k_scale and v_scale of each attention layer's cache where it is fp8, from the checkpoint or 1."""
 
     @property
     def vocab_size(self) -> int:
@@ -136,31 +116,63 @@ class Decoder:
 
 
 class DecoderLayer:
-    """Attention, then MLP or experts."""
+    """Attention, a part with a state or both, and then an MLP or experts: those that LayerConfig names."""
 
-    def __init__(self, config: DecoderConfig, index: int, weights: WeightSource, batch_invariant: bool) -> None:
+    def __init__(
+        self, config: DecoderConfig, index: int, places: tuple[int, int], weights: WeightSource, batch_invariant: bool
+    ) -> None:
+        """places: how many layers of attention and how many with a state the model has before this one."""
+        layer = config.layers[index]
+        config = config if layer.names is None else replace(config, names=layer.names)
         tensors = LayerTensors(config, weights, config.names.layer.format(index))
-        self._rope = config.layers[index].rope
-        kind = SelfAttention if config.latent is None else LatentAttention
-        self.attention: AttentionPart = kind(config, index, tensors, batch_invariant)
-        k_scale, v_scale = read_kv_scales(tensors)
-        self.kv_scales = k_scale, v_scale if config.latent is None else k_scale  # a value inside the key has the key's
-        self.mlp: MLPPart = ExpertsMLP(config, tensors) if config.layers[index].experts else MLP(config, tensors)
+        self._rope = layer.rope
+        self.attention: AttentionPart | None = None
+        self.state: StatefulPart | None = None
+        if layer.attention:
+            attention = SelfAttention if config.latent is None else LatentAttention
+            self.attention = attention(config, layer, places[0], tensors, batch_invariant)
+            k_scale, v_scale = read_kv_scales(tensors)
+            self.kv_scales = k_scale, v_scale if config.latent is None else k_scale  # a value inside the key has the key's
+        if layer.state:
+            assert config.state is not None
+            self.state = STATE_PARTS[config.state.spec.kind](config, places[1], tensors, batch_invariant)
+        self._mixer: MixerPart | SideBySide | None = self.attention or self.state
+        if self.attention is not None and self.state is not None:
+            norm = tensors.norm(config.names.side_by_side_norm, config.hidden_size)
+            self._mixer = SideBySide(norm, self.attention, self.state)
+        self.mlp: MLPPart | None = None
+        if layer.mlp is not None:
+            self.mlp = ExpertsMLP(config, tensors) if layer.mlp == "experts" else MLP(config, tensors)
 
     def absorb_norms(self, ops: Operations) -> None:
         """Merge norms into the products that follow them, where the operations can."""
-        self.attention.absorb_norms(ops)
-        self.mlp.absorb_norms(ops)
+        for part in self._parts:
+            part.absorb_norms(ops)
 
     @property
     def linears(self) -> list[Linear]:
         """Products of this part, which absorb norms and are checked for batch invariance."""
-        return [*self.attention.linears, *self.mlp.linears]
+        return [linear for part in self._parts for linear in part.linears]
+
+    @property
+    def _parts(self) -> list[Part]:
+        return [part for part in (self.attention, self.state, self.mlp) if part is not None]
 
     def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream, used up; ropes: of `Operations.embed`."""
-        rope = None if self._rope is None else ropes[self._rope]
-        return self.mlp(self.attention(x, rope, ops, attention), ops)
+        if self._mixer is not None:
+            x = self._mixer(x, None if self._rope is None else ropes[self._rope], ops, attention)
+        return x if self.mlp is None else self.mlp(x, ops)
+
+
+STATE_PARTS: dict[str, type[StatePart]] = {
+    GATED_DELTA: GatedDelta,
+    KDA: KimiDelta,
+    MAMBA2: Mamba2,
+    MAMBA1: Mamba1,
+    CONV: ShortConvolution,
+}
+"""What computes a part with a state, by the kind of its recurrence."""
 
 
 def _positions(config: DecoderConfig, tensors: LayerTensors) -> Tensor | None:

@@ -29,30 +29,35 @@ def mixtral(config: Any) -> dict[str, Any]:
 
 def qwen2_moe(config: Any) -> dict[str, Any]:
     """A gated shared expert, and biases of q, k and v."""
-    return {**_qwen(config), "qkv_bias": bool(config.qkv_bias)}
+    return {**qwen_experts(config), "qkv_bias": bool(config.qkv_bias)}
 
 
 def qwen3_moe(config: Any) -> dict[str, Any]:
     """No shared expert, and norms of heads."""
-    return {**_qwen(config), **qwen3(config)}
+    return {**qwen_experts(config), **qwen3(config)}
 
 
-def _qwen(config: Any) -> dict[str, Any]:
+def qwen_experts(config: Any) -> dict[str, Any]:
     """What Qwen2-MoE and Qwen3-MoE share: experts in some layers or all."""
-    shared = getattr(config, "shared_expert_intermediate_size", 0)
-    experts = ExpertsConfig(
-        num_experts=_count(config),
-        top_k=config.num_experts_per_tok,
-        intermediate_size=config.moe_intermediate_size,
-        shared_intermediate_size=shared,
-        shared_gate=shared > 0,
-        renormalize=bool(config.norm_topk_prob),
-    )
+    experts = qwen_expert_sizes(config, bool(config.norm_topk_prob))
     step, layers = config.decoder_sparse_step, range(config.num_hidden_layers)
     if type(step) is not int or step < 1:
         raise ModelError(f"decoder_sparse_step: needs a whole number of at least 1, got {step!r}")
     plain = set(config.mlp_only_layers or ())
     return {"experts": experts, "dense_layers": {index for index in layers if index in plain or (index + 1) % step}}
+
+
+def qwen_expert_sizes(config: Any, renormalize: bool) -> ExpertsConfig:
+    """Qwen's experts, with a shared one that is gated or without."""
+    shared = getattr(config, "shared_expert_intermediate_size", 0)
+    return ExpertsConfig(
+        num_experts=_count(config),
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        shared_intermediate_size=shared,
+        shared_gate=shared > 0,
+        renormalize=renormalize,
+    )
 
 
 def gpt_oss(config: Any) -> dict[str, Any]:
@@ -100,6 +105,23 @@ def deepseek(config: Any) -> dict[str, Any]:
         correction_bias=third,
     )
     return {"experts": experts, "dense_layers": set(range(config.first_k_dense_replace))}
+
+
+def sigmoid_experts(config: Any) -> ExpertsConfig:
+    """DeepSeek-V3's experts, as families with other keys for the rest have them (Kimi-Linear)."""
+    return ExpertsConfig(
+        num_experts=_count(config),
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        shared_intermediate_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+        scoring="sigmoid",
+        renormalize=bool(config.norm_topk_prob),
+        scale=float(config.routed_scaling_factor),
+        num_groups=config.n_group,
+        top_k_groups=config.topk_group,
+        group_score="top2",
+        correction_bias=True,
+    )
 
 
 def _count(config: Any) -> Any:

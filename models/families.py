@@ -10,7 +10,9 @@ from typing import Any
 from headway.core.contract.errors import ModelError
 from headway.models import dense_families as dense
 from headway.models import expert_families as experts
+from headway.models import hybrid_families as hybrid
 from headway.models import latent_families as latent
+from headway.models import mamba_families as mamba
 from headway.models.config import Activation, BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig
 from headway.models.names import LLAMA_NAMES, TensorNames
 from headway.models.rope import read_rope
@@ -32,36 +34,52 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "bamba": Family("BambaForCausalLM", mamba.bamba, mamba.BAMBA_NAMES, windowed=False, partial_rotary=True),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", latent.deepseek, windowed=False),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", latent.deepseek, windowed=False),
+    "falcon_h1": Family("FalconH1ForCausalLM", mamba.falcon_h1, mamba.FALCON_H1_NAMES, windowed=False),
     "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
     "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),
     "gemma3_text": Family("Gemma3ForCausalLM", dense.gemma3, dense.GEMMA2_NAMES),
     "gpt2": Family("GPT2LMHeadModel", dense.gpt2, dense.GPT2_NAMES, windowed=False),
     "gpt_oss": Family("GptOssForCausalLM", experts.gpt_oss, experts.GPT_OSS_NAMES),
     "granite": Family("GraniteForCausalLM", dense.granite, windowed=False),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", mamba.granite_hybrid, mamba.GRANITE_HYBRID_NAMES, windowed=False),
+    "jamba": Family("JambaForCausalLM", mamba.jamba, mamba.JAMBA_NAMES, windowed=False),
+    "kimi_linear": Family("KimiLinearForCausalLM", hybrid.kimi_linear, hybrid.KIMI_NAMES, windowed=False),
+    "lfm2": Family("Lfm2ForCausalLM", hybrid.lfm2, hybrid.LFM2_NAMES, windowed=False),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.lfm2_moe, hybrid.LFM2_NAMES, windowed=False),
     "llama": Family("LlamaForCausalLM", dense.biases, windowed=False),
     "mistral": Family("MistralForCausalLM"),
     "mixtral": Family("MixtralForCausalLM", experts.mixtral, experts.MIXTRAL_NAMES),
+    "nemotron_h": Family("NemotronHForCausalLM", mamba.nemotron_h, mamba.NEMOTRON_H_NAMES, windowed=False),
     "olmo2": Family("Olmo2ForCausalLM", dense.olmo2, dense.OLMO2_NAMES, windowed=False),
+    "olmo_hybrid": Family("OlmoHybridForCausalLM", hybrid.olmo_hybrid, hybrid.OLMO_HYBRID_NAMES, windowed=False),
     "opt": Family("OPTForCausalLM", dense.opt, dense.OPT_NAMES, windowed=False),
     "phi3": Family("Phi3ForCausalLM", names=dense.PHI3_NAMES, partial_rotary=True),
     "qwen2": Family("Qwen2ForCausalLM", lambda config: {"qkv_bias": True}),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", experts.qwen2_moe, experts.QWEN2_MOE_NAMES),
     "qwen3": Family("Qwen3ForCausalLM", dense.qwen3),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", experts.qwen3_moe),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", hybrid.qwen3_5_moe, hybrid.QWEN3_5_NAMES, partial_rotary=True),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.qwen3_5, hybrid.QWEN3_5_NAMES, partial_rotary=True),
+    "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, partial_rotary=True),
     "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
     "starcoder2": Family("Starcoder2ForCausalLM", dense.starcoder2, dense.STARCODER2_NAMES),
 }
 """Families by model_type. SmolLM and SmolLM2 are Llama."""
 
-_ACTIVATIONS: dict[str, Activation] = {
+TEXT_PARTS = ("qwen3_5", "qwen3_5_moe")
+"""Types of models that read images too, whose text_config is of a family above: the decoder computes that part alone."""
+
+ACTIVATION_NAMES: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 """transformers' names."""
 
@@ -89,7 +107,7 @@ def read_decoder_config(config: Any) -> DecoderConfig:
         raise ModelError(f"num_attention_heads: needs a divisor of hidden_size={hidden}, got {heads}")
     head_dim = head_dim or hidden // heads
     window = (getattr(config, "sliding_window", None) or None) if family.windowed else None
-    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None))
+    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None), options.pop("layers", None))
     if any(rope.rotary_dim != head_dim for rope in ropes) and not family.partial_rotary:
         raise BeyondDecoderError(
             f"partial_rotary_factor: needs 1 in {family.architecture}, got {ropes[0].rotary_dim / head_dim:g}"
@@ -103,13 +121,16 @@ def read_decoder_config(config: Any) -> DecoderConfig:
         **options,
     }
     without_experts = read.pop("dense_layers", ()) if "experts" in read else range(len(layers))
-    layers = tuple(replace(layer, experts=index not in without_experts) for index, layer in enumerate(layers))
+    layers = tuple(
+        layer if layer.mlp is None or index in without_experts else replace(layer, mlp="experts")
+        for index, layer in enumerate(layers)
+    )
     activation, eps = read["activation"], read["norm_eps"]
-    if activation not in _ACTIVATIONS:
-        raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(_ACTIVATIONS)}, got {activation}")
+    if activation not in ACTIVATION_NAMES:
+        raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(ACTIVATION_NAMES)}, got {activation}")
     if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
         raise ModelError(f"rms_norm_eps: needs a number above 0, got {eps!r}")
-    read["activation"] = _ACTIVATIONS[activation]
+    read["activation"] = ACTIVATION_NAMES[activation]
     return DecoderConfig(
         model_type=kind,
         vocab_size=config.vocab_size,
@@ -126,11 +147,18 @@ def read_decoder_config(config: Any) -> DecoderConfig:
 
 
 def _layers(
-    config: Any, head_dim: int, window: int | None, rotated: Sequence[bool] | None
+    config: Any, head_dim: int, window: int | None, rotated: Sequence[bool] | None, parts: Sequence[LayerConfig] | None
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
-    """Each layer's window and rotary embedding, and the different ones of the latter. rotated: None: all layers are."""
+    """Each layer with its window and rotary embedding, and the different ones of the latter.
+
+    rotated: None: all layers of attention are. parts: what the layers are made of, where they are not all alike.
+    """
     count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or [_SLIDING] * count
+    if parts is None:
+        kinds, parts = getattr(config, "layer_types", None) or [_SLIDING] * count, [LayerConfig()] * count
+    else:
+        kinds = ["full_attention"] * len(parts)
+        rotated = [layer.attention and turns for layer, turns in zip(parts, rotated or [True] * len(parts), strict=True)]
     if len(kinds) != count:
         raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
     unknown = sorted(set(kinds) - {_SLIDING, "full_attention"})
@@ -142,8 +170,8 @@ def _layers(
     found = {kind: read_rope(config, head_dim, kind if by_kind else None) for kind in turning}
     ropes = tuple(dict.fromkeys(found.values()))
     layers = [
-        LayerConfig(window if kind == _SLIDING else None, ropes.index(found[kind]) if turns else None)
-        for kind, turns in zip(kinds, rotated, strict=True)
+        replace(layer, sliding_window=window if kind == _SLIDING else None, rope=ropes.index(found[kind]) if turns else None)
+        for layer, kind, turns in zip(parts, kinds, rotated, strict=True)
     ]
     return tuple(layers), ropes
 

@@ -38,6 +38,7 @@ class InvariantOperations:
         self._rows = rows
         self._activate = activate
         self.rotate_latent, self.latent_layer = inner.rotate_latent, inner.latent_layer
+        self.gate = inner.gate
         self.embed, self.norm, self.add_norm, self.softcap = inner.embed, inner.norm, inner.add_norm, cap
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
@@ -134,6 +135,7 @@ ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": gelu_in_double,
     "gelu_tanh": gelu_by_exp,
     "relu": relu,
+    "relu2": ACTIVATE["relu2"],
 }
 """Activations whose bits are the same wherever an element lies."""
 

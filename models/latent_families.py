@@ -14,6 +14,11 @@ _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 def deepseek(config: Any) -> dict[str, Any]:
     """DeepSeek-V2 and V3 (Moonlight)."""
+    return {**experts(config), **latent_attention(config)}
+
+
+def latent_attention(config: Any) -> dict[str, Any]:
+    """Sizes, scale and biases of latent attention."""
     for name in _SIZES:
         size = getattr(config, name, None)
         if type(size) is not int or size < 1:
@@ -28,8 +33,8 @@ def deepseek(config: Any) -> dict[str, Any]:
         interleaved=bool(getattr(config, "rope_interleave", True)),
     )
     bias = bool(getattr(config, "attention_bias", False))
-    scale = latent.q_dim**-0.5 * _sharpening(config.rope_parameters or {})
-    return {**experts(config), "latent": latent, "scale": scale, "qkv_bias": bias, "o_bias": bias}
+    scale = latent.q_dim**-0.5 * _sharpening(getattr(config, "rope_parameters", None) or {})
+    return {"latent": latent, "scale": scale, "qkv_bias": bias, "o_bias": bias}
 
 
 def _sharpening(rope: dict[str, Any]) -> float:

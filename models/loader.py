@@ -18,7 +18,7 @@ from headway.core.system.text import shown
 from headway.models.checkpoint import check_folder, unknown
 from headway.models.config import BeyondDecoderError, DecoderConfig
 from headway.models.decoder import Decoder
-from headway.models.families import read_decoder_config
+from headway.models.families import TEXT_PARTS, read_decoder_config
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
 from headway.models.weights import DummyWeights, Weights, WeightSource
@@ -71,21 +71,20 @@ def load_model(
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(dtype))
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError("load_format", " or ".join(LOAD_FORMATS), repr(load_format))
+    check_load_options(dtype, load_format)
     if model_impl not in MODEL_IMPLS:
         raise ConfigError("model_impl", ", ".join(MODEL_IMPLS), repr(model_impl))
     dummy = load_format == "dummy"
     folder, device = locate(name, weights=not dummy), torch.device(device)
     config = read_config(folder, plain=model_impl != "transformers")
-    chosen = _dtype(dtype, config, device)
+    chosen = chosen_dtype(dtype, config, device)
     decoder: Decoder | TransformersModel
-    native = None if model_impl == "transformers" else _decoder_config(config, required=model_impl == "headway")
+    native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
     if native is not None:
         unit = [] if native.experts is None else [f"{native.names.embed}.weight"]
-        weights: WeightSource = DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device)
+        weights: WeightSource = (
+            DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device, native.names.aliases)
+        )
         with torch.inference_mode():
             decoder, implementation = Decoder(native, weights, batch_invariant), "Headway's decoder"
     elif batch_invariant:
@@ -102,7 +101,15 @@ def load_model(
     return LoadedModel(name, folder, decoder, implementation, tokenizer, _eos(folder, config))
 
 
-def _decoder_config(config: Any, required: bool) -> DecoderConfig | None:
+def check_load_options(dtype: str, load_format: str) -> None:
+    """:raises ConfigError: unknown dtype or load_format."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(dtype))
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError("load_format", " or ".join(LOAD_FORMATS), repr(load_format))
+
+
+def decoder_config(config: Any, required: bool) -> DecoderConfig | None:
     """What Headway's decoder needs of a model; None where it does not compute the model and need not."""
     try:
         return read_decoder_config(config)
@@ -115,14 +122,15 @@ def _decoder_config(config: Any, required: bool) -> DecoderConfig | None:
         raise ModelError(f"model: config.json cannot be used ({_first_line(error)})") from error
 
 
-def read_config(folder: Path, plain: bool = True) -> Any:
+def read_config(folder: Path, plain: bool = True, weights: bool = True, generates: bool = True) -> Any:
     """The configuration of a model folder, as transformers reads it.
 
     plain: an ordinary one may be read without transformers, and has then what the decoder needs alone.
+    weights, generates: see `check_folder`.
 
     :raises ModelError: none there, one that cannot be read, or a checkpoint of a kind that Headway does not compute.
     """
-    stated = check_folder(folder)
+    stated = check_folder(folder, weights, generates)
     short = plain_config(stated) if plain else None
     if short is not None:
         return short
@@ -131,9 +139,20 @@ def read_config(folder: Path, plain: bool = True) -> Any:
     if stated["model_type"] not in CONFIG_MAPPING:
         raise ModelError(unknown(stated))
     try:  # without the model's own code: where auto_map names some, transformers would ask on the terminal and wait
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"model {folder}: config.json cannot be used ({_first_line(error)})") from error
+    return _text_part(config) if config.model_type in TEXT_PARTS else config
+
+
+def _text_part(config: Any) -> Any:
+    """The configuration of a model's text part, with what the whole model says for it."""
+    log.info("model: of %s the text part alone is computed; it reads no images", config.model_type)
+    text = config.text_config
+    text.tie_word_embeddings = config.tie_word_embeddings
+    text.dtype = text.dtype or config.dtype
+    text.eos_token_id = config.eos_token_id if text.eos_token_id is None else text.eos_token_id
+    return text
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -175,7 +194,8 @@ def _check_templates(folder: Path) -> None:
             raise ModelError(f"model {folder}: the chat template {path.name} cannot be read ({_first_line(error)})") from error
 
 
-def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+def chosen_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    """The element type that an option names; auto is float32 on a CPU, else the checkpoint's."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
     return DTYPES[name]

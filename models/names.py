@@ -15,11 +15,15 @@ class ExpertNames:
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
     interleaved: bool = False
-    """Whether one tensor holds all experts, transposed, gate and up in turn (gpt-oss): the next two, without `.weight`."""
+    """Whether the next two are transposed, gate and up in turn (gpt-oss)."""
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
+    """A tensor of all experts: read in place of `gate` and `up` where a checkpoint has it."""
     stacked_down: str = "mlp.experts.down_proj"
     shared: str = "mlp.shared_experts"
-    """An MLP with gate_proj, up_proj and down_proj."""
+    """An MLP with the next two."""
+    shared_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """Gate over up, or a single name for both."""
+    shared_down: str = "down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
 
 
@@ -38,6 +42,32 @@ class LatentNames:
 
 
 @dataclass(frozen=True)
+class StateNames:
+    """Below a layer: the products, norms and parameters of a part with a state."""
+
+    norm: str | None = "input_layernorm"
+    """Before the part."""
+    inputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """The products of the part's input, and the sections that each holds, in its order; `layers/` names each kind's sections."""
+    by_key_head: bool = False
+    """Whether a product holds all sections' rows of the first key head, then those of the second, and so on (Qwen3-Next)."""
+    conv: tuple[str, ...] = ()
+    """Convolutions: one over all channels, or one for each of the sections that they are made of."""
+    A_log: str = ""
+    dt_bias: str = ""
+    D: str = ""
+    out_norm: str = ""
+    """Norm of the recurrence's output."""
+    out: str = ""
+    low_rank: tuple[str, ...] = ()
+    """Second halves of products of low rank: of the decay and of the output's gate (`kda`), of dt (`mamba1`)."""
+    from_conv: str = ""
+    """The product of the convolution's output that gives dt, B and C (`mamba1`)."""
+    from_conv_norms: tuple[str, ...] = ()
+    """Their norms."""
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """Modules without `.weight` and `.bias`. A part that is None is not there: so the placement of norms is told."""
 
@@ -50,6 +80,8 @@ class TensorNames:
     """What the names below begin with; `{}` is the layer's number."""
     attention_norm: str | None = "input_layernorm"
     """Before attention."""
+    side_by_side_norm: str = "input_layernorm"
+    """Before attention and the part with a state together, where a layer has both."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """One after the other; a single name is all three in one tensor."""
     q_norm: str = "self_attn.q_norm"
@@ -66,10 +98,15 @@ class TensorNames:
     mlp_post_norm: str | None = None
     experts: ExpertNames = field(default_factory=ExpertNames)
     latent: LatentNames = field(default_factory=LatentNames)
+    state: StateNames = field(default_factory=StateNames)
     transposed: bool = False
     """Whether weights lie as [in_features, out_features] (GPT-2)."""
     ignored: tuple[str, ...] = ()
     """Suffixes of tensors that some of the family's checkpoints carry and nobody needs."""
+    ignored_modules: tuple[str, ...] = ()
+    """What the names of such tensors begin with: whole modules, such as those that propose drafts."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Parts of names, and what some checkpoints have in their place."""
 
 
 LLAMA_NAMES = TensorNames()

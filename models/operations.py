@@ -14,7 +14,7 @@ from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, sil
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import LatentLayer
 from headway.core.contract.spec import AttentionSpec
-from headway.models.config import Activation, LatentConfig
+from headway.models.config import Activation, GateActivation, LatentConfig
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
@@ -25,6 +25,7 @@ ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": partial(gelu, approximate="tanh"),
     "relu": relu,
+    "relu2": lambda x: relu(x).square(),
 }
 
 
@@ -70,6 +71,19 @@ class Heads:
         return self.q_norm is not None and self.q_norm.weight.shape[0] == self.num_heads * self.head_dim != self.head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What multiplies the output of attention or of a recurrence before its last product, and the norm that goes with it."""
+
+    activation: GateActivation
+    """Of the gate."""
+    norm: Norm | None = None
+    """RMSNorm of the output, over as many elements as `size`. Its weight is as long, or as long as a whole row."""
+    size: int = 0
+    gate_first: bool = False
+    """Whether the output is multiplied before it is normed (Mamba 2) instead of after."""
+
+
 Rope = tuple[Tensor, Tensor]
 """cos and sin of a step's positions."""
 
@@ -110,15 +124,19 @@ class Operations(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norm, if any, the merged product, then norm and rotation of q and k's heads.
 
-        x: [num_tokens, hidden_size]; linear: to (num_heads + 2 num_kv_heads) head_dim; rope: of `embed`; None: no rotation.
+        x: [num_tokens, hidden_size]; linear: to (num_heads + 2 num_kv_heads) head_dim, and perhaps to further heads, which come
+        behind those of v; rope: of `embed`; None: no rotation.
         Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], rows perhaps strided.
         """
 
-    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+    def rotate_latent(
+        self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
+    ) -> tuple[Tensor, Tensor]:
         """Rotation of each query head's last elements; norm of the latents, and rotation of the key's elements behind them.
 
         q: [num_tokens, num_heads q_dim]; latent: [num_tokens, kv_dim]; rows perhaps strided, used up. norm: of kv_lora_rank
-        elements. Returns q [num_tokens, num_heads, q_dim] and latents [num_tokens, 1, kv_dim].
+        elements; rope: of `embed`; None: no rotation. Returns q [num_tokens, num_heads, q_dim] and latents
+        [num_tokens, 1, kv_dim].
         """
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
@@ -129,6 +147,9 @@ class Operations(Protocol):
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """residual + product of x [rows, in_features]; residual: [rows, out_features], which is used up."""
+
+    def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+        """x times the activation of `by`, both [num_tokens, size], rows perhaps strided, with the gate's norm."""
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """cap * tanh(logits / cap), in place (Gemma 2)."""
@@ -147,6 +168,22 @@ class Experts(Protocol):
 def softcap(logits: Tensor, cap: float) -> Tensor:
     """See Operations."""
     return logits.div_(cap).tanh_().mul_(cap)
+
+
+GATES: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": torch.sigmoid, "none": lambda by: by}
+
+
+def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+    """See Operations. Computed in float32 and rounded once."""
+    y, factor = x.float(), GATES[gate.activation](by.float())
+    if gate.norm is None:
+        return (y * factor).to(x.dtype)
+    if gate.gate_first:
+        y = y * factor
+    y = rms_norm(y.reshape(len(y), y.shape[1] // gate.size, gate.size), (gate.size,), eps=gate.norm.eps)
+    weight = gate.norm.weight.float()
+    y = (y * (weight if len(weight) == gate.size else weight.view(-1, gate.size))).flatten(1)
+    return (y if gate.gate_first else y * factor).to(x.dtype)
 
 
 class TorchOperations:
@@ -205,7 +242,8 @@ class TorchOperations:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """RoPE (Su et al. 2021) in transformers' half-split order."""
         num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
-        qkv = linear(x if norm is None else self.norm(x, norm)).view(-1, rotated + heads.num_kv_heads, heads.head_dim)
+        qkv = linear(x if norm is None else self.norm(x, norm))
+        qkv = qkv.view(len(qkv), linear.out_features // heads.head_dim, heads.head_dim)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = qk[:, :num_heads], qk[:, num_heads:]
@@ -218,13 +256,16 @@ class TorchOperations:
             qk = _rotated(qk, rope)
         return qk[:, :num_heads], qk[:, num_heads:], v
 
-    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
+    def rotate_latent(
+        self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
+    ) -> tuple[Tensor, Tensor]:
         """See Operations."""
-        still, turned = q.view(q.shape[0], q.shape[1] // config.q_dim, config.q_dim).tensor_split(
-            [config.qk_nope_head_dim], dim=-1
-        )
+        q = q.view(q.shape[0], q.shape[1] // config.q_dim, config.q_dim)
         rows, key = latent[:, None].tensor_split([config.kv_lora_rank], dim=-1)
         rows = self.norm(rows, norm)
+        if rope is None:
+            return q, torch.cat([rows, key], dim=-1)
+        still, turned = q.tensor_split([config.qk_nope_head_dim], dim=-1)
         return torch.cat([still, _rotated(turned, rope)], dim=-1), torch.cat([rows, _rotated(key, rope)], dim=-1)
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
@@ -234,6 +275,10 @@ class TorchOperations:
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
         return residual + linear(x)
+
+    def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+        """See Operations."""
+        return apply_gate(x, by, gate)
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """See Operations."""

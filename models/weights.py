@@ -44,8 +44,8 @@ class WeightSource(Protocol):
     def take_number(self, name: str) -> float:
         """A tensor of one element, whatever its shape."""
 
-    def finish(self, ignored: tuple[str, ...] = ()) -> None:
-        """Nothing more is taken; ignored: suffixes of what may be left."""
+    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
+        """Nothing more is taken. ignored: suffixes of what may be left; modules: what names of such tensors begin with."""
 
 
 class Weights:
@@ -54,9 +54,12 @@ class Weights:
     Each goes from the mapped file to the device by itself: no copy of the checkpoint is made in host memory.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """:raises ModelError: no safetensors file in the folder, or one that is missing or truncated."""
-        self.folder, self.dtype, self.device = folder, dtype, device
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, aliases: tuple[tuple[str, str], ...] = ()) -> None:
+        """aliases: parts of names, and what stands in their place where the checkpoint has no tensor of the name.
+
+        :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
+        """
+        self.folder, self.dtype, self.device, self._aliases = folder, dtype, device, aliases
         self._file_of: dict[str, Any] = {}
         for path in _files(folder):
             file = _open(path, device)
@@ -68,8 +71,8 @@ class Weights:
 
     def _stored(self, name: str) -> str:
         """The checkpoint's own name: one of the model without its output head leaves out what names that (`transformer.`)."""
-        below = name.partition(".")[2]
-        return below if name not in self._file_of and below in self._file_of else name
+        others = [name.replace(part, other, 1) for part, other in self._aliases if part in name]
+        return next((known for known in (name, name.partition(".")[2], *others) if known in self._file_of), name)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read one tensor.
@@ -124,14 +127,14 @@ class Weights:
             raise ModelError(f"weights: {name} needs one element, got shape {list(tensor.shape)}")
         return float(tensor)
 
-    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
         """Check that nothing was left over: a tensor nobody took means a model that computes something else.
 
-        ignored: suffixes of tensors of which it does not.
+        ignored: suffixes of tensors of which it does not; modules: what the names of such tensors begin with.
 
         :raises ModelError: naming the first few.
         """
-        left = sorted(name for name in self._left if not name.endswith(IGNORED + ignored))
+        left = sorted(name for name in self._left if not name.endswith(IGNORED + ignored) and not name.startswith(modules))
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
         self._file_of.clear()
@@ -254,5 +257,5 @@ class DummyWeights:
         """No scale is drawn."""
         return 1.0
 
-    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
         """Nothing can be left over."""

@@ -8,10 +8,11 @@ if TYPE_CHECKING:
     from headway.registry.create import create_registry
     from headway.registry.hookspecs import hookimpl
     from headway.registry.records import PluginFailure
-    from headway.registry.registry import BackendEntry, Registry
+    from headway.registry.registry import Registry
+    from headway.registry.shelf import BackendEntry
 
 _HOME = {
-    "BackendEntry": "registry",
+    "BackendEntry": "shelf",
     "PluginFailure": "records",
     "Registry": "registry",
     "create_registry": "create",

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheWriter, LayoutInfo
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateSpec
+from headway.core.contract.state_backend import StateBackend, StateBackendInfo
 from headway.core.speculation.proposers import BUILTIN
 from headway.registry.hookspecs import hookimpl
 
@@ -92,6 +94,18 @@ def _xformers() -> type[AttentionBackend]:
     return XFormersAttention
 
 
+def _triton_states() -> type[StateBackend]:
+    from headway.backends.states.triton.backend import TritonStates
+
+    return TritonStates
+
+
+def _torch_states() -> type[StateBackend]:
+    from headway.backends.states.torch_states import TorchStates
+
+    return TorchStates
+
+
 def _info(name: str, summary: str, load: Callable[[], type[AttentionBackend]], extra: str = "") -> BackendInfo:
     return BackendInfo(name, summary, load, extra, api_version=API_VERSION)
 
@@ -99,7 +113,7 @@ def _info(name: str, summary: str, load: Callable[[], type[AttentionBackend]], e
 @hookimpl
 def headway_register_layouts() -> list[LayoutInfo]:
     """Register the built-in layouts."""
-    return [LayoutInfo(layout, _writer) for layout in (NHD, HND, VLLM_5D, LATENT)]
+    return [LayoutInfo(layout, _writer) for layout in (NHD, HND, VLLM_5D, LATENT, NHD_INT8)]
 
 
 @hookimpl
@@ -127,6 +141,33 @@ def headway_register_backends() -> list[BackendInfo]:
         _info("sdpa", "torch's scaled_dot_product_attention, the kernel torch picks", _sdpa),
         _info("sdpa.math", "the baseline: torch's MATH kernel over gathered rows", _sdpa_math),
     ]
+
+
+@hookimpl
+def headway_register_state_layouts() -> list[StateLayout]:
+    """Register the built-in layouts of states."""
+    return [KEY_VALUE, VALUE_KEY]
+
+
+@hookimpl
+def headway_register_state_backends() -> list[StateBackendInfo]:
+    """Register the built-in backends for layers with a state, the best first."""
+    return [
+        StateBackendInfo(
+            "triton",
+            "our steps in one launch and chunked scans in Triton, every layout",
+            _triton_states,
+            "headway[triton]",
+            api_version=API_VERSION,
+        ),
+        StateBackendInfo("torch", "the baseline: batched products of torch, every kind", _torch_states, api_version=API_VERSION),
+    ]
+
+
+@hookimpl
+def headway_rank_state_backends(spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+    """Order for a start without measurements: as registered, and the baseline last."""
+    return sorted(candidates, key=lambda name: name == "torch")
 
 
 _PROMPTS = (

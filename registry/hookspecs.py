@@ -11,6 +11,8 @@ from headway.core.contract.layout import LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateLayout, StateSpec
+from headway.core.contract.state_backend import StateBackendInfo
 
 PROJECT = "headway"
 """pluggy's project name, and the entry-point group plugins are found in."""
@@ -30,6 +32,16 @@ def headway_register_backends() -> Iterable[BackendInfo]:  # type: ignore[empty-
 
 
 @hookspec
+def headway_register_state_layouts() -> Iterable[StateLayout]:  # type: ignore[empty-body]
+    """Return the layouts this plugin brings for the states of layers that keep one."""
+
+
+@hookspec
+def headway_register_state_backends() -> Iterable[StateBackendInfo]:  # type: ignore[empty-body]
+    """Return the backends this plugin brings for layers with a state; no kernel library may be imported to answer."""
+
+
+@hookspec
 def headway_register_logits_processors() -> Iterable[LogitsProcessorInfo]:  # type: ignore[empty-body]
     """Return the logits processors this plugin brings, which requests name in `SamplingParams.logits_processors`."""
 
@@ -37,6 +49,11 @@ def headway_register_logits_processors() -> Iterable[LogitsProcessorInfo]:  # ty
 @hookspec(firstresult=True)
 def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> Sequence[str] | None:
     """Order `candidates` best first for a layer and phase that nobody has measured; None leaves it to the next plugin."""
+
+
+@hookspec(firstresult=True)
+def headway_rank_state_backends(spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> Sequence[str] | None:
+    """Order `candidates` best first for a layer with a state that nobody has measured; None leaves it to the next plugin."""
 
 
 @hookspec

@@ -26,7 +26,7 @@ TRUST = "HEADWAY_TRUST_PLUGINS"
 """Environment variable: 1 lets plugins in untried."""
 TIMEOUT = "HEADWAY_PLUGIN_TIMEOUT"
 """Environment variable: seconds that a plugin may take in its trial."""
-_VERSION = 2
+_VERSION = 3
 """Version of what is remembered, and of what a plugin is tried for."""
 log = logging.getLogger("headway")
 

@@ -19,11 +19,16 @@ from inspect import isabstract
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
 from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.contract.layout import LayoutInfo
+from headway.core.contract.state import StateLayout
+from headway.core.contract.state_backend import StateBackend, StateBackendInfo
 from headway.registry.hookspecs import hookimpl
+
+C = TypeVar("C", bound=AttentionBackend | StateBackend)
 
 _MOST_FILES = 2000
 """Files of a package that its digest covers."""
@@ -55,7 +60,8 @@ class PluginSource:
         """Hash of the plugin's name, version, and files with their sizes and times of change."""
         file = self.file
         files = [] if file is None else [file] if file.is_file() else islice(sorted(file.rglob("*")), _MOST_FILES)
-        facts: list[object] = [repr(self)]
+        # The process that measures names a file by its whole path, a user as they like: it is the same plugin.
+        facts: list[object] = [(self.owner, self.target) if self.target else repr(self)]
         for path in files:
             if "__pycache__" not in path.parts:
                 with suppress(OSError):
@@ -185,6 +191,9 @@ def given_plugins(plugins: Mapping[str, object] | Iterable[object]) -> Iterator[
             yield PluginObject(name, own, plugin)
 
 
+AnyBackend = type[AttentionBackend] | type[StateBackend]
+
+
 class ClassPlugin:
     """The plugin of a backend class that stands alone. Layouts that the class reads and nobody registered come with it."""
 
@@ -206,15 +215,37 @@ class ClassPlugin:
         return self._layouts
 
 
-def with_hooks(plugin: object, layouts: Mapping[str, LayoutInfo]) -> object:
+class StateClassPlugin:
+    """The plugin of a backend class for layers with a state that stands alone, with the layouts that it alone reads."""
+
+    def __init__(self, backend: type[StateBackend], layouts: Mapping[str, StateLayout]) -> None:
+        """layouts: the registered ones."""
+        self._backend = backend
+        claimed = getattr(backend.capabilities, "layouts", None) or ()
+        self._layouts = [layout for layout in claimed if layout not in layouts.values()]
+
+    @hookimpl
+    def headway_register_state_backends(self) -> list[StateBackendInfo]:
+        """Register the class under its own name."""
+        return [StateBackendInfo(self._backend.name, _summary(self._backend), lambda: self._backend, api_version=API_VERSION)]
+
+    @hookimpl
+    def headway_register_state_layouts(self) -> list[StateLayout]:
+        """Register the layouts that the file brings."""
+        return self._layouts
+
+
+def with_hooks(plugin: object, layouts: Mapping[str, LayoutInfo], state_layouts: Mapping[str, StateLayout]) -> object:
     """Return what pluggy registers: the plugin itself or, for a backend class, a plugin that brings the class.
 
-    layouts: the registered ones, the built-in ones first.
+    layouts, state_layouts: the registered ones, the built-in ones first.
 
     :raises ConfigError: a class that lacks something.
     """
     if isinstance(plugin, type) and issubclass(plugin, AttentionBackend):
         return ClassPlugin(check_class(plugin), layouts)
+    if isinstance(plugin, type) and issubclass(plugin, StateBackend):
+        return StateClassPlugin(check_class(plugin), state_layouts)
     return plugin
 
 
@@ -265,34 +296,35 @@ def has_hooks(module: ModuleType) -> bool:
     return any(hasattr(each, "headway_impl") for each in vars(module).values())
 
 
-def class_in(module: ModuleType, name: str, path: Path) -> type[AttentionBackend]:
+def class_in(module: ModuleType, name: str, path: Path) -> AnyBackend:
     """Return the named backend class of a file, or its only one.
 
     :raises ConfigError: there is no such class, or several and no name, or the class is not whole.
     """
     own = _own_classes(module)
     if name and name not in own:
-        raise ConfigError(f"class in {path}", f"one of {', '.join(own) or 'no subclass of AttentionBackend there'}", repr(name))
+        known = ", ".join(own) or "no subclass of AttentionBackend or StateBackend there"
+        raise ConfigError(f"class in {path}", f"one of {known}", repr(name))
     if not name and len(own) != 1:
         raise ConfigError("backend", f"{path}:CLASS, with a class out of {', '.join(own) or 'none there'}", path)
     return check_class(own[name or next(iter(own))])
 
 
-def _own_classes(module: ModuleType) -> dict[str, type[AttentionBackend]]:
+def _own_classes(module: ModuleType) -> dict[str, AnyBackend]:
     return {
         key: value
         for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, AttentionBackend) and value.__module__ == module.__name__
+        if isinstance(value, type) and issubclass(value, (AttentionBackend, StateBackend)) and value.__module__ == module.__name__
     }
 
 
-def check_class(found: type[AttentionBackend]) -> type[AttentionBackend]:
+def check_class(found: type[C]) -> type[C]:
     """Return a backend class that has everything a registration needs.
 
     :raises ConfigError: an abstract method or a class attribute is missing.
     """
     if isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
         raise ConfigError(f"class {found.__name__}", "every method the contract asks for", f"without {missing}")
     for field in ("name", "capabilities"):
         if not hasattr(found, field):
@@ -306,9 +338,9 @@ def _line(error: BaseException, path: Path) -> str:
     return f" (line {frames[-1].lineno})" if frames else ""
 
 
-def _summary(backend: type[AttentionBackend]) -> str:
+def _summary(backend: AnyBackend) -> str:
     lines = (backend.__doc__ or "").strip().splitlines()
-    own = backend.__doc__ is not AttentionBackend.__doc__
+    own = backend.__doc__ not in (AttentionBackend.__doc__, StateBackend.__doc__)
     return lines[0] if lines and own else f"class {backend.__name__} of {backend.__module__}"
 
 

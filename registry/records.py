@@ -29,6 +29,8 @@ class Brought:
     layouts: tuple[str, ...] = ()
     proposers: tuple[str, ...] = ()
     logits_processors: tuple[str, ...] = ()
+    state_backends: tuple[str, ...] = ()
+    state_layouts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

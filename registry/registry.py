@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pluggy
 
 from headway.core.contract.backend import AttentionBackend, BackendInfo
-from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
+from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateLayout, StateSpec
+from headway.core.contract.state_backend import StateBackend, StateBackendInfo
 from headway.core.contract.support import Support
 from headway.core.system.logs import log_traceback, warn_once
 from headway.registry.plugin_sources import PluginSource
 from headway.registry.records import Brought, PluginFailure, PluginRecord
+from headway.registry.shelf import BackendShelf
 from headway.registry.validate import (
     answers_of,
     check_backend_class,
@@ -27,16 +29,11 @@ from headway.registry.validate import (
     check_layout_info,
     check_processor_info,
     check_proposer_info,
+    check_state_backend_class,
+    check_state_layout,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class BackendEntry:
-    """A registered backend and who brought it."""
-
-    info: BackendInfo
-    owner: str
-    """"built-in", or the distribution (or object) that registered it."""
+_RANK, _RANK_STATES = "headway_rank_backends", "headway_rank_state_backends"
 
 
 class Registry:
@@ -45,13 +42,21 @@ class Registry:
     def __init__(self, manager: pluggy.PluginManager) -> None:
         self._manager = manager
         self._owners: dict[str, str] = {}
-        self._classes: dict[str, type[AttentionBackend]] = {}
-        self._support: dict[str, Support] = {}
-        self.backends: dict[str, BackendEntry] = {}
         self.layouts: dict[str, LayoutInfo] = {}
         self.proposers: dict[str, ProposerInfo] = {}
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
+        self.state_layouts: dict[str, StateLayout] = {}
         self.failures: list[PluginFailure] = []
+        self._attention: BackendShelf[BackendInfo, AttentionBackend] = BackendShelf(
+            "attention", "backend", check_backend_class, self.failures
+        )
+        self._states: BackendShelf[StateBackendInfo, StateBackend] = BackendShelf(
+            "state", "state backend", check_state_backend_class, self.failures
+        )
+        self.backends = self._attention.entries
+        """Attention backends."""
+        self.state_backends = self._states.entries
+        """Backends for layers with a state."""
         self.plugins: list[PluginRecord] = []
         """The installed plugins, those that were left out or not wanted as well, and files that the user named."""
         self.sources: dict[str, PluginSource] = {}
@@ -79,21 +84,28 @@ class Registry:
             processors: list[LogitsProcessorInfo] = self._ask(
                 "headway_register_logits_processors", LogitsProcessorInfo, plugin, where
             )
+            state_layouts: list[StateLayout] = self._ask("headway_register_state_layouts", StateLayout, plugin, where)
+            state_backends: list[StateBackendInfo] = self._ask("headway_register_state_backends", StateBackendInfo, plugin, where)
             for layout in layouts:
                 check_layout_info(layout, where)
             for backend in backends:
                 check_backend_info(backend, where)
+            for state_backend in state_backends:
+                check_backend_info(state_backend, where)
+            self._check_state_layouts(state_layouts, where)
             for proposer in proposers:
                 check_proposer_info(proposer, where)
             self._check_processors(processors, where)
             for number, layout in enumerate(layouts):
                 self._check_layout(layout, layouts[:number])
-            for backend in backends:
-                self._check_backend(backend, owner, [other.name for other in backends])
+            self._attention.check_new(backends, owner)
+            self._states.check_new(state_backends, owner)
             self._check_proposer_names([each.name for each in proposers], where)
-        except BaseException:
+        except BaseException as error:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
+            if isinstance(error, pluggy.PluginValidationError):  # a hook with another signature, or that there is none of
+                raise PluginError(f"plugin {name!r} of {owner}: {' '.join(str(error).split())}") from None
             raise
         self._owners[name] = owner
         self.brought[name] = Brought(
@@ -102,16 +114,24 @@ class Registry:
             tuple(info.layout.name for info in layouts),
             tuple(info.name for info in proposers),
             tuple(info.name for info in processors),
+            tuple(info.name for info in state_backends),
+            tuple(layout.name for layout in state_layouts),
         )
         self.layouts.update({info.layout.name: info for info in layouts})
         self.proposers.update({info.name: info for info in proposers})
-        self.backends.update({backend.name: BackendEntry(backend, owner) for backend in backends})
+        self._attention.add(backends, owner)
+        self._states.add(state_backends, owner)
+        self.state_layouts.update({layout.name: layout for layout in state_layouts})
         self.logits_processors.update({processor.name: processor for processor in processors})
 
     def digest_of(self, backend: str) -> str:
         """Hash of the version and the files of the plugin that brought a backend; empty for built-ins and objects."""
-        found = (source for name, source in self.sources.items() if backend in self.brought[name].backends)
-        return next((source.digest() for source in found), "")
+        source = self.source_of(backend)
+        return "" if source is None else source.digest()
+
+    def source_of(self, backend: str) -> PluginSource | None:
+        """Return the plugin that brought a backend; None for built-ins and objects."""
+        return next((source for name, source in self.sources.items() if backend in self.brought[name].backends), None)
 
     def _ask(self, hook: str, kind: type, plugin: object, where: str) -> list[Any]:
         """What one plugin answers to a hook; nothing where it does not implement it."""
@@ -146,57 +166,35 @@ class Registry:
             if name in self.proposers or names.count(name) > 1:
                 raise PluginError(f"{where}: the proposer name {name!r} is already taken: rename one of them")
 
+    def _check_state_layouts(self, layouts: Sequence[StateLayout], where: str) -> None:
+        known = list(self.state_layouts.values())
+        for layout in layouts:
+            check_state_layout(layout, where)
+            for other in known:
+                if other.name == layout.name or other == layout:
+                    raise PluginError(f"{where}: state layout {layout.name!r} is already registered as {other.name!r}")
+            known.append(layout)
+
     def _check_layout(self, info: LayoutInfo, own: Sequence[LayoutInfo]) -> None:
         for known in (*self.layouts.values(), *own):
             if known.layout.name == info.layout.name or known.layout == info.layout:
                 raise PluginError(f"layout {info.layout.name!r} is already registered as {known.layout.name!r}")
 
-    def _check_backend(self, info: BackendInfo, owner: str, own_names: Sequence[str]) -> None:
-        known = self.backends.get(info.name)
-        if known is not None or own_names.count(info.name) > 1:
-            raise PluginError(
-                f"backend name {info.name!r} of {owner} is already taken by {known.owner if known else owner}: rename one of them"
-            )
-
     def backend(self, name: str) -> type[AttentionBackend]:
-        """Load a backend's class.
-
-        :raises UnknownBackendError: nobody registered that name.
-        :raises PluginError: its module does not load, or what it loads is not a backend.
-        """
-        if name not in self._classes:
-            if name not in self.backends:
-                found = {known: self.availability(known) for known in self.backends}
-                states = {known: "available" if ok else f"unavailable: {ok.brief}" for known, ok in found.items()}
-                raise UnknownBackendError(name, states, [str(failure) for failure in self.failures])
-            entry = self.backends[name]
-            try:
-                loaded = entry.info.load()
-            except (Exception, SystemExit) as error:
-                log_traceback(f"backend {name} of {entry.owner} does not load", error)
-                raise PluginError(f"backend {name} of {entry.owner} does not load: {type(error).__name__}: {error}") from error
-            self._classes[name] = check_backend_class(loaded, name, f"backend {name} of {entry.owner}")
-        return self._classes[name]
+        """Load an attention backend's class; see `BackendShelf.backend`."""
+        return self._attention.backend(name)
 
     def availability(self, name: str) -> Support:
-        """Load and probe a backend, once, and return whether this machine can run it."""
-        if name not in self._support:
-            try:
-                self._support[name] = _support(self.backend(name).available(), "available")
-            except UnknownBackendError:
-                raise
-            except (Exception, SystemExit) as error:
-                log_traceback(f"available() of backend {name}", error)
-                info = self.backends[name].info
-                hint = f"pip install '{info.extra}'" if info.extra else ""
-                missing = error.__cause__ if isinstance(error, PluginError) else error
-                if isinstance(missing, ModuleNotFoundError) and missing.name:
-                    self._support[name] = Support.no(
-                        "import", f"the package {missing.name.partition('.')[0]}", "not installed", hint
-                    )
-                else:
-                    self._support[name] = Support.no("import", "a backend that loads and answers", error, hint)
-        return self._support[name]
+        """Load and probe an attention backend, once, and return whether this machine can run it."""
+        return self._attention.availability(name)
+
+    def state_backend(self, name: str) -> type[StateBackend]:
+        """Load the class of a backend for layers with a state; see `BackendShelf.backend`."""
+        return self._states.backend(name)
+
+    def state_availability(self, name: str) -> Support:
+        """Load and probe a backend for layers with a state, once, and return whether this machine can run it."""
+        return self._states.availability(name)
 
     def layout(self, name: str) -> LayoutInfo:
         """A layout by name.
@@ -206,6 +204,15 @@ class Registry:
         if name not in self.layouts:
             raise ConfigError("kv_layout", f"auto or one of {', '.join(self.layouts)}", repr(name))
         return self.layouts[name]
+
+    def state_layout(self, name: str) -> StateLayout:
+        """A layout of states by name.
+
+        :raises ConfigError: nobody registered that name.
+        """
+        if name not in self.state_layouts:
+            raise ConfigError("state_layout", f"auto or one of {', '.join(self.state_layouts)}", repr(name))
+        return self.state_layouts[name]
 
     def proposer(self, name: str) -> ProposerInfo:
         """A proposer of draft tokens by name.
@@ -218,51 +225,57 @@ class Registry:
 
     def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether a backend can run here and can serve this layer in this phase."""
-        available = self.availability(name)
-        if not available:
-            return available
-        try:
-            return _support(self.backend(name).supports(spec, layout, block_size, phase), "supports")
-        except (Exception, SystemExit) as error:
-            log_traceback(f"supports() of backend {name}", error)
-            return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
+        return self._attention.supports(name, lambda backend: backend.supports(spec, layout, block_size, phase))
+
+    def state_supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
+        """Whether a backend can run here and can serve this layer with a state in this phase."""
+        return self._states.supports(name, lambda backend: backend.supports(spec, layout, phase))
 
     def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
         """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.
 
         A hook that raises, or whose answer is no order of the candidates, is named in the log and passed over.
         """
-        for plugin, order in self.rank_hooks():
+        return self._rank(_RANK, spec, phase, candidates)
+
+    def rank_states(self, spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+        """Backends for a layer with a state, best guess first; see `rank`."""
+        return self._rank(_RANK_STATES, spec, phase, candidates)
+
+    def _rank(self, hook: str, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+        for plugin, order in self.rank_hooks(hook):
             try:
                 answer = order(spec, phase, candidates)
             except (Exception, SystemExit) as error:
                 who = f"plugin {plugin!r} of {self._owners.get(plugin, 'nobody')}"
-                log_traceback(f"headway_rank_backends() of {who}", error)
+                log_traceback(f"{hook}() of {who}", error)
                 raised = str(error) if isinstance(error, PluginError) else f"it raised {type(error).__name__}: {error}"
-                warn_once(f"headway_rank_backends() of {who} is passed over: {raised}")
+                warn_once(f"{hook}() of {who} is passed over: {raised}")
                 continue
             if answer is not None:
                 return answer
         return list(candidates)
 
-    def rank_hooks(self) -> list[tuple[str, RankHook]]:
+    def rank_hooks(self, hook: str = _RANK) -> list[tuple[str, RankHook]]:
         """Name of each plugin that has a rank hook, in the order in which they are asked -> the hook, with its answer checked.
 
         It raises whatever the plugin raises, and PluginError for an answer that is no order of the candidates.
         """
-        found = reversed(self._manager.hook.headway_rank_backends.get_hookimpls())
-        return [(each.plugin_name, partial(self._rank_of, each.plugin)) for each in found]
+        found = reversed(getattr(self._manager.hook, hook).get_hookimpls())
+        return [(each.plugin_name, partial(self._rank_of, hook, each.plugin)) for each in found]
 
-    def _rank_of(self, plugin: object, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str] | None:
+    def _rank_of(
+        self, hook: str, plugin: object, spec: AttentionSpec | StateSpec, phase: Phase, candidates: Sequence[str]
+    ) -> list[str] | None:
         others = [other for other in self._manager.get_plugins() if other is not plugin]
-        ask = self._manager.subset_hook_caller("headway_rank_backends", others)
+        ask = self._manager.subset_hook_caller(hook, others)
         answer = ask(spec=spec, phase=phase, candidates=tuple(candidates))
         if answer is not None and not _is_order(answer, candidates):
             raise PluginError(f"it must return an order of {list(candidates)}, got {answer!r}")
         return None if answer is None else list(answer)
 
 
-RankHook = Callable[[AttentionSpec, Phase, Sequence[str]], list[str] | None]
+RankHook = Callable[[AttentionSpec | StateSpec, Phase, Sequence[str]], list[str] | None]
 """(layer, phase, candidates) -> the candidates, best first; None leaves it to the next."""
 
 
@@ -271,9 +284,3 @@ def _is_order(answer: object, candidates: Sequence[str]) -> bool:
         return isinstance(answer, (list, tuple)) and Counter(answer) == Counter(candidates)
     except TypeError:  # of what cannot be hashed
         return False
-
-
-def _support(answer: object, method: str) -> Support:
-    if not isinstance(answer, Support):
-        raise PluginError(f"{method}() must return a Support, got {answer!r}")
-    return answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from inspect import isabstract
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -15,10 +15,17 @@ from headway.core.contract.errors import PluginError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
+from headway.core.contract.state import STATE_KINDS, StateLayout
+from headway.core.contract.state_backend import StateBackend, StateBackendInfo, StateCapabilities
 from headway.core.system.text import shown
+
+C = TypeVar("C", bound=AttentionBackend | StateBackend)
 
 RESERVED = ("auto", "reference")
 """Words with a meaning of their own where a name is asked for."""
+_OLDEST, _OLDEST_STATES = 2, 3
+"""Oldest api_version that is served, of attention backends and of those for layers with a state. What 3 brought, backends for
+2 do without: a layer that needs it is refused for them."""
 _SWITCHES = (
     "value_in_key",
     "dense_prefill",
@@ -69,21 +76,28 @@ def check_proposer_info(info: ProposerInfo, plugin: str) -> None:
         raise PluginError(f"{plugin}: proposer {info.name!r}: ProposerInfo.make must be callable, got {info.make!r}")
 
 
-def check_backend_info(info: BackendInfo, plugin: str) -> None:
-    """:raises PluginError: another api_version, or a field of the wrong kind."""
-    _check_name(info.name, f"{plugin}: BackendInfo.name")
-    if info.api_version != API_VERSION or isinstance(info.api_version, bool):
+def check_backend_info(info: BackendInfo | StateBackendInfo, plugin: str) -> None:
+    """:raises PluginError: an api_version that this contract does not include, or a field of the wrong kind."""
+    kind = type(info).__name__
+    _check_name(info.name, f"{plugin}: {kind}.name")
+    oldest, where = (_OLDEST_STATES, "state backend") if isinstance(info, StateBackendInfo) else (_OLDEST, "backend")
+    where = f"{plugin}: {where} {info.name!r}"
+    if type(info.api_version) is not int or not oldest <= info.api_version <= API_VERSION:
+        accepted = f"{API_VERSION}" + f" and serves those for {oldest}" * (oldest < API_VERSION)
         raise PluginError(
-            f"{plugin}: backend {info.name!r} is written for api_version {info.api_version}, Headway has {API_VERSION}: "
+            f"{where} is written for api_version {info.api_version}, Headway has {accepted}: "
             f"install a release made for api_version {API_VERSION}"
         )
     for field in ("summary", "extra"):
         if not isinstance(getattr(info, field), str):
-            raise PluginError(
-                f"{plugin}: backend {info.name!r}: BackendInfo.{field} must be a text, got {getattr(info, field)!r}"
-            )
+            raise PluginError(f"{where}: {kind}.{field} must be a text, got {getattr(info, field)!r}")
     if not callable(info.load):
-        raise PluginError(f"{plugin}: backend {info.name!r}: BackendInfo.load must be callable, got {info.load!r}")
+        raise PluginError(f"{where}: {kind}.load must be callable, got {info.load!r}")
+
+
+def check_state_layout(layout: StateLayout, plugin: str) -> None:
+    """:raises PluginError: a name that is none; its axes were checked when it was made."""
+    _check_name(layout.name, f"{plugin}: StateLayout.name")
 
 
 def check_processor_info(info: LogitsProcessorInfo, plugin: str) -> None:
@@ -106,57 +120,108 @@ def check_backend_class(loaded: object, name: str, where: str) -> type[Attention
 
     :raises PluginError: no backend class, or one whose claims cannot be read.
     """
-    if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
-        raise PluginError(f"{where}: load() must return a subclass of AttentionBackend, got {loaded!r}")
+    backend: type[AttentionBackend] = _whole_class(loaded, AttentionBackend, Capabilities, name, where)
+    _check_claims(backend.capabilities, where)
+    _check_methods(backend, AttentionBackend, {"prefill": _PROMPTS, "decode": {Phase.DECODE}}, where)
+    _need(_is_options(backend.options), f"{where}: options", "a mapping of texts to texts", backend.options)
+    return backend
+
+
+def check_state_backend_class(loaded: object, name: str, where: str) -> type[StateBackend]:
+    """Check and return the class that `StateBackendInfo.load` returned; see `check_backend_class`."""
+    backend: type[StateBackend] = _whole_class(loaded, StateBackend, StateCapabilities, name, where)
+    _check_state_claims(backend.capabilities, where)
+    _check_methods(backend, StateBackend, {"scan": _PROMPTS, "step": {Phase.DECODE}}, where)
+    return backend
+
+
+def _whole_class(loaded: Any, base: Any, claims: type, name: str, where: str) -> Any:
+    """Check what every backend class has, whatever it is a backend for."""
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise PluginError(f"{where}: load() must return a subclass of {base.__name__}, got {loaded!r}")
     if isabstract(loaded):
-        raise PluginError(f"{where}: class {loaded.__name__} lacks {', '.join(sorted(loaded.__abstractmethods__))}")
-    _need(
-        getattr(loaded, "name", None) == name, f"{where}: name", f"{name!r} as in its BackendInfo", getattr(loaded, "name", None)
-    )
-    claims = getattr(loaded, "capabilities", None)
-    if not isinstance(claims, Capabilities):
-        raise PluginError(f"{where}: capabilities must be a Capabilities, got {claims!r}")
-    _check_claims(claims, where)
-    _check_methods(loaded, claims, where)
+        missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
+        raise PluginError(f"{where}: class {loaded.__name__} lacks {missing}")
+    own_name = getattr(loaded, "name", None)
+    _need(own_name == name, f"{where}: name", f"{name!r} as in its {base.__name__.removeprefix('Attention')}Info", own_name)
+    own = getattr(loaded, "capabilities", None)
+    if not isinstance(own, claims):
+        raise PluginError(f"{where}: capabilities must be a {claims.__name__}, got {own!r}")
     if not isinstance(loaded.graph_level, GraphLevel):
         raise PluginError(f"{where}: graph_level must be a GraphLevel, got {loaded.graph_level!r}")
-    _need(_is_options(loaded.options), f"{where}: options", "a mapping of texts to texts", loaded.options)
     _need(_is_tolerance(loaded.tolerance), f"{where}: tolerance", "a mapping of torch.dtype to numbers above 0", loaded.tolerance)
     return loaded
 
 
-def _check_claims(claims: Capabilities, where: str) -> None:
-    def need(field: str, ok: Callable[[Any], bool], what: str) -> None:
+_Rule = tuple[str, Callable[[Any], bool], str]
+"""A field of capabilities, whether its value will do, and what it must be."""
+_SHARED_RULES: tuple[_Rule, ...] = (
+    ("phases", lambda found: _all_of(found, Phase, (set, frozenset)) and bool(found), "a frozenset of Phase, not empty"),
+    ("layouts", lambda found: found is None or bool(found), "not empty, or None for any"),
+    ("dtypes", lambda found: _all_of(found, torch.dtype) and bool(found), "a tuple of torch.dtype, not empty"),
+    ("devices", lambda found: _all_of(found, str) and bool(found), 'a tuple of device types such as ("cuda",)'),
+)
+_SIZES = "a tuple of whole numbers, or None for any"
+
+
+def _check_rules(claims: Capabilities | StateCapabilities, rules: Iterable[_Rule], where: str) -> None:
+    for field, ok, what in rules:
         value = getattr(claims, field)
         _need(ok(value), f"{where}: capabilities.{field}", what, value)
 
-    need("phases", lambda found: _all_of(found, Phase, (set, frozenset)) and bool(found), "a frozenset of Phase, not empty")
-    need("layouts", lambda found: found is None or _all_of(found, CacheLayout), "a tuple of CacheLayout, or None for any")
-    need("layouts", lambda found: found is None or bool(found), "not empty, or None for any")
-    need("dtypes", lambda found: _all_of(found, torch.dtype) and bool(found), "a tuple of torch.dtype, not empty")
-    need("kv_dtypes", lambda found: _all_of(found, torch.dtype), "a tuple of torch.dtype")
-    need("devices", lambda found: _all_of(found, str) and bool(found), 'a tuple of device types such as ("cuda",)')
-    need("block_multiple", _is_count, "a whole number of at least 1")
-    need("head_dims", lambda found: found is None or _counts(found), "a tuple of whole numbers, or None for any")
-    need(
-        "v_head_dims",
-        lambda found: found is None or (isinstance(found, tuple) and all(_counts(pair) and len(pair) == 2 for pair in found)),
-        "a tuple of pairs (head_dim, v_head_dim), or None for any",
-    )
-    need("max_group_size", lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any")
-    need("features", lambda found: _all_of(found, str, (set, frozenset)), "a frozenset of texts")
+
+def _check_state_claims(claims: StateCapabilities, where: str) -> None:
+    def layouts(found: object) -> bool:
+        return found is None or _all_of(found, StateLayout)
+
+    rules: list[_Rule] = [
+        ("layouts", layouts, "a tuple of StateLayout, or None for any"),
+        *_SHARED_RULES,
+        ("kinds", lambda found: _all_of(found, str, (set, frozenset)) and bool(found), "a frozenset of texts, not empty"),
+        ("kinds", lambda found: found <= set(STATE_KINDS), f"out of {', '.join(STATE_KINDS)}"),
+        ("convolution", lambda found: isinstance(found, bool), "True or False"),
+        ("state_dtypes", lambda found: _all_of(found, torch.dtype), "a tuple of torch.dtype"),
+        ("key_dims", lambda found: found is None or _counts(found), _SIZES),
+        ("value_dims", lambda found: found is None or _counts(found), _SIZES),
+        ("max_draft_tokens", lambda found: found == 0 or _is_count(found), "a whole number of at least 0"),
+    ]
+    _check_rules(claims, rules, where)
+
+
+def _check_claims(claims: Capabilities, where: str) -> None:
+    def layouts(found: object) -> bool:
+        return found is None or _all_of(found, CacheLayout)
+
+    def pairs(found: object) -> bool:
+        return isinstance(found, tuple) and all(_counts(pair) and len(pair) == 2 for pair in found)
+
+    rules: list[_Rule] = [
+        ("layouts", layouts, "a tuple of CacheLayout, or None for any"),
+        *_SHARED_RULES,
+        ("kv_dtypes", lambda found: _all_of(found, torch.dtype), "a tuple of torch.dtype"),
+        ("block_multiple", _is_count, "a whole number of at least 1"),
+        ("head_dims", lambda found: found is None or _counts(found), _SIZES),
+        ("v_head_dims", lambda found: found is None or pairs(found), "a tuple of pairs (head_dim, v_head_dim), or None for any"),
+        ("max_group_size", lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any"),
+        ("features", lambda found: _all_of(found, str, (set, frozenset)), "a frozenset of texts"),
+        *((field, lambda found: isinstance(found, bool), "True or False") for field in _SWITCHES),
+    ]
+    _check_rules(claims, rules, where)
     unknown = sorted(claims.features - FEATURES)
     _need(not unknown, f"{where}: capabilities.features", f"out of {', '.join(sorted(FEATURES))}", ", ".join(unknown))
-    for field in _SWITCHES:
-        need(field, lambda found: isinstance(found, bool), "True or False")
 
 
-def _check_methods(backend: type[AttentionBackend], claims: Capabilities, where: str) -> None:
-    """A phase that is declared has its method."""
-    needed = {phase: "decode" if phase is Phase.DECODE else "prefill" for phase in Phase if phase in claims.phases}
-    for phase, method in needed.items():
-        if getattr(backend, method) is getattr(AttentionBackend, method):
-            raise PluginError(f"{where}: capabilities.phases names {phase.value}, but class {backend.__name__} has no {method}()")
+_PROMPTS = {Phase.PREFILL, Phase.EXTEND}
+
+
+def _check_methods(backend: type[C], base: Any, methods: Mapping[str, set[Phase]], where: str) -> None:
+    """A phase that is declared has its method; methods: by name, the phases that it serves."""
+    for phase in Phase:
+        for method in (method for method, phases in methods.items() if phase in phases & backend.capabilities.phases):
+            if getattr(backend, method) is getattr(base, method):
+                raise PluginError(
+                    f"{where}: capabilities.phases names {phase.value}, but class {backend.__name__} has no {method}()"
+                )
 
 
 _LONGEST: Final = 64

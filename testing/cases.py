@@ -18,6 +18,8 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheGeometry, CacheLayout, CacheWriter, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.testing.inputs import Numbers
+from headway.testing.pool import fill
 
 _MOST_SEQUENCES = 1 << 20
 """Far beyond any step: a list of more would be made for minutes, or take the machine's memory."""
@@ -77,11 +79,13 @@ def make_case(
     spare_blocks: int = 3,
     padding_rows: int = 0,
     decode_query_len: int = 1,
+    scores: str = "normal",
 ) -> Case:
     """Random q, k, v and context in shuffled blocks, written by the layout's writer in two goes, context first.
 
     poison: fills every slot that holds no token, in partly used blocks and in `spare_blocks` unused ones (NaN finds stray reads).
     padding_rows: rows of length 0 with slot -1 at the end, as a CUDA graph's unused rows are.
+    scores: the regime of the scores, out of `cells.SCORES`; normal: queries are drawn as keys are, whatever the scale.
     """
     check_room(lens, spec, block_size)
     generator = torch.Generator().manual_seed(seed)
@@ -95,13 +99,18 @@ def make_case(
     cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
     if poison is not None:
         for tensor in cache.tensors.values():
-            tensor.fill_(poison)
+            fill(tensor, poison)
 
     def rows(count: int, heads: int, dim: int) -> torch.Tensor:
         random = torch.randn(count, heads, dim, generator=generator, dtype=torch.float32)
         return random.to(device=spec.device, dtype=spec.dtype)
 
-    def new_rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers = None if scores == "normal" else Numbers(spec, scores, generator)
+
+    def new_rows(spans: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        count = sum(end - start for start, end in spans)
+        if numbers is not None:
+            return numbers.rows(torch.cat([torch.arange(start, end) for start, end in spans]))
         k = rows(count, spec.num_kv_heads, spec.head_dim)
         return k, k[..., : spec.v_head_dim] if spec.value_in_key else rows(count, spec.num_kv_heads, spec.v_head_dim)
 
@@ -109,12 +118,13 @@ def make_case(
     if cached:
         lengths = [length for length, _ in cached]
         past = AttentionMetadata.build(lengths, [0] * len(cached), [table for _, table in cached], block_size, spec.device)
-        writer(*new_rows(sum(lengths)), cache, past.slot_mapping)
+        writer(*new_rows([(0, length) for length in lengths]), cache, past.slot_mapping)
     lens_and_tables = query_lens, context_lens, tables, block_size, spec.device, decode_query_len
     metadata = AttentionMetadata.build(*lens_and_tables, num_blocks=num_blocks)
     tokens = metadata.num_tokens
-    q = rows(tokens, spec.num_heads, spec.head_dim)
-    k, v = new_rows(tokens)
+    shape = tokens, spec.num_heads, spec.head_dim
+    q = rows(*shape) if numbers is None else numbers.queries(*shape).to(spec.device, spec.dtype)
+    k, v = new_rows([(length, length + new) for new, length in zip(query_lens, context_lens, strict=True)])
     writer(k, v, cache, metadata.slot_mapping)
     return Case(spec, metadata, cache, q, k, v)
 
@@ -128,7 +138,7 @@ def check_room(lens: Sequence[tuple[int, int]], spec: AttentionSpec, block_size:
     needed = blocks * _BLOCK_BYTES
     if spec.device.type == "cpu":
         row = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
-        needed += blocks * block_size * row * spec.cache_dtype.itemsize
+        needed += blocks * block_size * spec.cache_row_bytes
         needed += max(kv_len - query_len for query_len, kv_len in lens) * row * 4  # one sequence's context at the least
         needed += new * (spec.num_heads * (spec.head_dim + spec.v_head_dim) + row) * 4
     free = psutil.virtual_memory().available

@@ -13,7 +13,7 @@ from headway.core.contract.support import Support
 
 AXES = ("layout", "memory", "block_size", "head_dim", "group", "dtype", "feature")
 """What makes up a layer and its cache, in the order of a cell's name."""
-INPUTS = ("kv_heads", "scale", "scores", "work")
+INPUTS = ("kv_heads", "scale", "scores", "work", "layer")
 """What a backend cannot refuse, for any model and any step may have it. A cell's name has those values that are not plain."""
 PHASES: dict[str, frozenset[Phase]] = {
     "prefill": frozenset({Phase.PREFILL}),
@@ -27,9 +27,28 @@ PHASES: dict[str, frozenset[Phase]] = {
 WINDOWS = {"window": 37, "window-1": 1, "window-16": 16, "window-1024": 1024}
 """Keys that a query of a windowed layer sees: a prime, so that no tile or block of a kernel ends with it; itself alone; a block;
 and as many as models have."""
-FEATURES = ("none", *WINDOWS, "softcap", "alibi", "sinks", "together", "fp8", "fp8-together", "v_head_dim", "longer_v", "latent")
-"""together: every feature the backend claims, in one layer; fp8-together: the same over an fp8 cache; v_head_dim, longer_v:
-values shorter and longer than keys; latent: values inside keys."""
+BIDIRECTIONAL: dict[str, int | None] = {"bidirectional": None, "bidirectional-37": 37}
+"""Layers that are not causal -> their window."""
+FEATURES = (
+    *(
+        "none",
+        *WINDOWS,
+        "softcap",
+        "alibi",
+        "sinks",
+        "together",
+        "fp8",
+        "fp8-together",
+        "int8",
+        "v_head_dim",
+        "longer_v",
+        "latent",
+    ),
+    *BIDIRECTIONAL,
+)
+"""together: every feature the backend claims, in one layer; fp8, int8: the type of the cache; fp8-together: every feature over an
+fp8 cache; v_head_dim, longer_v: values shorter and longer than keys; latent: values inside keys; bidirectional: queries see later
+keys, all of them or those nearer than a window."""
 MEMORIES = ("own", "packed", "interleaved", "spaced", "far")
 """own: as the layout allocates; packed: K and V of a block side by side in foreign memory; interleaved: a head's K and V side by
 side, so that no block is one piece of memory; spaced: every other block is somebody else's, in any layout; far: slots above
@@ -45,9 +64,15 @@ WORKS = ("edges", "many", "again", "tables", "deep")
 """edges: lengths around the ends of blocks; many: 65 sequences, then 200; again: the lengths of the step before over other
 blocks, all of them or the last of each sequence; tables: more than 128 blocks a sequence, in a table that is a part of a wider
 one; deep: up to 16,384 tokens. In many and again block 0 is in use, as in an engine."""
+EXPANDED = "-expanded"
+"""Behind the number of a layer of latent attention: its prompts, which have keys and values of their own."""
+OWN_SCALE = "own"
+"""The scale of a model's layer."""
 SCALE = 1.37
 SOFTCAP = 1.5
 FP8_SCALES = (0.02, 0.05)
+CACHE_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""Feature -> the element type of the cache that it asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +99,8 @@ class CheckCell:
     """Out of SCORES."""
     work: str = "edges"
     """Out of WORKS."""
+    layer: str = ""
+    """A layer of the model that the kit was given, by number, whose spec counts; "": a layer of the kit's."""
 
     def __str__(self) -> str:
         values = asdict(self)
@@ -110,7 +137,8 @@ class CheckCell:
     @property
     def axes(self) -> dict[str, str | int]:
         """Value of the phase and of each axis, inputs included."""
-        return {axis: getattr(self, axis) for axis in ("phase", *AXES, *INPUTS)}
+        own: dict[str, str | int] = {"scale": OWN_SCALE} if self.layer else {}
+        return {axis: getattr(self, axis) for axis in ("phase", *AXES, *INPUTS)} | own
 
 
 PLAIN_INPUTS: dict[str, str | int] = {field.name: field.default for field in fields(CheckCell) if field.name in INPUTS}  # type: ignore[misc]
@@ -125,6 +153,8 @@ def _input(text: str) -> tuple[str, str | int]:
     known: dict[str, tuple[str | int, ...]] = {"scale": tuple(SCALES), "scores": SCORES, "work": WORKS}
     if name == "kv_heads" and int(value) > 0:
         return name, int(value)
+    if name == "layer" and value.removesuffix(EXPANDED).isdecimal():
+        return name, value
     if value not in known.get(name, ()):
         raise ValueError
     return name, value
@@ -139,10 +169,10 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "sliding_window": WINDOWS["window"],
         "softcap": SOFTCAP,
         "alibi_slopes": tuple(2.0 ** -(1 + 8 * head / heads) for head in range(heads)),
-        "sinks": tuple((0.3, -1.0, 2.0, 0.0, 1.0)[head % 5] for head in range(heads)),
+        "sinks": telling_sinks(heads),
     }
     together = {name: features[name] for name in sorted(claims & features.keys())}
-    fp8 = {"kv_dtype": torch.float8_e4m3fn, "k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]}
+    fp8 = {"kv_dtype": CACHE_TYPES["fp8"], "k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]}
     inside = 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: what follows is the key's alone
     changes: dict[str, dict[str, object]] = {
         "none": {},
@@ -151,8 +181,10 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "alibi": {"alibi_slopes": features["alibi_slopes"]},
         "sinks": {"sinks": features["sinks"]},
         "together": together,
+        **{name: {"causal": False, "dense": True, "sliding_window": window} for name, window in BIDIRECTIONAL.items()},
         "fp8": fp8,
         "fp8-together": {**fp8, **together},
+        "int8": {"kv_dtype": CACHE_TYPES["int8"]},
         "v_head_dim": {"v_head_dim": v_head_dim or max(8, head_dim // 9 * 8)},
         "longer_v": {"v_head_dim": v_head_dim or head_dim + max(8, head_dim // 2)},
         "latent": {"v_head_dim": v_head_dim or inside, "value_in_key": True},
@@ -171,7 +203,7 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
 def sibling_of(spec: AttentionSpec) -> AttentionSpec:
     """A layer of the same sizes and features with other numbers in each, as the next layer of a model has it."""
     window, softcap, slopes, sinks = spec.sliding_window, spec.softcap, spec.alibi_slopes, spec.sinks
-    scaled = 1.0 if spec.cache_dtype == spec.dtype else 2.0
+    scaled = 1.0 if (spec.k_scale, spec.v_scale) == (1.0, 1.0) else 2.0
     return replace(
         spec,
         scale=0.7 * spec.scale,
@@ -182,6 +214,11 @@ def sibling_of(spec: AttentionSpec) -> AttentionSpec:
         k_scale=scaled * spec.k_scale,
         v_scale=scaled * spec.v_scale,
     )
+
+
+def telling_sinks(heads: int) -> tuple[float, ...]:
+    """One sink a query head, such that neighbours' differ."""
+    return tuple((0.3, -1.0, 2.0, 0.0, 1.0)[head % 5] for head in range(heads))
 
 
 class Finding(Exception):

@@ -10,12 +10,14 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import Origin
+from headway.registry.isolation import Trial
 from headway.testing.cells import CheckCell
-from headway.testing.kit import Kit
+from headway.testing.kit import make_kit
+from headway.testing.plugin_trial import CELL, source_of, try_plugin
 from headway.testing.report import CellResult, CheckReport, machine_of, now
 from headway.testing.runner import CellProcess, CellRun, Listed, cell_timeout
 from headway.testing.sanitizer import Sanitizer
-from headway.testing.subject import BASELINE, load_subject
+from headway.testing.subject import BASELINE
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,19 @@ class Wanted:
     """Files with plugins, beside the installed ones."""
     sanitizer: str = ""
     """The path of compute-sanitizer, under which the cells run; empty: without."""
+    model: str = ""
+    """A config.json or a model's name, whose layers are tried in place of the kit's."""
 
 
 def check(
     wanted: Wanted,
     start: Callable[[int], None] = lambda count: None,
     tell: Callable[[CellResult], None] = lambda result: None,
+    trial: Trial | None = None,
 ) -> CheckReport:
     """Run what is wanted. start: told the number of cells; tell: told each result as it comes. Ctrl-C ends it with what there is.
+
+    trial: how a start tries plugins, for the check `process`; None: it is left out.
 
     :raises HeadwayError: there is no such subject, check, layout or cell.
     """
@@ -57,11 +64,12 @@ def check(
     if wanted.in_process and not wanted.cell:
         raise ConfigError("--in-process", "one cell: --cell CELL", "none")
     started = time.monotonic()
-    listed, results, left = _here(wanted) if wanted.in_process else _in_children(wanted, start, tell)
+    listed, results, left = _here(wanted, trial) if wanted.in_process else _in_children(wanted, start, tell, trial)
     return CheckReport(
         target=wanted.target or f"layout {wanted.layout}",
         subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
         plugins=list(wanted.plugins),
+        model=wanted.model,
         origin=Origin.here(),
         version=_version(listed.owner),
         date=now(),
@@ -74,33 +82,55 @@ def check(
     )
 
 
-def _here(wanted: Wanted) -> tuple[Listed, list[CellResult], int]:
-    kit = Kit(load_subject(wanted.target or BASELINE, torch.device(wanted.device), plugins=wanted.plugins))
-    listed = Listed(**kit.listed(layout=wanted.layout))
-    return listed, [] if listed.unavailable else [kit.run(CheckCell.parse(wanted.cell))], 0
+def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult], int]:
+    kit = make_kit(wanted.target or BASELINE, wanted.device, wanted.plugins, wanted.model)
+    listed = Listed(**kit.listed(quick=True, layout=wanted.layout))  # the cell need not be among them
+    (cell,) = [""] if listed.unavailable else _picked(listed.cells, wanted)
+    if not cell:
+        return listed, [], 0
+    results = _tried([cell], listed, trial) or [kit.run(CheckCell.parse(cell))]
+    return listed, results, 0
 
 
 def _in_children(
-    wanted: Wanted, start: Callable[[int], None], tell: Callable[[CellResult], None]
+    wanted: Wanted, start: Callable[[int], None], tell: Callable[[CellResult], None], trial: Trial | None
 ) -> tuple[Listed, list[CellResult], int]:
     """Also how many cells were left when the run was interrupted."""
     target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device, bool(wanted.sanitizer))
     watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
-    children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins, watch) for watch in watches]
+    children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, watch) for watch in watches]
     try:
-        listed = children[0].list(quick=wanted.quick, layout=wanted.layout)
-        cells = _picked(listed.cells, wanted) if not listed.unavailable else []
+        listed = children[0].list(quick=wanted.quick or bool(wanted.cell), layout=wanted.layout)
+        names = [str(CELL), *listed.cells] if trial is not None and listed.plugin and not wanted.layout else listed.cells
+        cells = _picked(names, wanted) if not listed.unavailable else []
         start(len(cells))
-        results = CellRun(children[: max(1, len(cells))], tell).all(cells)
-        return listed, results, len(cells) - len(results)
+        tried = _tried(cells, listed, trial)  # alone: the trial has a limit of seconds
+        for result in tried:
+            tell(result)
+        results = CellRun(children[: max(1, len(cells))], tell).all(cells[len(tried) :])
+        return listed, tried + results, len(cells) - len(tried) - len(results)
     finally:
         for child in children:
             child.stop()
 
 
+def _tried(cells: Sequence[str], listed: Listed, trial: Trial | None) -> list[CellResult]:
+    """The result of the check `process`, where it is the first of these cells and there is a plugin to try."""
+    if trial is None or not listed.plugin or cells[:1] != [str(CELL)]:
+        return []
+    return [try_plugin(source_of(listed.plugin), trial)]
+
+
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.cell:
-        return [str(CheckCell.parse(wanted.cell))]
+        cell = CheckCell.parse(wanted.cell)
+        layers = {CheckCell.parse(name).layer for name in cells} - {""}
+        if cell.layer not in layers and (cell.layer or layers):
+            need = (
+                f"a cell of one of the model's layers {', '.join(sorted(layers))}" if layers else "--model, whose layer it names"
+            )
+            raise ConfigError("--cell", need, wanted.cell)
+        return [str(cell)]
     if not wanted.only:
         return list(cells)
     picked = [cell for cell in cells if cell.partition(":")[0] == wanted.only]

@@ -1,4 +1,4 @@
-"""`python -m headway.testing.child TARGET DEVICE THREADS PLUGIN...`: a process that runs the cells of a subject that it is told.
+"""`python -m headway.testing.child TARGET DEVICE THREADS MODEL PLUGIN...`: runs cells of a subject in a process.
 
 Each answer is one line of JSON. What the subject prints goes to the error stream; what it breaks is this process alone.
 """
@@ -16,12 +16,11 @@ import torch
 from headway.core.contract.errors import HeadwayError
 from headway.core.system.child import open_replies, reply
 from headway.testing.cells import CheckCell
-from headway.testing.kit import Kit
-from headway.testing.subject import load_subject
+from headway.testing.kit import Kit, make_kit
 
 
-def main(target: str, device: str, threads: int, plugins: Sequence[str]) -> None:
-    """Answer requests until the input ends."""
+def main(target: str, device: str, threads: int, model: str, plugins: Sequence[str]) -> None:
+    """Answer requests until the input ends. model: whose layers are tried; "": the kit's."""
     told = open_replies()
     faulthandler.enable()
     torch.set_num_threads(threads)
@@ -30,7 +29,7 @@ def main(target: str, device: str, threads: int, plugins: Sequence[str]) -> None
         request = json.loads(line)
         try:
             if kit is None:
-                kit = Kit(load_subject(target, torch.device(device), plugins=plugins))
+                kit = make_kit(target, device, plugins, model)
             reply(told, _answer(kit, request))
         except HeadwayError as error:
             reply(told, {"error": str(error)})
@@ -47,4 +46,4 @@ def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])

@@ -7,7 +7,8 @@ phase, with few distinct layers, since a kernel is compiled for each: greedy cov
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
 
@@ -17,6 +18,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.testing.cells import AXES, FEATURES, MEMORIES, PHASES, CheckCell, make_spec
+from headway.testing.model_layers import ModelLayer
 from headway.testing.subject import Subject
 
 Value = str | int
@@ -39,6 +41,8 @@ class Claimed:
     """Everything of the product of the axes that a subject accepts."""
 
     subject: Subject
+    layers: Mapping[str, ModelLayer] = field(default_factory=dict)
+    """Layers of the model that the kit was given, by name."""
 
     @cached_property
     def values(self) -> dict[str, tuple[Value, ...]]:
@@ -62,6 +66,8 @@ class Claimed:
 
     def spec(self, cell: CheckCell) -> AttentionSpec:
         """The layer of a cell."""
+        if cell.layer:
+            return self.layers[cell.layer].spec
         claims = self.subject.claims
         pairs = [pair for pair in claims.v_head_dims or () if pair[0] == cell.head_dim]
         longer = cell.feature == "longer_v"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.layout import SCALES, CacheLayout, LayerCache
 from headway.testing.oracle import StepSequence, attend, distance, expected
 
 _ROUNDED_TO_11, _ROUNDED_TO_8 = 7e-4, 1e-2
@@ -179,7 +179,12 @@ def _window(reading: Reading) -> Answers:
 def _scales(reading: Reading) -> Answers:
     """Mistakes in the cache's scales, then in that of the scores."""
     spec, with_spec = reading.row.spec, reading.with_spec
-    if spec.cache_dtype != spec.dtype:
+    if reading.row.cache.layout.has_scales:
+        keys, values = _without_scales(reading.row)
+        yield "matches a cache whose keys are read without their scales", reading.attend(keys=keys)
+        yield "matches a cache whose values are read without their scales", reading.attend(values=values)
+        yield "matches a cache whose numbers are read without their scales", reading.attend(keys=keys, values=values)
+    elif spec.cache_dtype != spec.dtype:
         keys, values = reading.keys / spec.k_scale, reading.values / spec.v_scale
         yield "matches a cache read without k_scale", reading.attend(keys=keys)
         yield "matches a cache read without v_scale", reading.attend(values=values)
@@ -206,6 +211,8 @@ def _positions(reading: Reading) -> Answers:
     if row.query_len > 1:
         yield "a causal mask off by one (a query sees the next token)", reading.attend(future=1)
         yield "a causal mask off by one (a query does not see itself)", reading.attend(future=-1)
+        if not row.spec.causal:
+            yield "a causal mask, in a layer whose queries see later keys", reading.with_spec(causal=True)
         yield "no causal mask", reading.attend(future=row.query_len)
     else:
         yield "misses the newest token", reading.of_tokens(0, row.kv_len - 1, row.context)
@@ -327,6 +334,13 @@ def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
     needed = -(-kv_len // row.cache.block_size)
     blocks = torch.tensor([*row.blocks, *[0] * (needed - len(row.blocks))])
     return attend(row.spec, row.q, *row.kv(row.slots(blocks, kv_len)), kv_len - row.query_len)[0]
+
+
+def _without_scales(row: StepSequence) -> tuple[Tensor, Tensor]:
+    """Keys and values as the numbers that the cache keeps of them."""
+    cache, own = row.cache, {name: row.cache.tensors[name] for name in SCALES if name in row.cache.tensors}
+    layout = CacheLayout("numbers", {name: cache.layout.tensors[name] for name in own}, cache.layout.pack_bytes)
+    return replace(row, cache=LayerCache(own, layout, cache.geometry)).kv()
 
 
 def _read_as(cache: LayerCache, layout: CacheLayout) -> LayerCache | None:

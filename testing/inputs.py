@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cells import AXES, INPUTS, KV_HEADS, PLAIN_INPUTS, SCALE, SCALES, SCORES, WORKS, CheckCell
+from headway.testing.cells import AXES, CACHE_TYPES, INPUTS, KV_HEADS, PLAIN_INPUTS, SCALE, SCALES, SCORES, WORKS, CheckCell
 from headway.testing.steps import TABLE_BLOCKS, Lens, first_step, second_step
 
 _KEY = 4.0
@@ -29,6 +29,7 @@ _ROUNDINGS = 64
 MOST_WORK, MOST_QUICK_WORK = 6e7, 2e7
 """Multiplications and moved elements of a cell's layer that the whole kit and a quick one have time for: one or two seconds, or
 half of one, on one core."""
+PLAIN_BLOCK_SIZE = 16
 _WIDEST_FAR = 256
 """Most elements of a token's key in far memory."""
 _VALUES: dict[str, tuple[str | int, ...]] = {"work": WORKS, "kv_heads": KV_HEADS, "scores": SCORES, "scale": tuple(SCALES)}
@@ -61,11 +62,18 @@ class Numbers:
             k[..., 0] = _KEY * self._lifted(positions)[:, None]
         if self.scores == "mean":
             v += _MEAN if spec.cache_dtype == spec.dtype else _MEAN_8_BITS
-        if spec.cache_dtype != spec.dtype:  # one number in a row of five is beyond what eight bits hold, where a writer stops
+        if (
+            spec.cache_dtype == CACHE_TYPES["fp8"]
+        ):  # one number in a row of five is beyond what eight bits hold, where a writer stops
             for rows, scale in ((k, spec.k_scale), (v, spec.v_scale)):
                 rows[positions % 5 == 2, 0, -1] = _BEYOND * torch.finfo(spec.cache_dtype).max * scale
         k, v = (rows.to(spec.device, spec.dtype) for rows in (k, v))
         return k, k[..., : spec.v_head_dim] if spec.value_in_key else v
+
+    @property
+    def tells(self) -> bool:
+        """Whether the regime tells right from wrong: not where a soft-cap saturates or a sink has all the weight."""
+        return self.scores not in ("high", "low") or not {"softcap", "sinks"} & self.spec.features
 
     @property
     def lift(self) -> float:
@@ -124,7 +132,7 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
     if not steps:
         return False
     latent = cell.feature == "latent"
-    if latent and (cell.kv_heads != PLAIN_INPUTS["kv_heads"] or cell.scores == "mean"):
+    if latent and (cell.scores == "mean" or (not cell.layer and cell.kv_heads != PLAIN_INPUTS["kv_heads"])):
         return False
     if cell.scores in ("high", "low") and cell.feature in ("softcap", "sinks", "together", "fp8-together"):
         return False  # saturated, or all the weight is the sink's
@@ -135,11 +143,23 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
         return False
     if cell.work == "tables" and cell.block_size > 64:
         return False
-    if all(getattr(cell, name) == value for name, value in PLAIN_INPUTS.items()):
+    if all(getattr(cell, name) == PLAIN_INPUTS[name] for name in _dealt_inputs(cell)):
         return True
+    if cell.layer:  # however large the layer is, as much as its plainest cell takes
+        most_work = max(most_work, _work(cell, kv_width, steps_of("edges", cell.phase, PLAIN_BLOCK_SIZE)))
+    return _work(cell, kv_width, steps) <= most_work
+
+
+def _work(cell: CheckCell, kv_width: int, steps: Sequence[Lens]) -> float:
+    """Multiplications and moved elements."""
     keys = sum(query_len + context for lens in steps for query_len, context, _ in lens)
     scores = sum(query_len * (query_len + context) for lens in steps for query_len, context, _ in lens)
-    return kv_width * (4 * keys + cell.group * scores) <= most_work
+    return kv_width * (4.0 * keys + cell.group * scores)
+
+
+def _dealt_inputs(cell: CheckCell) -> tuple[str, ...]:
+    """The inputs that are the kit's to choose: a model's layer brings its heads and its scale."""
+    return ("work", "scores") if cell.layer else tuple(_VALUES)
 
 
 def deal(cells: Iterable[CheckCell], most_work: float = MOST_WORK) -> list[CheckCell]:
@@ -149,7 +169,7 @@ def deal(cells: Iterable[CheckCell], most_work: float = MOST_WORK) -> list[Check
 
 
 def _dealt(cell: CheckCell, met: set[tuple[object, ...]], most_work: float) -> CheckCell:
-    for name in _VALUES:
+    for name in _dealt_inputs(cell):
         tried = [replace(cell, **{name: value}) for value in _VALUES[name]]  # type: ignore[arg-type]
         cell = max((each for each in tried if possible(each, most_work)), key=lambda each: _gain(each, name, met), default=cell)
     for name in INPUTS:

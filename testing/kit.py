@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
 
 from headway.core.contract.errors import HeadwayError, known_cause
-from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
+from headway.testing.cells import CACHE_TYPES, PHASES, CheckCell, Finding, Skipped
 from headway.testing.checks import answers, batch_invariance, claims, engine, graphs, layouts, steps
 from headway.testing.cover import DTYPES
 from headway.testing.inputs import MOST_QUICK_WORK, MOST_WORK, deal, possible
+from headway.testing.model_layers import ModelLayer, layer_cells, read_model_layers
+from headway.testing.plugin_trial import process
 from headway.testing.report import CellResult
 from headway.testing.stage import Stage
-from headway.testing.subject import Subject
+from headway.testing.subject import Subject, load_subject
 
 Check = Callable[[Stage, CheckCell], str]
 CHECKS: dict[str, tuple[Check, str]] = {
     "claims": (claims.claims, "the class keeps what it says of itself"),
+    "process": (process, "what the trial of plugins at a start would refuse"),
+    "serves": (claims.serves, "the model's layers that it serves"),
     "cold": (steps.cold, "time of the first call, compilation included"),
     "refuse": (claims.refuse, "what is not claimed is refused, with reasons"),
     "options": (claims.options, "--attn-opt: declared ones read, others refused"),
@@ -52,12 +56,18 @@ _NOTE = 400
 class Kit:
     """Everything that is tried of one subject."""
 
-    def __init__(self, subject: Subject) -> None:
-        self.stage = Stage(subject)
+    def __init__(self, subject: Subject, layers: Mapping[str, ModelLayer] | None = None) -> None:
+        """layers: of `read_model_layers`, which are tried in place of the kit's own; None: the kit's."""
+        self.layers = layers or {}
+        self.stage = Stage(subject, self.layers)
 
     def cells(self, quick: bool = False) -> list[CheckCell]:
         """The cells of a backend; quick: each value once in place of each pair."""
         claimed = self.stage.claimed
+        if self.layers:
+            sizes = self.stage.block_sizes
+            made = (layer_cells(each, claimed.subject, sizes, quick, self._many_steps) for each in self.layers.values())
+            return list(dict.fromkeys(chain.from_iterable(made)))
         cells = [CheckCell("claims")]
         plain = [claimed.plainest(phase) for phase in PHASES]
         some = next((cell for cell in plain if cell is not None), None)
@@ -90,10 +100,14 @@ class Kit:
         ]
         cells += [CheckCell("layout", layout=name, dtype="float16")]
         cells += [CheckCell("layout", layout=name, head_dim=dim, dtype="bfloat16", feature="fp8") for dim in dims]
+        own = self.stage.subject.layouts[name].dtypes.get("key")
+        for feature, dtype in CACHE_TYPES.items():
+            if dtype == own:  # a layout that holds one type of cache
+                cells = [cell.plain("layout", feature=feature) for cell in cells]
         return list(dict.fromkeys(cells))
 
     def listed(self, quick: bool = False, layout: str = "") -> dict[str, Any]:
-        """The subject's name and owner, why it is not available on this device, and else the names of its cells.
+        """The subject's name, owner and plugin, why it is not available on this device, and else the names of its cells.
 
         :raises ConfigError: nobody registered that layout.
         """
@@ -109,7 +123,8 @@ class Kit:
         if not unavailable:
             cells = self.layout_cells(layout) if layout else self.cells(quick)
         owner = subject.registry.backends[subject.name].owner
-        return {"subject": subject.name, "owner": owner, "unavailable": unavailable, "cells": [str(cell) for cell in cells]}
+        names = [str(cell) for cell in cells]
+        return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable, "cells": names}
 
     def run(self, cell: CheckCell) -> CellResult:
         """One cell's result; whatever the backend raises is in it."""
@@ -166,7 +181,7 @@ class Kit:
 
     def _deep(self, rows: list[tuple[CheckCell, frozenset[str]]]) -> list[CheckCell]:
         """Checks that take many steps, for layers in which every value occurs and, first of all, for the plainest."""
-        claimed, said, backend = self.stage.claimed, self.stage.subject.claims, self.stage.subject.backend
+        claimed = self.stage.claimed
         cells: list[CheckCell] = []
         plain = {phase: claimed.plainest(phase) for phase in PHASES}
         whole = plain["mixed"] or plain["decode"] or plain["extend"] or plain["prefill"]
@@ -174,19 +189,38 @@ class Kit:
         for phase, cell in plain.items():
             if cell is not None:
                 cells += [cell.plain("repeat", phase=phase), cell.plain("sync", phase=phase)]
-        graph_phases = ("decode", "verify") if backend.captures(2) else ("decode",)
         for cell, phases in [(whole, frozenset(p for p in PHASES if plain[p])), *rows]:
-            cells += [cell.plain("graph", phase=phase) for phase in graph_phases if phase in phases]
-            if cell.memory != "own":
-                continue
-            cells += [cell.plain("prompt", phase="prefill")] if "prefill" in phases else []
-            cells += [cell.plain("bounds", phase="decode")] if "decode" in phases and not said.exact_host_lengths else []
-            if phases & {"decode", "extend"}:
-                mixed = cell.plain("steps")
-                cells += [mixed, mixed.plain("turns"), mixed.plain("long", phase="long")]
-            cells += [cell.plain("engine")] if not cell.feature.startswith("fp8") and phases & {"decode", "extend"} else []
-            cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature == "none" else []
+            cells += self._many_steps(cell, phases)
         return [*cells, whole.plain("thousand"), whole.plain("memory")]
+
+    def _many_steps(self, cell: CheckCell, phases: frozenset[str]) -> list[CheckCell]:
+        """Checks of a layer that take many steps. phases: those of PHASES in which the subject serves it."""
+        said, backend = self.stage.subject.claims, self.stage.subject.backend
+        graph_phases = ("decode", "verify") if backend.captures(2) else ("decode",)
+        cells = [cell.plain("graph", phase=phase) for phase in graph_phases if phase in phases]
+        if cell.memory != "own":
+            return cells
+        cells += [cell.plain("prompt", phase="prefill")] if "prefill" in phases else []
+        cells += [cell.plain("bounds", phase="decode")] if "decode" in phases and not said.exact_host_lengths else []
+        if phases & {"decode", "extend"}:
+            mixed = cell.plain("steps")
+            cells += [mixed, mixed.plain("turns")]
+            cells += [] if cell.layer else [mixed.plain("long", phase="long")]  # of a large layer it would take minutes
+        cells += (
+            [cell.plain("engine")] if self.stage.claimed.spec(cell).kv_dtype is None and phases & {"decode", "extend"} else []
+        )
+        cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature == "none" else []
+        return cells
+
+
+def make_kit(target: str, device: str, plugins: Sequence[str] = (), model: str = "") -> Kit:
+    """Load what is to be tried. model: whose layers; "": those of the kit. See `load_subject` and `read_layer_specs`.
+
+    :raises HeadwayError: there is no such subject or model, or it does not load.
+    """
+    place = torch.device(device)
+    layers = read_model_layers(model, place) if model else {}
+    return Kit(load_subject(target, place, plugins=plugins), layers)
 
 
 def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:

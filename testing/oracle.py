@@ -93,6 +93,8 @@ def attend(
             scores = scores - per_head["alibi_slopes"] * (-ago_of if absolute else ago)
         if spec.softcap is not None and cap_last:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        if not spec.causal:
+            ago = ago.abs()
         hidden = ago < -future
         if spec.sliding_window is not None:
             hidden = hidden | ((ago < spec.sliding_window) if old else (ago >= spec.sliding_window))

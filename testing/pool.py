@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from headway.core.contract.layout import CacheGeometry, CacheLayout, CacheWriter, LayerCache
+from headway.core.contract.layout import SCALES, CacheGeometry, CacheLayout, CacheWriter, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cells import Skipped
 
@@ -51,13 +51,13 @@ class Foreign:
             raise Skipped(f"layout {layout.name}: its outermost axis is not the block, so K and V are not packed by block")
         kept = 1 if memory == "packed" else 2
         shapes = {name: tensor.shape for name, tensor in cache.tensors.items()}
-        together = len({shape[:kept] for shape in shapes.values()}) == 1
-        groups = [list(shapes)] if together else [[name] for name in shapes]
+        together = len({shapes[name][:kept] for name in SCALES if name in shapes}) == 1
         self.bases, tensors = [], {}
+        groups = _by_type(cache, [list(shapes)] if together else [[name] for name in shapes])
         for names in groups:
             sizes = [math.prod(shapes[name][kept:]) for name in names]
             width = sum(sizes) + (_PAD if len(names) == 1 else 0)
-            base = torch.zeros((*shapes[names[0]][:kept], width), dtype=geometry.dtype, device=geometry.device)
+            base = torch.zeros((*shapes[names[0]][:kept], width), dtype=cache.tensors[names[0]].dtype, device=geometry.device)
             self.bases.append(base)
             first = 0
             for name, size in zip(names, sizes, strict=True):
@@ -68,24 +68,33 @@ class Foreign:
     def fill(self, value: float) -> None:
         """Put a value everywhere, somebody else's memory included."""
         for base in self.bases:
-            base.fill_(value)
+            fill(base, value)
 
     def fill_block(self, block: int, value: float) -> None:
         """Put a value into every slot of a block."""
         for name, tensor in self.cache.tensors.items():
-            tensor.select(self.cache.layout.tensors[name].index("block"), block).fill_(value)
+            fill(tensor.select(self.cache.layout.tensors[name].index("block"), block), value)
 
     def differs(self, other: Foreign) -> bool:
         """Whether any bit differs."""
         return not all(torch.equal(bits(a), bits(b)) for a, b in zip(self.bases, other.bases, strict=True))
 
     def differing_slots(self, other: Foreign) -> set[int]:
-        """Slots whose key or value differ in any bit."""
+        """Slots of which a tensor differs in any bit."""
         found: set[int] = set()
         for name in self.cache.tensors:
-            ours, theirs = (bits(getattr(side.cache, f"logical_{name}")) for side in (self, other))
+            ours, theirs = (bits(side.cache.by_slot(name)) for side in (self, other))
             found |= set((ours != theirs).flatten(2).any(-1).flatten().nonzero().flatten().tolist())
         return found
+
+
+def _by_type(cache: LayerCache, groups: list[list[str]]) -> list[list[str]]:
+    """The same groups, each cut into those of one element type and shape of what is outermost."""
+    found: dict[tuple[object, ...], list[str]] = {}
+    for number, names in enumerate(groups):
+        for name in names:
+            found.setdefault((number, cache.tensors[name].dtype, name in SCALES), []).append(name)
+    return list(found.values())
 
 
 def _apart(cache: LayerCache, far: int) -> tuple[LayerCache, list[Tensor]]:
@@ -130,7 +139,7 @@ class Layers:
         poison: float = math.nan,
     ) -> None:
         """poison: in every slot that holds no token."""
-        self.poison = min(poison, torch.finfo(spec.cache_dtype).max) if math.isfinite(poison) else poison
+        self.poison = poison
         near, first = ("own", first_far(spec, block_size)) if memory == "far" else (memory, 0)
         self.right = [Foreign(spec, layout, num_blocks, block_size, near, first) for _ in range(layers)]
         self.given = [Foreign(spec, layout, num_blocks, block_size, memory, first) for _ in range(layers)]
@@ -148,6 +157,14 @@ class Layers:
         """A block that belongs to nobody any more."""
         for foreign in (*self.given, *self.right):
             foreign.fill_block(block, self.poison)
+
+
+def fill(tensor: Tensor, value: float) -> None:
+    """Put a value everywhere, or the largest that the type has, where that is less; whole numbers know no NaN."""
+    if tensor.dtype.is_floating_point:
+        tensor.fill_(min(value, torch.finfo(tensor.dtype).max) if math.isfinite(value) else value)
+    else:
+        tensor.fill_(int(min(value, torch.iinfo(tensor.dtype).max)) if math.isfinite(value) else torch.iinfo(tensor.dtype).max)
 
 
 def bits(tensor: Tensor) -> Tensor:

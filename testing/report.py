@@ -42,6 +42,8 @@ class CellResult(BaseModel):
     scale: str = "odd"
     scores: str = "normal"
     work: str = "edges"
+    layer: str = ""
+    """The layer of the model that the kit was given; empty: a layer of the kit's."""
     relative_error: float | None = None
     """||out - reference|| / ||reference|| of a wrong step; None where there was none, or no number."""
     tolerance: float | None = None
@@ -71,6 +73,8 @@ class CheckReport(ResultFile):
     """What was asked for: a backend's name, FILE.py:CLASS, or the layout."""
     plugins: list[str] = Field(default_factory=list)
     """Files that were registered beside the installed plugins."""
+    model: str = ""
+    """The model whose layers were tried; empty: the kit's."""
     subject: str
     """The name it is registered by."""
     origin: Origin

@@ -29,6 +29,8 @@ class Listed:
 
     subject: str
     owner: str
+    plugin: Sequence[str] | None
+    """See `Subject.plugin`."""
     unavailable: str
     cells: list[str]
 
@@ -42,6 +44,8 @@ class CellProcess:
     threads: int
     timeout: float
     plugins: Sequence[str] = ()
+    model: str = ""
+    """Whose layers are tried; "": those of the kit."""
     sanitizer: Sanitizer | None = None
     """What watches the memory of the process's kernels; None: nothing."""
     _process: Child | None = None
@@ -99,7 +103,8 @@ class CellProcess:
 
     def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         if self._process is None:
-            command = python_command("headway.testing.child", self.target, self.device, str(self.threads), *self.plugins)
+            told = self.target, self.device, str(self.threads), self.model
+            command = python_command("headway.testing.child", *told, *self.plugins)
             limits = {"HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": str(self.threads)}
             if self.sanitizer is not None:
                 command, limits = self.sanitizer.command(command), limits | ENVIRONMENT

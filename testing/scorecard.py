@@ -23,7 +23,8 @@ _UNEXPLAINED = 3
 def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) -> Iterator[Text]:
     """The lines of a report. about: what each check holds a subject to."""
     how = " under Triton's interpreter" if report.machine.interpreted else ""
-    title = f"{report.subject} on {report.machine.device}{how}: {report.machine.name}, torch {report.machine.torch}"
+    layers = f" with the layers of {report.model}" if report.model else ""
+    title = f"{report.subject} on {report.machine.device}{how}{layers}: {report.machine.name}, torch {report.machine.torch}"
     yield from _wrapped(title, width, "", "bold")
     if report.unavailable:
         yield from _wrapped(f"not available here: {report.unavailable}", width, "", "red")
@@ -32,6 +33,8 @@ def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) ->
         cells = [cell for cell in report.cells if cell.check == name]
         if cells:
             yield _line(name, text, cells, width)
+        for cell in cells if name == "serves" else ():
+            yield from _wrapped(cell.reason, width, "     ", "" if cell.status == "passed" else "yellow")
     failed = report.failed
     if failed:
         yield Text()
@@ -63,7 +66,9 @@ def _line(name: str, text: str, cells: Sequence[CellResult], width: int) -> Text
     mark, style = _MARKS[status]
     number = f"{counts['failed']} of {len(cells)} failed" if status == "failed" else str(counts["passed"])
     said = text
-    if status == "skipped":
+    if name == "serves":  # each cell's reason stands below
+        number = str(counts["passed"] or "")
+    elif status == "skipped":
         number, said = "", cells[0].reason
     elif name == "cold":
         slowest = max(cells, key=lambda cell: cell.seconds)
@@ -95,7 +100,8 @@ def command(report: CheckReport, cell: CellResult) -> str:
     target = f" {report.target}" if not report.target.startswith("layout ") else ""
     layout = f" --layout {cell.layout}" if cell.check == "layout" else ""
     plugins = "".join(f" --plugin {file}" for file in report.plugins)
-    return f"headway check{target}{plugins}{layout}{device} --cell {cell.cell}"
+    model = f" --model {report.model}" if report.model else ""
+    return f"headway check{target}{plugins}{layout}{device}{model} --cell {cell.cell}"
 
 
 def patterns(cells: Sequence[CellResult]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -13,6 +13,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
 from headway.testing.cover import Claimed
+from headway.testing.model_layers import ModelLayer
 from headway.testing.pool import FINITE_POISON
 from headway.testing.session import Session
 from headway.testing.steps import Lens, StepTurns, Tokens, Turn, blocks_for
@@ -22,13 +23,19 @@ from headway.testing.subject import BASELINE, Subject
 class Stage:
     """A subject, what it claims, and sessions to try it in."""
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
+    def __init__(self, subject: Subject, layers: Mapping[str, ModelLayer]) -> None:
+        """layers: of the model that the subject is tried on, by name."""
+        self.subject, self._layers = subject, layers
 
     @cached_property
     def claimed(self) -> Claimed:
         """Everything the subject accepts."""
-        return Claimed(self.subject)
+        return Claimed(self.subject, self._layers)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens in a block that the kit tries, the plainest first."""
+        return tuple(int(size) for size in self.claimed.values["block_size"])
 
     @property
     def poison(self) -> float:

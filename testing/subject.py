@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
 
@@ -29,6 +29,16 @@ class Subject:
     registry: Registry
     name: str
     device: torch.device
+    file: str = ""
+    """FILE.py or FILE.py:CLASS by which `--plugin` would take the subject; empty: it was named otherwise."""
+
+    @property
+    def plugin(self) -> tuple[str, str, str] | None:
+        """Name and owner of the plugin that brings the subject, and its file if it is one; None: no plugin does."""
+        if self.file:
+            return self.name, self.file, self.file
+        source = self.registry.source_of(self.name)
+        return None if source is None else (source.name, source.owner, source.target)
 
     @property
     def backend(self) -> type[AttentionBackend]:
@@ -76,7 +86,9 @@ def load_subject(target: str, device: torch.device, registry: Registry | None = 
         return Subject(registry, target, device)
     path, class_name = split_target(target)
     module = load_file(path)
-    return subject_of(class_in(module, class_name, path), device, target, module, plugins)
+    found = class_in(module, class_name, path)
+    file = str(path) if has_hooks(module) else f"{path}:{found.__name__}"
+    return replace(subject_of(found, device, target, module, plugins), file=file)
 
 
 def subject_of(

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 import headway.backends.sampling
+import headway.backends.states.triton
 import headway.backends.triton
 import headway.models.experts
 import headway.models.fused
@@ -34,10 +35,12 @@ from launched_kernels import (
     FP32,
     GPU,
     ROWS,
+    STATES,
     attend,
     choose_tokens,
     family,
     run_model,
+    run_states,
     shipped,
     with_experts,
     with_latents,
@@ -47,7 +50,13 @@ if INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 HOPPER, ADA = (9, 0), (8, 9)
-PACKAGES = headway.backends.sampling, headway.backends.triton, headway.models.experts, headway.models.fused
+PACKAGES = (
+    headway.backends.sampling,
+    headway.backends.states.triton,
+    headway.backends.triton,
+    headway.models.experts,
+    headway.models.fused,
+)
 
 
 def launched_kernels() -> set[str]:
@@ -63,7 +72,14 @@ def launched_kernels() -> set[str]:
 
 
 def launch_every_kernel(
-    attention: Iterable[str] = ("head 128", "head 64, sinks and window", "fp8 cache, vllm_5d", "576/512"),
+    attention: Iterable[str] = (
+        "head 128",
+        "head 64, sinks and window",
+        "fp8 cache, vllm_5d",
+        "int8 cache",
+        "576/512",
+        "head 64, bidirectional window",
+    ),
 ) -> None:
     choose_tokens(151_936, BF16)
     run_model(shipped("qwen3-0.6b"), FP16, (1, 16, 40))
@@ -71,6 +87,8 @@ def launch_every_kernel(
     run_model(with_latents(), BF16, (2,))
     for name in attention:
         attend(*ATTENTION[name])
+    for name in ("gated_delta", "mamba1"):
+        run_states(*STATES[name])
 
 
 def check(found: Compilations) -> None:
@@ -84,10 +102,10 @@ def check(found: Compilations) -> None:
 
 def test_every_kernel_passes_the_compilers_front_end() -> None:
     with absent_gpu(HOPPER, whole=False) as found:
-        launch_every_kernel(("head 128", "576/512"))
+        launch_every_kernel(("head 128", "int8 cache", "576/512"))
     check(found)
     assert found.kernels == launched_kernels()
-    assert len(found.kernels) == 34, "the number of kernels when this was written"
+    assert len(found.kernels) == 41, "the number of kernels when this was written"
 
 
 OFTEN = {(8, 9), HOPPER}
@@ -131,6 +149,15 @@ def test_what_stands_between_attentions_compiles(model: str) -> None:
 def test_attention_compiles(name: str, capability: Capability) -> None:
     with absent_gpu(capability) as found:
         attend(*ATTENTION[name])
+    check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [ADA, HOPPER], ids="{0[0]}.{0[1]}".format)
+@pytest.mark.parametrize("name", STATES)
+def test_layers_with_a_state_compile(name: str, capability: Capability) -> None:
+    with absent_gpu(capability) as found:
+        run_states(*STATES[name])
     check(found)
 
 

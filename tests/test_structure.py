@@ -21,6 +21,7 @@ ROOMS = (
     "core.sampling",
     "core.speculation",
     "core.engine",
+    "core.pooling",
     "backends",
     "registry",
     "models",

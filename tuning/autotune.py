@@ -18,6 +18,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.startup import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
@@ -265,11 +266,11 @@ class _Tables:
     def _preferred_layouts(self, spec: AttentionSpec) -> list[str]:
         """The registry's first layout, a built-in, and the first that each backend names: a plugin's own is compared with it.
 
-        Layouts in which the layer's keys and values cannot lie are passed over.
+        Layouts that cannot hold the layer's keys and values are passed over.
         """
         claimed = [self.registry.backend(name).capabilities.layouts or () for name in self.available]
         every = [[info.layout for info in self.registry.layouts.values()], *claimed]
-        fitting = [[layout for layout in layouts if layout.has_value is not spec.value_in_key] for layouts in every]
+        fitting = [[layout for layout in layouts if layout.check(spec, DEFAULT_BLOCK_SIZES[0])] for layouts in every]
         return list(dict.fromkeys(layouts[0].name for layouts in fitting if layouts))
 
 

@@ -66,6 +66,7 @@ class FlashAttention3(AttentionBackend):
         value_in_key=True,
         features=frozenset({"sliding_window", "softcap", "sinks"}),
         dense_prefill=True,
+        non_causal=True,
         reads_whole_blocks=True,
         lse=True,
     )
@@ -86,7 +87,9 @@ class FlashAttention3(AttentionBackend):
         self._latent = spec.v_head_dim if spec.value_in_key else 0
         window = spec.sliding_window
         # A window of w keys ends at the query itself; the library counts the keys to its left. -1: no bound.
-        self._mask = {"is_causal": True} | ({} if window is None else {"window_size_left": window - 1, "window_size_right": 0})
+        self._mask: dict[str, Any] = {"is_causal": spec.causal}
+        if window is not None:
+            self._mask |= {"window_size_left": window - 1, "window_size_right": 0 if spec.causal else window - 1}
         self._always: dict[str, Any] = {**self._mask, "softmax_scale": spec.scale, "softcap": spec.softcap or 0.0}
         if spec.sinks is not None:
             self._always["s_aux"] = torch.tensor(spec.sinks, dtype=torch.bfloat16, device=spec.device)

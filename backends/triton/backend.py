@@ -19,7 +19,7 @@ from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
@@ -39,8 +39,8 @@ class TritonAttention(AttentionBackend):
     name = "triton"
     capabilities = Capabilities(
         phases=ALL_PHASES,
-        layouts=(NHD, HND, VLLM_5D, LATENT),
-        kv_dtypes=(torch.float8_e4m3fn,),
+        layouts=(NHD, HND, VLLM_5D, LATENT, NHD_INT8),
+        kv_dtypes=(torch.float8_e4m3fn, torch.int8),
         devices=("cpu", "cuda") if INTERPRETED else ("cuda",),
         block_multiple=16,
         head_dims=(32, 64, 80, 96, 128, 256),
@@ -49,6 +49,7 @@ class TritonAttention(AttentionBackend):
         lse=True,
         features=FEATURES,
         dense_prefill=True,
+        non_causal=True,
         reads_live_slots=True,
         batch_invariant=True,
     )
@@ -66,8 +67,8 @@ class TritonAttention(AttentionBackend):
         cuda = spec.device.type == "cuda"
         arch = architecture(None if INTERPRETED else torch.cuda.get_device_capability(spec.device))
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
-        # An fp8 cache is unpacked from the cache alone, keys and values of unlike lengths would take two tiles, and a mixed step,
-        # which takes the writer, must not give a sequence other bits.
+        # A cache of 8 bits is unpacked from the cache alone, keys and values of unlike lengths would take two tiles, and a mixed
+        # step, which takes the writer, must not give a sequence other bits.
         equal = spec.head_dim == spec.v_head_dim and not spec.value_in_key
         self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
         layer = Layer.of(spec)

@@ -16,7 +16,7 @@ from headway.backends.triton.chunks import Chunks, most_chunks
 from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.launch import Launcher, Workspace, aligned, launches_early, specialised
-from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
+from headway.backends.triton.layer import INTERPRETED, NO_SCALES, Addressing, Layer, scales_of
 from headway.backends.triton.splits import FAN, MAX_ROUNDS, choose_cut
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
@@ -77,6 +77,7 @@ class Decode:
         self.multiprocessors = multiprocessors
         self._num_splits = INVARIANT_SPLITS if spec.batch_invariant and num_splits is None else num_splits
         self._block_size = block_size
+        self._scaled = layout.has_scales
         row = (max(layer.block_d, layer.block_dv), spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
         self.configs = decode_configs(arch, *row)
         self.workspace = workspace
@@ -172,10 +173,18 @@ class Decode:
         assert new is None or plan.max_query_len == 1
         k, v = new or (q, q)  # placeholders where there is nothing to write
         key_cache, value_cache = cache.key, cache.value
-        tensors = (q, key_cache, value_cache, out, k, v, q if lse is None else lse)
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        tensors: tuple[Tensor, ...] = (q, key_cache, value_cache, out, k, v, q if lse is None else lse)
         strides = (q.stride(), key_cache.stride(), value_cache.stride(), out.stride(), k.stride(), v.stride())
-        key = (strides, aligned(*pointers[:6]), new is None, lse is None or lse.stride(0))
+        key: tuple[Any, ...]
+        if self._scaled:
+            scales = scales_of(cache)
+            tensors += scales
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            scaled = (*(each.stride() for each in scales), aligned(*pointers[7:]))
+            key = (strides, aligned(*pointers[:6]), new is None, lse is None or lse.stride(0), scaled)
+        else:
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            key = (strides, aligned(*pointers[:6]), new is None, lse is None or lse.stride(0))
         known = plan.launches.get(key)
         if known is None:
             self._launch_first(key, tensors, pointers, cache, plan, new is not None, lse)
@@ -193,7 +202,7 @@ class Decode:
         lse: Tensor | None,
     ) -> None:
         """Launch for the first layer of a step, and prepare the launch for the layers like this one."""
-        q, _, _, out, k, v, _ = tensors
+        q, _, _, out, k, v, *_ = tensors
         compiled_for = (key, plan.block_m, plan.rows, plan.max_query_len == 1, plan.chunks.split, plan.early, plan.config)
         known = self._constants.get(compiled_for)
         if known is None:
@@ -202,11 +211,13 @@ class Decode:
             addressing = Addressing.of(cache)
             constants = self._compile_time(plan, cache, addressing, new, lse is not None)
             exact, pointers_aligned, *_ = key
+            scaled = key[4:]
             classes = specialised(*addressing.strides, *chain(*exact))
-            compiled: Hashable = (classes, pointers_aligned, plan.config, tuple(constants.values()))
+            compiled: Hashable = (classes, pointers_aligned, scaled, plan.config, tuple(constants.values()))
             known = self._constants[compiled_for] = (constants, addressing.strides, compiled)
         constants, strides, compiled = known
         rest = (
+            *(() if self._scaled else NO_SCALES),
             plan.block_table,
             plan.chunks.table,
             self._layer.slopes,
@@ -242,7 +253,7 @@ class Decode:
     def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing, new: bool, lse: bool) -> dict[str, Any]:
         equal = self._spec.head_dim == self._spec.v_head_dim
         # Pairs are multiplied in float16, which would cost a float32 layer its digits.
-        pairs = cache.key.element_size() == 1 and addressing.pairs and equal and self._spec.dtype != torch.float32
+        pairs = cache.key.dtype == torch.float8_e4m3fn and addressing.pairs and equal and self._spec.dtype != torch.float32
         constants = {name: value for name, value in self._layer.constants.items() if name != "VALUE_IN_KEY"}
         return {
             **constants,
@@ -257,6 +268,7 @@ class Decode:
             "BLOCK_M": plan.block_m,
             "ROWS": plan.rows,
             "BLOCK_N": plan.config.block_n,
+            **addressing.constants,
             "PAIRS": pairs and not INTERPRETED,
             "SPLIT": plan.chunks.split,
             "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_dv))),

@@ -29,6 +29,8 @@ def split_kv_decode(
     new_k_ptr,  # NEW: [num_seqs, kv_heads, HEAD_DIM]
     new_v_ptr,
     sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
+    key_scale_ptr,  # SCALED: float32, addressed by strides of [block, slot, head]
+    value_scale_ptr,
     table_ptr,  # int32 [num_seqs, max_blocks]
     chunks_ptr,  # int32 [chunks, 8], see chunk_kernel.CHUNK_FIELDS
     slopes_ptr,  # float32 [num_heads], log2(e) * ALiBi slope
@@ -77,6 +79,8 @@ def split_kv_decode(
     BLOCK_M: tl.constexpr,  # rows of the query tile; the tensor cores want 16
     ROWS: tl.constexpr,  # rows that can be in use, rounded up to a power of two
     BLOCK_N: tl.constexpr,
+    SCALED: tl.constexpr,  # a row of the cache is whole numbers times a scale of its own
+    SCALE_STRIDES: tl.constexpr,  # three of the key's scales, three of the value's
     PAIRS: tl.constexpr,  # an fp8 cache whose rows lie in one piece: read as pairs, which the tensor cores' loads can turn around
     SPLIT: tl.constexpr,  # a sequence may have more than one chunk
     MERGED: tl.constexpr,  # partial results merged at a time
@@ -167,21 +171,23 @@ def split_kv_decode(
     whole = end // BLOCK_N * BLOCK_N if V_SLOTS_INNER else end
     for first in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
         m, l, acc, acc_odd = fold_cached(
-            q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
+            q, key, value, key_scale_ptr, value_scale_ptr, kv_head,
+            table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
             cap_log2, window,
             k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
-            BLOCK_M, BLOCK_N, PAIRS, not V_SLOTS_INNER,
+            BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, not V_SLOTS_INNER,
             HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
         )  # fmt: skip
     if V_SLOTS_INNER:
         for first in tl.range(whole, end, BLOCK_N, num_stages=1):
             m, l, acc, acc_odd = fold_cached(
-                q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
+                q, key, value, key_scale_ptr, value_scale_ptr, kv_head,
+                table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
                 cap_log2, window,
                 k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
                 HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
-                BLOCK_M, BLOCK_N, PAIRS, True,
+                BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, True,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
             )  # fmt: skip
     if NEW:  # noqa: SIM102 - only this one is decided when it is compiled

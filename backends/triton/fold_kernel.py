@@ -5,16 +5,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headway.backends.triton.tiles import block_numbers, cached_rows, head_offsets, key_rows, softmax_step, unpack_fp8
+from headway.backends.triton.tiles import (
+    add_scaled,
+    block_numbers,
+    cached_rows,
+    head_offsets,
+    key_rows,
+    row_scales,
+    softmax_step,
+    unpack_fp8,
+)
 
 
 @triton.jit
 def fold_cached(
-    q, key, value, table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale, cap_log2, window,
+    q, key, value, key_scale_ptr, value_scale_ptr, kv_head, table, m, l, acc, acc_odd, first, end, positions, newest, slopes,
+    row_scale, score_scale, cap_log2, window,
     k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
-    V_SLOTS_INNER: tl.constexpr, K_PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+    V_SLOTS_INNER: tl.constexpr, K_PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALED: tl.constexpr, SCALE_STRIDES: tl.constexpr, PAIRS: tl.constexpr,
     ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +66,23 @@ def fold_cached(
             v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, V_HEAD_DIM, BLOCK_DV, BLOCK_N,
             True, ZEROED, V_SLOTS_INNER, DOT,
         )  # fmt: skip
+    if SCALED:
+        k_scales = row_scales(
+            key_scale_ptr, kv_head, blocks, first, end, SCALE_STRIDES[0], SCALE_STRIDES[1], SCALE_STRIDES[2], BLOCK_SIZE, BLOCK_N
+        )
+        v_scales = row_scales(
+            value_scale_ptr,
+            kv_head,
+            blocks,
+            first,
+            end,
+            SCALE_STRIDES[3],
+            SCALE_STRIDES[4],
+            SCALE_STRIDES[5],
+            BLOCK_SIZE,
+            BLOCK_N,
+        )
+        scores = scores * k_scales[None, :]
     m, l, weights, shrink = softmax_step(
         scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, score_scale, cap_log2,
         window, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
@@ -63,6 +91,8 @@ def fold_cached(
         v_even, v_odd = unpack_fp8(v)
         acc = tl.dot(weights.to(tl.float16), v_even, acc * shrink[:, None])
         acc_odd = tl.dot(weights.to(tl.float16), v_odd, acc_odd * shrink[:, None])
+    elif SCALED:
+        acc = add_scaled(acc * shrink[:, None], weights, v, v_scales, DOT, PRECISION)
     else:
         acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
     return m, l, acc, acc_odd

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.core.contract.layout import LayerCache
+from headway.core.contract.layout import SCALES, LayerCache
 from headway.core.contract.spec import AttentionSpec
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -112,6 +113,8 @@ class Addressing:
     """Whether the key's pieces of k_x elements lie side by side for neighbouring slots of a block, as in vllm_5d."""
     pairs: bool
     """Whether each row lies in one piece and every row begins at an even element, so that bytes can be read two at a time."""
+    scale_strides: tuple[int, ...] = ()
+    """Three of the key's scales, [block, slot, head], three of the value's; empty: the cache has none of its own."""
 
     @classmethod
     def of(cls, cache: LayerCache) -> Addressing:
@@ -123,4 +126,19 @@ class Addressing:
         rows = k_x == v_x == 1 and strides[3] == strides[8] == 1
         pairs = rows and not any(stride % 2 for stride in (*strides[:3], *strides[5:8]))
         pairs = pairs and key.data_ptr() % 2 == value.data_ptr() % 2 == 0
-        return cls(strides, k_x, v_x, value.stride(1) == 1, k_pieces, pairs)
+        scales = [each.stride() for name in SCALES if (each := cache.logical_scale(name)) is not None]
+        return cls(strides, k_x, v_x, value.stride(1) == 1, k_pieces, pairs, tuple(chain(*scales)))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time constants of kernels by which they find scales."""
+        return {"SCALED": bool(self.scale_strides), "SCALE_STRIDES": self.scale_strides}
+
+
+def scales_of(cache: LayerCache) -> tuple[Tensor, ...]:
+    """The scales of a cache's keys and values, where it has its own."""
+    return tuple(cache.tensors[name] for name in SCALES.values()) if cache.layout.has_scales else ()
+
+
+NO_SCALES = (None, None)
+"""Stands for pointers to scales: Triton leaves None out of what it compiles."""

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headway.backends.triton.configs import ANY_PROMPT, Architecture, PrefillConfig, prefill_config
 from headway.backends.triton.launch import BoundKernel, Launcher, Workspace, aligned, launches_early
-from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
+from headway.backends.triton.layer import INTERPRETED, NO_SCALES, Addressing, Layer, scales_of
 from headway.backends.triton.merge_kernel import merge_tiles
 from headway.backends.triton.prefill_kernel import varlen_attention
 from headway.backends.triton.prefill_schedule import TileSchedule, schedule_tiles
@@ -97,6 +97,7 @@ class Prefill:
             config.block_n,
             spec.sliding_window,
             rule.cut,
+            spec.causal,
         )
         results = schedule.slots * spec.num_kv_heads * config.block_m
         floats = self.workspace.floats(results * (self._layer.block_dv + 1))
@@ -133,9 +134,20 @@ class Prefill:
             return
         keys, values = (k, v) if plan.dense else (cache.key, cache.value)
         sums = q if lse is None else lse  # a placeholder where none is wanted
-        tensors = (q, keys, values, out, sums)
+        tensors: tuple[Tensor, ...] = (q, keys, values, out, sums)
+        if not plan.dense and cache.layout.has_scales:
+            tensors += scales_of(cache)
         pointers = [tensor.data_ptr() for tensor in tensors]
-        key = (q.stride(), keys.stride(), values.stride(), out.stride(), aligned(*pointers[:4]), lse is None or lse.stride(0))
+        key: Hashable = (
+            q.stride(),
+            keys.stride(),
+            values.stride(),
+            out.stride(),
+            aligned(*pointers[:4]),
+            lse is None or lse.stride(0),
+        )
+        if len(tensors) > 5:
+            key = (key, *(each.stride() for each in tensors[5:]), aligned(*pointers[5:]))
         known = plan.launches.get(key)
         if known is None:
             self._launch_first(key, tensors, pointers, cache, plan, lse)
@@ -145,7 +157,7 @@ class Prefill:
             pointers[1], pointers[2] = self._descriptors.of(keys, values, None if plan.dense else cache, plan.config.block_n)
         kernel(*pointers)
         if merge is not None:
-            merge(pointers[3], pointers[4])
+            merge(*pointers[3:5])
 
     def _launch_first(
         self,
@@ -157,7 +169,7 @@ class Prefill:
         lse: Tensor | None,
     ) -> None:
         """Launch for the first layer of a step, and prepare the launch for the layers like this one."""
-        q, keys, values, out, sums = tensors
+        q, keys, values, out, sums, *scales = tensors
         config, split = plan.config, plan.schedule.slots > 0
         compiled_for = (plan.dense, split, config, key)
         variant = self._variants.get(compiled_for)
@@ -169,6 +181,7 @@ class Prefill:
             pointers[1], pointers[2] = read
         sums_stride = 0 if lse is None else lse.stride(0)
         rest = (
+            *(() if scales else NO_SCALES),
             plan.rows,
             plan.partial,
             plan.lse,
@@ -186,7 +199,7 @@ class Prefill:
         )
         grid = (self._spec.num_kv_heads, plan.schedule.programs, 1)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        first = (q, *read, out, sums)
+        first = (q, *read, out, sums, *scales)
         kernel = self._launch.bind(compiled_for, grid, first, pointers, rest, variant.constants, **options)
         merge = None
         if split:
@@ -194,7 +207,7 @@ class Prefill:
             rest = (plan.rows[plan.schedule.programs :], self._layer.sinks, plan.partial, plan.lse, v_scale, *strides)
             grid = (self._spec.num_kv_heads, config.block_m // self._merge_rows, plan.schedule.merges)
             constants = self._merging(config, lse is not None)
-            merge = self._launch_merge.bind(compiled_for, grid, (out, sums), pointers[3:], rest, constants, num_warps=1)
+            merge = self._launch_merge.bind(compiled_for, grid, (out, sums), pointers[3:5], rest, constants, num_warps=1)
         if kernel is not None:
             plan.launches[key] = (kernel, merge, variant.tma)
 
@@ -215,11 +228,12 @@ class Prefill:
         config = plan.config
         if plan.dense:
             strides = tuple(s for t in (keys, values) for s in (0, t.stride(0), t.stride(1), 1, 1))
+            scaled: dict[str, Any] = {"SCALED": False, "SCALE_STRIDES": ()}
             k_x = v_x = 1
             views = one_block(keys, values)
         else:
             addressing = Addressing.of(cache)
-            strides, k_x, v_x = addressing.strides, addressing.k_x, addressing.v_x
+            strides, k_x, v_x, scaled = addressing.strides, addressing.k_x, addressing.v_x, addressing.constants
             views = blocks(cache) if k_x == v_x == 1 else []
         whole = plan.dense or self._block_size % config.block_n == 0
         equal = self._spec.head_dim == self._spec.v_head_dim and not self._spec.value_in_key
@@ -235,6 +249,8 @@ class Prefill:
             "PAGED": not plan.dense,
             "PEEK": not INTERPRETED and cache.logical_value.stride(1) != 1,
             "TMA": tma,
+            **scaled,
+            "CAUSAL": self._spec.causal,
             "HAS_LSE": lse,
             "STAGES": config.num_stages,
             "SPLIT": plan.schedule.slots > 0,

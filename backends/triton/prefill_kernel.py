@@ -26,6 +26,8 @@ def varlen_attention(
     value,
     out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
     sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the log-sum-exp of each row
+    key_scale_ptr,  # SCALED: float32, addressed by strides of [block, slot, head]
+    value_scale_ptr,
     schedule_ptr,  # int32 [programs, 8], columns of prefill_schedule.TileColumn
     partial_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M, BLOCK_DV]
     lse_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M]
@@ -69,6 +71,9 @@ def varlen_attention(
     PAGED: tl.constexpr,
     PEEK: tl.constexpr,  # block numbers are read by `peeked_blocks`
     TMA: tl.constexpr,
+    SCALED: tl.constexpr,  # a row of the cache is whole numbers times a scale of its own; PAGED
+    SCALE_STRIDES: tl.constexpr,  # three of the key's scales, three of the value's
+    CAUSAL: tl.constexpr,  # else a query sees later keys, too: all of them, or the window's
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
@@ -113,32 +118,44 @@ def varlen_attention(
     # Between the keys that the tile's last row no longer sees and those that its first row does not see yet, none is masked.
     oldest = context + first_row // GROUP
     full_begin = begin
-    full_end = tl.maximum(tl.minimum((oldest + 1) // BLOCK_N * BLOCK_N, end), begin)
+    if CAUSAL:
+        newest = positions
+        unmasked = oldest + 1
+    elif HAS_WINDOW:
+        newest = tl.minimum(positions + window - 1, kv_len - 1)
+        unmasked = tl.minimum(oldest + window, kv_len)
+    else:
+        newest = tl.zeros([BLOCK_M], tl.int32) + (kv_len - 1)
+        unmasked = kv_len
+    full_end = tl.maximum(tl.minimum(unmasked // BLOCK_N * BLOCK_N, end), begin)
     if HAS_WINDOW:
-        newest = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
-        full_begin = tl.cdiv(tl.maximum(newest - window + 1, 0), BLOCK_N) * BLOCK_N
+        last = tl.minimum(context + (first_row + BLOCK_M - 1) // GROUP, kv_len - 1)
+        full_begin = tl.cdiv(tl.maximum(last - window + 1, 0), BLOCK_N) * BLOCK_N
         full_begin = tl.minimum(tl.maximum(full_begin, begin), full_end)
     if HAS_WINDOW:
         m, l, acc = walk(
-            q, key, value, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions,
+            q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, begin, full_begin, kv_len, positions,
+            newest,
             slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
             v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-            PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+            PAGED, PEEK, TMA, SCALED, SCALE_STRIDES, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
         )  # fmt: skip
     m, l, acc = walk(
-        q, key, value, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions,
+        q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, full_begin, full_end, kv_len, positions,
+        newest,
         slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, PEEK, TMA, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        PAGED, PEEK, TMA, SCALED, SCALE_STRIDES, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
     m, l, acc = walk(
-        q, key, value, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions,
+        q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, full_end, end, kv_len, positions,
+        newest,
         slopes, score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
         v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
         HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, VALUE_IN_KEY, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, BLOCK_N,
-        PAGED, PEEK, TMA, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
+        PAGED, PEEK, TMA, SCALED, SCALE_STRIDES, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION, STAGES,
     )  # fmt: skip
 
     if PDL:

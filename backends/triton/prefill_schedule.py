@@ -70,15 +70,16 @@ def schedule_tiles(
     block_n: int,
     window: int | None,
     cut: Callable[[Ints], tuple[int, int]],
+    causal: bool = True,
 ) -> TileSchedule:
     """Cut a step into query tiles of block_m rows, and their keys into runs of tiles of block_n keys.
 
     starts: [num_seqs + 1], first query token of each sequence, and the end of the last; kv_lens: [num_seqs], 0 marks padding.
     group: query heads per kv head, which are the rows of one token. cut: takes the number of key tiles that each query tile sees;
     returns how many query tiles, from the first of the list, keep all their key tiles, and the most key tiles that one program of
-    the other query tiles reads.
+    the other query tiles reads. causal: see AttentionSpec.
     """
-    rows = _query_tiles(starts, kv_lens, group, block_m, block_n, window)
+    rows = _query_tiles(starts, kv_lens, group, block_m, block_n, window, causal)
     if len(rows) == 0:
         return TileSchedule(rows, 0, 0)
     tiles = (rows[:, TileColumn.KEY_END] + (block_n - 1)) // block_n - rows[:, TileColumn.FIRST_KEY_TILE]
@@ -106,7 +107,7 @@ def schedule_tiles(
     return TileSchedule(numpy.concatenate([rows, merges]), len(rows), int(slots.sum()))
 
 
-def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n: int, window: int | None) -> Ints:
+def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n: int, window: int | None, causal: bool) -> Ints:
     """A row of `TileColumn`s for each query tile, with all the keys that the tile sees."""
     sequences = numpy.empty((len(kv_lens), 4), numpy.int32)
     sequences[:, TileColumn.SEQUENCE] = numpy.arange(len(kv_lens))
@@ -128,6 +129,9 @@ def _query_tiles(starts: Ints, kv_lens: Ints, group: int, block_m: int, block_n:
     rows[:, TileColumn.FIRST_KEY_TILE] = 0
     if window is not None:
         rows[:, TileColumn.FIRST_KEY_TILE] = numpy.maximum(context + numbers * block_m // group - window + 1, 0) // block_n
-    rows[:, TileColumn.KEY_END] = numpy.minimum(context + (numbers * block_m + (block_m - 1)) // group + 1, kv_len)
+    rows[:, TileColumn.KEY_END] = kv_len
+    ahead = 1 if causal else window  # keys from the tile's newest query on
+    if ahead is not None:
+        rows[:, TileColumn.KEY_END] = numpy.minimum(context + (numbers * block_m + (block_m - 1)) // group + ahead, kv_len)
     rows[:, TileColumn.SLOT] = -1
     return rows

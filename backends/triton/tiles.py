@@ -165,6 +165,45 @@ def key_rows(
 
 
 @triton.jit
+def row_scales(
+    scale_ptr,  # float32, addressed by strides of [block, slot, head]
+    kv_head,
+    blocks,  # of block_numbers
+    first,
+    limit,
+    STRIDE_BLOCK: tl.constexpr,
+    STRIDE_SLOT: tl.constexpr,
+    STRIDE_HEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Scales [BLOCK_N] of the rows first .. first + BLOCK_N of a paged key or value; 0 from `limit` on, where NaN may lie."""
+    n = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        within = (first % BLOCK_SIZE) // BLOCK_N * BLOCK_N + n
+    else:
+        within = (first + n) % BLOCK_SIZE
+    offsets = blocks * STRIDE_BLOCK + within * STRIDE_SLOT
+    return tl.load(scale_ptr + kv_head * STRIDE_HEAD + offsets, mask=n < limit - first, other=0.0)
+
+
+@triton.jit
+def add_scaled(acc, weights, v, scales, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + weights v, the rows of v times their scales [BLOCK_N]. The weights take those: fewer multiplications than rows would,
+    and the whole numbers of v stay exact.
+
+    In float16 small weights of small values would lose their digits, so the scales are taken relative to the tile's largest.
+    """
+    if DOT == tl.float16:
+        top = tl.max(scales, 0)
+        top = tl.where(top > 0.0, top, 1.0)
+        acc += tl.dot((weights * (scales / top)[None, :]).to(DOT), v, input_precision=PRECISION) * top
+    else:
+        acc = tl.dot((weights * scales[None, :]).to(DOT), v, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def dense_rows(
     base_ptr,  # the sequence's and head's first element
     first,

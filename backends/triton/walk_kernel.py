@@ -7,11 +7,13 @@ import triton.language as tl
 
 from headway.backends.triton.layer import INTERPRETED as _INTERPRETED
 from headway.backends.triton.tiles import (
+    add_scaled,
     block_numbers,
     cached_rows,
     dense_rows,
     head_offsets,
     peeked_blocks,
+    row_scales,
     softmax_step,
 )
 
@@ -91,16 +93,20 @@ def _values(
 
 @triton.jit
 def walk(
-    q, key, value, m, l, acc, table, kv_head, start, begin, end, kv_len, positions, slopes,
+    q, key, value, key_scale_ptr, value_scale_ptr, m, l, acc, table, kv_head, start, begin, end, kv_len, positions, newest, slopes,
     score_scale, cap_log2, window, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
     v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr, V_SLOTS_INNER: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, TMA: tl.constexpr,
+    SCALED: tl.constexpr, SCALE_STRIDES: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys begin .. end into (m, l, acc), one tile after the other; begin is a multiple of BLOCK_N."""
+    """Fold the keys begin .. end into (m, l, acc), one tile after the other; begin is a multiple of BLOCK_N.
+
+    newest: [BLOCK_M] position of the newest key that a query may see.
+    """
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         k = _keys(
             key, table, kv_head, start, first, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
@@ -116,9 +122,26 @@ def walk(
         scores = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
         if TAIL > 0:
             scores = tl.dot(q[1], tl.trans(k[1]), scores, input_precision=PRECISION)
+        if SCALED:
+            if PEEK:
+                blocks = peeked_blocks(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
+            else:
+                blocks = block_numbers(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
+            k_scales = row_scales(
+                key_scale_ptr, kv_head, blocks, first, kv_len, SCALE_STRIDES[0], SCALE_STRIDES[1], SCALE_STRIDES[2],
+                BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
+            v_scales = row_scales(
+                value_scale_ptr, kv_head, blocks, first, kv_len, SCALE_STRIDES[3], SCALE_STRIDES[4], SCALE_STRIDES[5],
+                BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
+            scores = scores * k_scales[None, :]
         m, l, weights, shrink = softmax_step(
-            scores, m, l, first + tl.arange(0, BLOCK_N), positions, positions, slopes, score_scale, cap_log2, window,
+            scores, m, l, first + tl.arange(0, BLOCK_N), positions, newest, slopes, score_scale, cap_log2, window,
             MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT,
         )  # fmt: skip
-        acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
+        if SCALED:
+            acc = add_scaled(acc * shrink[:, None], weights, v, v_scales, DOT, PRECISION)
+        else:
+            acc = tl.dot(weights.to(DOT), v, acc * shrink[:, None], input_precision=PRECISION)
     return m, l, acc

@@ -16,6 +16,8 @@ def write_kv(
     key_ptr,  # a cache in any layout, addressed by the strides of its logical view [block, slot, head, dim / X, X]
     value_ptr,
     slots_ptr,  # int64 [num_tokens]; -1: skipped
+    key_scale_ptr,  # SCALED: float32, addressed by strides of [block, slot, head]
+    value_scale_ptr,
     num_tokens,
     k_scale,
     v_scale,
@@ -44,6 +46,8 @@ def write_kv(
     BLOCK_T: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr,  # neighbouring slots of the value lie side by side
     FP8: tl.constexpr,
+    SCALED: tl.constexpr,  # a row is whole numbers times a scale of its own
+    SCALE_STRIDES: tl.constexpr,  # three of the key's scales, three of the value's
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
 ):
     """Grid (kv_heads, cdiv(num_tokens, BLOCK_T)): programs side by side work on the heads of the same tokens."""
@@ -61,12 +65,35 @@ def write_kv(
     v_rows = v_ptr + rows * v_stride_token + head * v_stride_head
     k = tl.load(k_rows + d[None, :], mask=kept & (d[None, :] < HEAD_DIM), other=0.0)
     v = tl.load(v_rows + dv[None, :], mask=kept & (dv[None, :] < V_HEAD_DIM) & HAS_VALUE, other=0.0)
+    if SCALED:
+        k, k_scales = quantise(k)
+        v, v_scales = quantise(v)
+        blocks = slots // BLOCK_SIZE
+        inner = slots % BLOCK_SIZE
+        k_places = blocks * SCALE_STRIDES[0] + inner * SCALE_STRIDES[1] + head * SCALE_STRIDES[2]
+        v_places = blocks * SCALE_STRIDES[3] + inner * SCALE_STRIDES[4] + head * SCALE_STRIDES[5]
+        tl.store(key_scale_ptr + k_places, k_scales, mask=slots >= 0)
+        tl.store(value_scale_ptr + v_places, v_scales, mask=slots >= 0)
     store_kv(
         k, v, key_ptr, value_ptr, slots, head, k_scale, v_scale,
         key_stride_block, key_stride_slot, key_stride_head, key_stride_dim, key_stride_x,
         value_stride_block, value_stride_slot, value_stride_head, value_stride_dim, value_stride_x,
         HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV, HAS_VALUE, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, FP8,
     )  # fmt: skip
+
+
+@triton.jit
+def quantise(tile):
+    """Rows [BLOCK_T, BLOCK_D] as whole numbers from -127 to 127, and their scales [BLOCK_T]; the bits of `layouts.quantised`."""
+    tile = tile.to(tl.float32)
+    sizes = tl.abs(tile)
+    finite = tl.min((sizes < float("inf")).to(tl.int32), 1) > 0
+    scales = tl.where(finite, tl.div_rn(tl.max(sizes, 1), 127.0), float("inf"))
+    used = finite & (scales > 0.0)
+    divisors = tl.broadcast_to(tl.where(used, scales, 1.0)[:, None], tile.shape)
+    numbers = tl.minimum(tl.maximum(tl.div_rn(tile, divisors), -127.0), 127.0)
+    numbers = (numbers + 12582912.0) - 12582912.0  # 1.5 * 2^23, beside which no fraction has room: to the nearest, ties to even
+    return tl.where(used[:, None], numbers, 0.0), scales
 
 
 @triton.jit

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from headway.backends.triton.launch import Launcher, aligned, launches_early
-from headway.backends.triton.layer import Addressing
+from headway.backends.triton.layer import NO_SCALES, Addressing, scales_of
 from headway.backends.triton.write_kernel import write_kv
 from headway.core.contract.layout import LayerCache
 
@@ -17,7 +18,8 @@ from headway.core.contract.layout import LayerCache
 class Writer:
     """Writes k, v [num_tokens, num_kv_heads, head_dim or v_head_dim] to slot_mapping [num_tokens]; -1 is skipped.
 
-    One launch, no synchronisation: it can be captured in a CUDA graph. An fp8 cache gets k / k_scale and v / v_scale, saturated.
+    One launch, no synchronisation: it can be captured in a CUDA graph. An fp8 cache gets k / k_scale and v / v_scale, saturated,
+    one of whole numbers each row over a scale of its own.
     """
 
     def __init__(self) -> None:
@@ -32,8 +34,9 @@ class Writer:
         if num_tokens == 0:
             return
         block_t, num_warps = tile_of(num_tokens)
-        cached = (cache.key.stride(), cache.value.stride(), cache.geometry)
-        pointers = aligned(k.data_ptr(), v.data_ptr(), cache.key.data_ptr(), cache.value.data_ptr())
+        scales = scales_of(cache)
+        cached = (cache.key.stride(), cache.value.stride(), *(each.stride() for each in scales), cache.geometry)
+        pointers = aligned(k.data_ptr(), v.data_ptr(), *(each.data_ptr() for each in (cache.key, cache.value, *scales)))
         key = (cached, cache.layout, k.dtype, k.stride(), v.stride(), pointers, block_t, num_warps)
         known = self._known.get(key)
         if known is None:
@@ -51,14 +54,15 @@ class Writer:
                     "V_X": addressing.v_x,
                     "BLOCK_T": block_t,
                     "V_SLOTS_INNER": addressing.v_slots_inner,
-                    "FP8": cache.key.element_size() == 1,
+                    "FP8": cache.key.dtype == torch.float8_e4m3fn,
+                    **addressing.constants,
                     "PDL": launches_early(k.device),
                 },
             )
         strides, constants = known
-        scales = (cache.k_scale, cache.v_scale)
+        numbers = (num_tokens, cache.k_scale, cache.v_scale)
         rows = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-        arguments = (k, v, cache.key, cache.value, slot_mapping, num_tokens, *scales, *rows, *strides)
+        arguments = (k, v, cache.key, cache.value, slot_mapping, *(scales or NO_SCALES), *numbers, *rows, *strides)
         self._launch(key, (num_kv_heads, triton.cdiv(num_tokens, block_t), 1), arguments, constants, num_warps=num_warps)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from headway.bench.diff.measures import NextTokens, RelativeErrors, first_beyond
 from headway.bench.diff.results import LayerDiff, PhaseDiff
 from headway.bench.diff.sides import DiffStep, Side, SideRun
-from headway.core.contract.errors import PromptError
+from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.model import Attention, Model
+from headway.core.contract.model import Attention, AttentionFunctions, Model, state_layers
 
 BATCH = 16
 """Prompts in one batch; their steps run together."""
@@ -85,9 +85,12 @@ def compare(
 
     extend: cut prompts of three tokens and more in two, so that the later chunk attends to a cached context.
 
+    :raises ConfigError: the model's layers keep states.
     :raises PromptError: a prompt is empty or too long.
     :raises BackendError: a backend raised.
     """
+    if states := state_layers(model):
+        raise ConfigError("headway diff", "a model of attention layers alone", f"layers with a state: {states[0].spec}")
     check_prompts(model, prompts, max_tokens)
     counted: dict[Phase, _Phase] = {}
     for first in range(0, len(prompts), BATCH):
@@ -100,9 +103,9 @@ def compare(
             forced.begin(step)
             leader.begin(step)
             twin = _Twin(forced, leader, phase.forced)
-            hidden_b = _forward(model, tokens, step, twin)
+            hidden_b = _forward(model, tokens, step, AttentionFunctions(twin))
             free.begin(step)  # only now: the backend's instances are those of `forced`, and may keep a plan to themselves
-            hidden_a = _forward(model, tokens, step, _Lone(free, twin.answers, phase.free))
+            hidden_a = _forward(model, tokens, step, AttentionFunctions(_Lone(free, twin.answers, phase.free)))
             phase.hidden.add(0, hidden_a[:, None], hidden_b[:, None])
             greedy = _logits(model, hidden_a, hidden_b, step, phase.next, first)
             ends = accumulate(step.query_lens)

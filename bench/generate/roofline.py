@@ -10,6 +10,7 @@ import torch
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.state.stats import EngineStats
 from headway.models.config import DecoderConfig
+from headway.models.decoder import STATE_PARTS
 from headway.tuning.measure.timing import Timer
 
 
@@ -38,13 +39,19 @@ class Floor:
 
 
 class Roofline:
-    """The counts of one model. Norms, activations, sampling and writes are left out, so the floor is a little too low."""
+    """The counts of one model. Norms, activations, sampling, states and writes are left out, so the floor is a little too low."""
 
     def __init__(self, config: DecoderConfig, specs: Sequence[AttentionSpec]) -> None:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size * (3 if config.gated else 2)
-        attention, num_sparse = 2 * q_size + 2 * kv_size, sum(layer.experts for layer in config.layers)
-        rows = config.num_layers * attention + (config.num_layers - num_sparse) * inner
+        layers = config.layers
+        num_sparse, num_dense = (sum(layer.mlp == kind for layer in layers) for kind in ("experts", "dense"))
+        attention = (3 if config.output_gate else 2) * q_size + 2 * kv_size
+        rows = sum(layer.attention for layer in layers) * attention + num_dense * inner
+        if config.state is not None:
+            spec = config.state.spec
+            sections = STATE_PARTS[spec.kind].sections(spec)
+            rows += sum(layer.state for layer in layers) * (sum(sections.values()) + spec.out_channels)
         self._config = config
         self._expert_params = 0
         """One routed expert's in every layer that has experts."""
@@ -58,7 +65,7 @@ class Roofline:
         self.weight_bytes = (self._layer_params + self._head_params) * self._itemsize
         """Read by every step: all products but routed experts' and the output head; of the embedding a step reads single rows,
         which are left out."""
-        self.kv_bytes = sum(_kv_bytes(spec) for spec in specs)
+        self.kv_bytes = sum(spec.cache_row_bytes for spec in specs)
         """K and V of one token, all layers."""
 
     def expert_bytes(self, num_tokens: float) -> float:
@@ -102,9 +109,3 @@ def measure_read_gbps(device: torch.device, timer: Timer) -> float:
     size = min(2**31, torch.cuda.mem_get_info(device)[0] // 8) if device.type == "cuda" else 2**26
     numbers = torch.ones(size // 4, device=device)
     return numbers.nbytes / timer.time(lambda: numbers.sum(), device).median_us * 1e-3
-
-
-def _kv_bytes(spec: AttentionSpec) -> int:
-    """Bytes of one token's key and value in one layer; a value inside the key is stored once."""
-    elements = spec.head_dim + (0 if spec.value_in_key else spec.v_head_dim)
-    return spec.num_kv_heads * elements * spec.cache_dtype.itemsize

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.bench.generate.roofline import Roofline
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.core.contract.model import Attention
+from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.engine.forward.attention import PagedAttention
 from headway.core.engine.state import pool
 from headway.core.select.backend_request import BackendRequest
@@ -127,7 +127,8 @@ def _measure(decoder: Decoder, backend: str, batch_size: int, context: int, read
     if backend == "none":
         spec = decoder.attention_specs[0]
         out = torch.randn(batch_size, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
-        num_bytes, step = step_bytes(decoder, batch_size, -1), CapturedDecode(decoder, batch_size, lambda *_: out, context)
+        num_bytes, nothing = step_bytes(decoder, batch_size, -1), AttentionFunctions(lambda *_: out)
+        step = CapturedDecode(decoder, batch_size, nothing, context)
     else:
         attention = paged_attention(decoder, backend, batch_size, context)
         num_bytes, step = step_bytes(decoder, batch_size, context), CapturedDecode(decoder, batch_size, attention, context)

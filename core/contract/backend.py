@@ -90,8 +90,8 @@ def powers(limit: int) -> list[int]:
     return sorted(each for each in found if 1 <= each <= limit)
 
 
-API_VERSION = 2
-"""Version of this contract. A plugin built for another one is refused with both numbers."""
+API_VERSION = 3
+"""Version of this contract. A plugin built for one that it does not include is refused with both numbers."""
 
 Plan = Any
 """The result of `AttentionBackend.plan`; only the same backend looks inside."""
@@ -229,6 +229,8 @@ class AttentionBackend(ABC):
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Plan, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Compute attention of several new tokens per sequence (PREFILL, EXTEND) into `out`, causal from the bottom right.
+
+        A layer that is not causal (`AttentionSpec.causal`, where `Capabilities.non_causal` says so) comes in PREFILL alone.
 
         q: [num_prefill_tokens, num_heads, head_dim]; k: [num_prefill_tokens, num_kv_heads, head_dim]; v, out: the same with
         v_head_dim, out with num_heads. k and v are this step's tokens, already written to the cache. A sequence's query i of n

@@ -46,6 +46,9 @@ class Capabilities:
     dense_prefill: bool = False
     """PREFILL reads this step's k and v and not the cache, so `layouts` and `block_multiple` do not bind it, and a layer without
     a cache can be served (`AttentionSpec.dense`)."""
+    non_causal: bool = False
+    """PREFILL also computes attention in which queries see later keys (`AttentionSpec.causal` is False): all of their sequence,
+    and with the feature sliding_window those on both sides that are nearer than the window. Needs `dense_prefill`."""
     reads_whole_blocks: bool = False
     """The backend may load every slot of a sequence's last block and mask the scores of those past the end. Those slots must be
     finite: 0 * NaN is NaN. The pool keeps that promise (zeroed when allocated, and a freed block keeps the finite rows it
@@ -81,6 +84,8 @@ class Capabilities:
         ]
         if spec.batch_invariant and not self.batch_invariant:
             reasons.append(Reason("batch_invariant", "a backend that declares it", "one that does not"))
+        if not spec.causal and not self.non_causal:
+            reasons.append(Reason("causal", "a backend that declares non_causal, so that queries see later keys", "causal=False"))
         for feature in sorted(spec.features - self.features):
             reasons.append(Reason(feature, "a backend that computes it", f"{feature}={getattr(spec, feature)}"))
         return Support(tuple(reasons))

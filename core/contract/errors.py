@@ -46,10 +46,10 @@ class PluginError(HeadwayError):
 class UnknownBackendError(HeadwayError):
     """A backend name that nobody registered."""
 
-    def __init__(self, name: str, known: Mapping[str, str], failures: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, known: Mapping[str, str], failures: Sequence[str] = (), kind: str = "attention") -> None:
         near = difflib.get_close_matches(name, known, n=1)
         nearest = f" Nearest: {near[0]}." if near else ""
-        lines = [f"attention backend: asked for {name!r}, which nobody registered.{nearest} Registered here:"]
+        lines = [f"{kind} backend: asked for {name!r}, which nobody registered.{nearest} Registered here:"]
         lines += [f"  {known_name:<12} {state}" for known_name, state in known.items()]
         lines += [f"  plugin that failed to load: {failure}" for failure in failures]
         super().__init__("\n".join(lines))

@@ -22,6 +22,8 @@ def fault_of(layer: Any, v_head_dim: int, own_kv_dtype: bool) -> str:
         "numbers of heads and their elements must be positive": min(sizes) > 0,
         "a value inside the key cannot be longer than the key": v_head_dim <= layer.head_dim or not layer.value_in_key,
         "a value inside the key has the key's scale": layer.k_scale == layer.v_scale or not layer.value_in_key,
+        "attention that is not causal reads no cache: it is dense": layer.causal or layer.dense,
+        "ALiBi slopes count back from the query: they need a causal layer": layer.causal or layer.alibi_slopes is None,
         "without a cache it has no element type": not (own_kv_dtype and layer.dense),
         "a sliding window must be positive": layer.sliding_window is None or layer.sliding_window > 0,
         "a soft-cap must be positive": layer.softcap is None or layer.softcap > 0,
@@ -42,5 +44,6 @@ def describe(layer: Any, v_head_dim: int, dtype: str, kv_dtype: str, where: str 
         extra = f", {kv_dtype} cache{extra}"
     dim = str(layer.head_dim) if v_head_dim == layer.head_dim else f"{layer.head_dim}/{v_head_dim}"
     extra = f" value_in_key{extra}" if layer.value_in_key else extra
-    extra = f" dense{extra}" if layer.dense else extra
+    kind = " dense" if layer.causal else " bidirectional"
+    extra = f"{kind}{extra}" if layer.dense else extra
     return f"{layer.num_heads}/{layer.num_kv_heads} heads x {dim} {dtype}{where}{extra}"

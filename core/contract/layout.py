@@ -1,4 +1,7 @@
-"""Cache layouts as values: named tensors with named axes, one logical view of each, and `gather`, which reads rows back."""
+"""Cache layouts as values: named tensors with named axes, one logical view of each, and `gather`, which reads rows back.
+
+A layout has a key, perhaps a value, and for each of them perhaps a scale for every token and head, kept in a tensor beside it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,16 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.spec import KV_DTYPE_NAMES, AttentionSpec
 from headway.core.contract.support import YES, Support
 
 LOGICAL_AXES = ("block", "slot", "head", "dim", "x")
-"""Every cache tensor has these axes in some order; "x" is the inner part of a split head_dim and may be absent."""
-TENSORS = ("key", "value")
+"""Key and value have these axes in some order; "x" is the inner part of a split head_dim and may be absent."""
+SCALE_AXES = ("block", "slot", "head")
+"""Axes of a scale, in some order; "head" may be absent, where all heads of a token share one."""
+SCALES = {"key": "key_scale", "value": "value_scale"}
+"""Tensor -> the tensor of its scales: a stored number times the scale of its token and head is what was written."""
+TENSORS = ("key", "value", *SCALES.values())
 """Names that a layout's tensors may have; every layout has a key, and `latent` has nothing else."""
 
 
@@ -56,30 +63,50 @@ class CacheLayout:
 
     name: str = field(compare=False)
     tensors: Mapping[str, tuple[str, ...]]
-    """Name of each tensor ("key", "value") -> the order of LOGICAL_AXES in memory, outermost first. A layout without a "value" is
-    for layers whose value lies in the key (`AttentionSpec.value_in_key`)."""
+    """Name of each tensor (out of TENSORS) -> the order of LOGICAL_AXES, or of SCALE_AXES, in memory, outermost first. A layout
+    without a "value" is for layers whose value lies in the key (`AttentionSpec.value_in_key`)."""
     pack_bytes: int = 0
     """Bytes of the inner axis "x" where a tensor has one: x = pack_bytes // element size (vLLM's key cache: 16)."""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Element types of tensors by name. Those of scales must be there. A key or value that is not named has the type of the
+    layer's cache; one that is named serves layers with this type of cache alone."""
 
     def __post_init__(self) -> None:
         frozen = {name: tuple(axes) for name, axes in self.tensors.items()}
         object.__setattr__(self, "tensors", frozen)
-        if "key" not in frozen or not set(frozen) <= set(TENSORS):
-            raise ConfigError(f"layout {self.name!r}, tensors", "a key and perhaps a value", ", ".join(frozen) or "none")
+        object.__setattr__(self, "dtypes", dict(self.dtypes))
+        scaled = {name for name, scale in SCALES.items() if scale in frozen}
+        if "key" not in frozen or not set(frozen) <= set(TENSORS) or not scaled <= set(frozen):
+            need = "a key and perhaps a value, and perhaps the scales of either"
+            raise ConfigError(f"layout {self.name!r}, tensors", need, ", ".join(frozen) or "none")
         for name, axes in frozen.items():
-            if len(set(axes)) != len(axes) or set(axes) | {"x"} != set(LOGICAL_AXES):
-                need = f"each of {', '.join(LOGICAL_AXES[:-1])} once, and perhaps x"
-                raise ConfigError(f"layout {self.name!r}, axes of {name}", need, ", ".join(axes) or "none")
-            if "x" in axes and self.pack_bytes <= 0:
-                raise ConfigError(f"layout {self.name!r}, pack_bytes", "the bytes of the axis x", self.pack_bytes)
+            self._check_axes(name, axes)
+        named = {*self.dtypes, *(SCALES[name] for name in scaled)}
+        if not named <= set(self.dtypes) & set(frozen) or not all(self.dtypes[SCALES[each]].is_floating_point for each in scaled):
+            need = "an element type of each scale, a floating-point one, and of no tensor that is not there"
+            raise ConfigError(f"layout {self.name!r}, dtypes", need, ", ".join(self.dtypes) or "none")
+
+    def _check_axes(self, name: str, axes: tuple[str, ...]) -> None:
+        known, optional = (LOGICAL_AXES, "x") if name in SCALES else (SCALE_AXES, "head")
+        if len(set(axes)) != len(axes) or set(axes) | {optional} != set(known):
+            needed = ", ".join(axis for axis in known if axis != optional)
+            need = f"each of {needed} once, and perhaps {optional}"
+            raise ConfigError(f"layout {self.name!r}, axes of {name}", need, ", ".join(axes) or "none")
+        if "x" in axes and self.pack_bytes <= 0:
+            raise ConfigError(f"layout {self.name!r}, pack_bytes", "the bytes of the axis x", self.pack_bytes)
 
     def __hash__(self) -> int:
-        return hash((tuple(sorted(self.tensors.items())), self.pack_bytes))
+        return hash((tuple(sorted(self.tensors.items())), self.pack_bytes, tuple(sorted(self.dtypes.items(), key=str))))
 
     @property
     def has_value(self) -> bool:
         """Whether the value has a tensor of its own."""
         return "value" in self.tensors
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the layout keeps scales of its own, which `LayerCache.gather` applies."""
+        return any(scale in self.tensors for scale in SCALES.values())
 
     @property
     def contiguous_blocks(self) -> bool:
@@ -90,24 +117,44 @@ class CacheLayout:
         """Elements of the inner axis for this element type; 1 where the layout does not split head_dim."""
         return self.pack_bytes // dtype.itemsize if self.pack_bytes else 1
 
+    def dtype_of(self, name: str, cache_dtype: torch.dtype) -> torch.dtype:
+        """Element type of a tensor, in a cache whose keys and values are of `cache_dtype` where the layout names no other."""
+        return self.dtypes.get(name, cache_dtype)
+
     def check(self, spec: AttentionSpec, block_size: int) -> Support:
         """Check whether a layer's keys and values can be laid out so, and if not, why."""
+        if spec.value_in_key and not spec.cache_dtype.is_floating_point:
+            need, got = "auto or fp8_e4m3, as values lie in keys", KV_DTYPE_NAMES.get(spec.cache_dtype)
+            return Support.no("kv_cache_dtype", need, got or spec.cache_dtype, "--kv-cache-dtype auto")
         if spec.value_in_key and self.has_value:
             return Support.no("kv_layout", "a layout that keeps the value inside the key", self.name, "--kv-layout latent")
         if not spec.value_in_key and not self.has_value:
             return Support.no("kv_layout", "a layout with a value of its own", self.name, "--kv-layout nhd")
-        support = YES
-        for name, axes in self.tensors.items():
+        support = self._check_types(spec)
+        for name, axes in self.tensors.items() if support else ():
             what, size = ("head_dim", spec.head_dim) if name == "key" else ("v_head_dim", spec.v_head_dim)
-            x = self.x(spec.cache_dtype) if "x" in axes else 1
+            x = self.x(self.dtype_of(name, spec.cache_dtype)) if "x" in axes else 1
             if x < 1 or size % x:
                 support &= Support.no(what, f"a multiple of {x} for layout {self.name}", size)
         return support
 
+    def _check_types(self, spec: AttentionSpec) -> Support:
+        """Check whether the layout keeps the type of cache that a layer asks for: whole numbers mean nothing without scales."""
+        wanted = spec.cache_dtype
+        name = KV_DTYPE_NAMES.get(wanted, str(wanted))
+        own = [self.dtypes[each] for each in SCALES if each in self.dtypes]
+        if not all(each == wanted for each in own):
+            got = f"{self.name}, which holds {' and '.join(KV_DTYPE_NAMES.get(each, str(each)) for each in dict.fromkeys(own))}"
+            return Support.no("kv_layout", f"a layout that holds a cache of {name}", got, f"--kv-layout {_plain(spec)}")
+        if wanted.is_floating_point or self.has_scales:
+            return YES
+        need = f"a layout that holds a cache of {name}, with a scale for each token and head"
+        return Support.no("kv_layout", need, self.name, "--kv-layout nhd_int8")
+
     def shape(self, name: str, geometry: CacheGeometry) -> tuple[int, ...]:
-        """Shape of the tensor "key" or "value"."""
+        """Shape of one of the layout's tensors."""
         axes = self.tensors[name]
-        x = self.x(geometry.dtype) if "x" in axes else 1
+        x = self.x(self.dtype_of(name, geometry.dtype)) if "x" in axes else 1
         sizes = {
             "block": geometry.num_blocks,
             "slot": geometry.block_size,
@@ -119,12 +166,19 @@ class CacheLayout:
 
     def bytes_per_block(self, geometry: CacheGeometry) -> int:
         """Bytes that one block of one layer takes, over all tensors."""
-        whole = sum(math.prod(self.shape(name, geometry)) for name in self.tensors)
-        return whole // geometry.num_blocks * geometry.dtype.itemsize
+        return sum(self.tensor_bytes(geometry).values()) // geometry.num_blocks
+
+    def tensor_bytes(self, geometry: CacheGeometry) -> Mapping[str, int]:
+        """Bytes of each tensor of one layer's cache."""
+        return {
+            name: math.prod(self.shape(name, geometry)) * self.dtype_of(name, geometry.dtype).itemsize for name in self.tensors
+        }
 
     def allocate(self, geometry: CacheGeometry, k_scale: float = 1.0, v_scale: float = 1.0) -> LayerCache:
         """Allocate one layer's cache, zeroed: kernels that read whole blocks must meet finite numbers."""
-        tensors = {name: zeros(self.shape(name, geometry), geometry.dtype, geometry.device) for name in self.tensors}
+        tensors = {
+            name: zeros(self.shape(name, geometry), self.dtype_of(name, geometry.dtype), geometry.device) for name in self.tensors
+        }
         return LayerCache(tensors, self, geometry, k_scale, v_scale)
 
 
@@ -157,8 +211,9 @@ class LayerCache:
             shape = self.layout.shape(name, self.geometry)
             if tuple(tensor.shape) != shape:
                 raise ConfigError(f"{what}, {name}", f"shape {list(shape)}", list(tensor.shape))
-            if tensor.dtype != self.geometry.dtype:
-                raise ConfigError(f"{what}, {name}", f"element type {self.geometry.dtype}", tensor.dtype)
+            dtype = self.layout.dtype_of(name, self.geometry.dtype)
+            if tensor.dtype != dtype:
+                raise ConfigError(f"{what}, {name}", f"element type {dtype}", tensor.dtype)
 
     @classmethod
     def wrap(
@@ -188,7 +243,7 @@ class LayerCache:
         if "value" in self.tensors:
             return self.tensors["value"]
         axes = self.layout.tensors["key"]
-        x = self.layout.x(self.geometry.dtype) if "x" in axes else 1
+        x = self.layout.x(self.key.dtype) if "x" in axes else 1
         return self.key.narrow(axes.index("dim"), 0, self.geometry.v_head_dim // x)
 
     @property
@@ -213,18 +268,43 @@ class LayerCache:
         """View [num_blocks, block_size, num_kv_heads, v_head_dim / x, x] of the value."""
         return _logical(self.value, self.layout.tensors["value" if self.layout.has_value else "key"])
 
+    def logical_scale(self, name: str) -> Tensor | None:
+        """View [num_blocks, block_size, num_kv_heads] of the scales of "key" or "value"; None: the layout keeps none."""
+        scales = self.tensors.get(SCALES[name])
+        if scales is None:
+            return None
+        axes = self.layout.tensors[SCALES[name]]
+        if "head" not in axes:
+            scales, axes = scales.unsqueeze(-1), (*axes, "head")
+        scales = scales.permute([axes.index(axis) for axis in SCALE_AXES])
+        return scales.expand(-1, -1, self.geometry.num_kv_heads)
+
+    def by_slot(self, name: str) -> Tensor:
+        """View [num_blocks, block_size, ...] of any of the tensors: what it keeps of each token."""
+        axes = self.layout.tensors[name]
+        return self.tensors[name].movedim((axes.index("block"), axes.index("slot")), (0, 1))
+
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Read logical rows back, in the order of `slots`: the oracle every writer and kernel is tested against.
 
         slots: int64 [...], each block * block_size + offset, none negative. Returns k [..., num_kv_heads, head_dim] and
-        v [..., num_kv_heads, v_head_dim], copies as they are stored: those of an fp8 cache are still to be multiplied by
-        `k_scale` and `v_scale`.
+        v [..., num_kv_heads, v_head_dim], copies. Times `k_scale` and `v_scale` (1 but in an fp8 cache) they are keys and values:
+        as they are stored, and where the layout keeps scales of its own float32, those applied.
         """
         rows, heads = slots.reshape(-1), self.geometry.num_kv_heads
-        k = _gather(self.logical_key, rows, self.block_size).view(*slots.shape, heads, self.geometry.head_dim)
+        k = self._gathered("key", self.logical_key, rows).view(*slots.shape, heads, self.geometry.head_dim)
         if not self.layout.has_value:
             return k, k[..., : self.geometry.v_head_dim]
-        return k, _gather(self.logical_value, rows, self.block_size).view(*slots.shape, heads, self.geometry.v_head_dim)
+        v = self._gathered("value", self.logical_value, rows)
+        return k, v.view(*slots.shape, heads, self.geometry.v_head_dim)
+
+    def _gathered(self, name: str, logical: Tensor, rows: Tensor) -> Tensor:
+        """Rows [len(rows), num_kv_heads * elements of a head] of the key or the value."""
+        stored, scales = _gather(logical, rows, self.block_size), self.logical_scale(name)
+        if scales is None:
+            return stored
+        each = scales[rows // self.block_size, rows % self.block_size].float()
+        return (stored.float().unflatten(1, (each.shape[1], -1)) * each[..., None]).flatten(1)  # type: ignore[no-untyped-call]
 
 
 _SIZES = tuple(each.name for each in fields(LayerCache) if each.name != "tensors")
@@ -236,6 +316,14 @@ HND = CacheLayout("hnd", {"key": _HEADS, "value": _HEADS})
 """FlashInfer's and TensorRT-LLM's: the rows of one head lie together."""
 VLLM_5D = CacheLayout("vllm_5d", {"key": ("block", "head", "dim", "slot", "x"), "value": ("block", "head", "dim", "slot")}, 16)
 """The layout of vLLM's PagedAttention kernels: 16-byte pieces of the key interleaved over slots, the value transposed."""
+_TOKENS = ("block", "head", "slot")
+NHD_INT8 = CacheLayout(
+    "nhd_int8",
+    {"key": _ROWS, "value": _ROWS, "key_scale": _TOKENS, "value_scale": _TOKENS},
+    dtypes={"key": torch.int8, "value": torch.int8, "key_scale": torch.float32, "value_scale": torch.float32},
+)
+"""NHD in 8 bits: a row is whole numbers from -127 to 127 times a scale of its own, the row's largest magnitude over 127. The
+scales of a head's neighbouring tokens lie side by side, as a kernel's tile of keys reads them."""
 LATENT = CacheLayout("latent", {"key": _ROWS})
 """One row a token, the value inside the key: the cache of latent attention (DeepSeek-V2), as FlashMLA and vLLM lay it out."""
 
@@ -250,6 +338,11 @@ class LayoutInfo:
 
     layout: CacheLayout
     load_writer: Callable[[torch.device], CacheWriter]
+
+
+def _plain(spec: AttentionSpec) -> str:
+    """Name of the built-in layout that holds every layer of a kind, in the layer's own type."""
+    return LATENT.name if spec.value_in_key else NHD.name
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,23 +1,65 @@
-"""What the engine needs of a model: `Model`, the attention it is given, and `LatentLayer` for models with latent attention."""
+"""What the engine needs of a model: `Model`, the attention it is given, latent layers and layers with a state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateParameters, StateSpec
 
 
 class Attention(Protocol):
-    """The one function through which a model attends; the engine hands it in."""
+    """The one object through which a step's tokens meet; the engine hands it in."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend in a layer and return [num_tokens, num_heads, v_head_dim]; k and v are written to the cache as well.
 
         q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim and v_head_dim].
         """
+
+    def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """Run a layer with a state and return [num_tokens, out_channels]; the states of the sequences move on.
+
+        layer: index in `Model.state_layers`; x: [num_tokens, input_channels]; gates: by the layer's kind, as
+        `StateBackend.scan` says.
+        """
+
+
+def _no_states(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+    raise NotImplementedError("this attention runs no layers with a state")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFunctions:
+    """An `Attention` made of functions: for trial runs, recordings and tests."""
+
+    attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
+    run_state: Callable[[int, Tensor, Sequence[Tensor]], Tensor] = _no_states
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attention.__call__`."""
+        return self.attend(layer, q, k, v)
+
+    def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """See `Attention.state`."""
+        return self.run_state(layer, x, gates)
+
+
+class StateLayer(NamedTuple):
+    """A layer with a state, as a model hands it in; `layer` of `Attention.state` is its index in `Model.state_layers`."""
+
+    spec: StateSpec
+    parameters: StateParameters
+
+
+def state_layers(model: object) -> Sequence[StateLayer]:
+    """Return a model's layers with a state; a model without any need not have the attribute `state_layers`."""
+    found: Sequence[StateLayer] = getattr(model, "state_layers", ())
+    return found
 
 
 class Model(Protocol):

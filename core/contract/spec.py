@@ -10,8 +10,9 @@ from headway.core.contract.layer import OPTIONAL, describe, fault_of
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
-"""Element types only a cache may have, by vLLM's names."""
+KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8_per_token_head": torch.int8}
+"""Element types only a cache may have, by vLLM's names. An int8 cache has a float32 scale for each token and head of key and
+value, in tensors of its layout; an fp8 cache has one number for a layer (`AttentionSpec.k_scale`, `v_scale`)."""
 KV_DTYPE_NAMES = {**DTYPE_NAMES, **{dtype: name for name, dtype in KV_DTYPES.items()}}
 
 
@@ -32,7 +33,8 @@ class AttentionSpec:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where the layer runs."""
     sliding_window: int | None = None
-    """Keys a query may see, itself included: query position p sees positions p - sliding_window + 1 .. p."""
+    """Keys a query may see, itself included: query position p sees positions p - sliding_window + 1 .. p; where the layer is not
+    causal also p + 1 .. p + sliding_window - 1, so that |p - k| < sliding_window (ModernBERT, EmbeddingGemma)."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap), after scaling and before bias and mask (Gemma 2)."""
     alibi_slopes: tuple[float, ...] | None = None
@@ -41,9 +43,9 @@ class AttentionSpec:
     """One logit per query head that joins the softmax's denominator and has no value (GPT-OSS; Xiao et al. 2023); never
     scaled."""
     kv_dtype: torch.dtype | None = None
-    """Element type of the cache where it is not `dtype`: torch.float8_e4m3fn."""
+    """Element type of the cache where it is not `dtype`: one out of KV_DTYPES."""
     k_scale: float = 1.0
-    """Key = cached key * k_scale: the writer divides, a backend multiplies."""
+    """Key = cached key * k_scale: the writer divides, a backend multiplies. 1 where the cache keeps scales of its own."""
     v_scale: float = 1.0
     """Value = cached value * v_scale."""
     batch_invariant: bool = False
@@ -55,7 +57,10 @@ class AttentionSpec:
     """The value is the first `v_head_dim` elements of the key, stored once (DeepSeek-V2's absorbed latent attention)."""
     dense: bool = False
     """There is no cache: the layer is asked for in PREFILL alone, and this step's k and v are all that may be read (the expanded
-    form of latent attention)."""
+    form of latent attention, and every layer of an encoder)."""
+    causal: bool = True
+    """Whether a query sees no later key. An encoder's layer is not: its queries see their whole sequence, or the window on both
+    sides of them. Such a layer is `dense`."""
 
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:
@@ -74,8 +79,15 @@ class AttentionSpec:
         return self.kv_dtype or self.dtype
 
     @property
+    def cache_row_bytes(self) -> int:
+        """Bytes that a token takes in the layer's cache: key, value unless that lies in the key, and scales of their own."""
+        rows = (self.head_dim,) if self.value_in_key else (self.head_dim, self.v_head_dim)
+        scale = 0 if self.cache_dtype.is_floating_point else torch.float32.itemsize
+        return self.num_kv_heads * sum(elements * self.cache_dtype.itemsize + scale for elements in rows)
+
+    @property
     def features(self) -> frozenset[str]:
-        """Names of the optional fields that are set: what the layer asks for beyond plain causal attention."""
+        """Names of the optional fields that are set: what the layer asks for beyond plain attention."""
         return frozenset(name for name in OPTIONAL if getattr(self, name) is not None)
 
     def __str__(self) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from headway.core.contract.compiled import CompileAhead
-from headway.core.contract.model import Model
+from headway.core.contract.model import Model, state_layers
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.device.host_rows import HostRows
-from headway.core.engine.device.local_executor import LocalExecutor
+from headway.core.engine.device.local_executor import EngineSource, LocalExecutor
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.offload.page_copier import PageCopier
 from headway.core.engine.scheduling import deterministic
@@ -21,14 +21,13 @@ from headway.core.engine.state.request_limits import RequestLimits
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.startup import BackendSource
 from headway.core.speculation.step_times import StepTimes
 
 
 def make_engine(
     *,
     model: Model,
-    source: BackendSource,
+    source: EngineSource,
     layers: LayerSpecs | None = None,
     config: EngineConfig | None = None,
     eos_token_ids: frozenset[int] = frozenset(),
@@ -55,7 +54,7 @@ def make_engine(
     layers = layers or LayerSpecs.of(model, config.kv_cache_dtype)
     config = config.for_device(layers.device)
     if config.deterministic:
-        config = deterministic.prepare(source, layers, config)
+        config = deterministic.prepare(source, layers, state_layers(model), config)
     executor = LocalExecutor(
         model=model,
         layers=layers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,7 +15,9 @@ from typing import NamedTuple
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.usage import CacheUsage, cache_usage
 from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.scheduling.admission_queue import AdmissionQueue
@@ -73,13 +76,15 @@ class EngineLoop:
         self.stats = EngineStats()
         self.clock = StepClock(self.stats, now)
         pool = executor.capacity.pool
-        pages = pool.page_format
+        pages, states = pool.page_format, executor.capacity.states
+        interval = math.lcm(CHECKPOINT_TOKENS, *(group.page_size for group in pages.groups))
         self.blocks = BlockManager(
             num_pages=pool.num_pages,
             block_size=pages.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             groups=pages.groups,
             smallest_chunk=pool.smallest_chunk,
+            checkpoints=None if states is None else Checkpoints(states, interval, self.stats),
         )
         self._offloader = offloader_of(self.blocks, executor.mover, pages.page_bytes, config, self.stats, now)
         self.scheduler = scheduler(
@@ -211,7 +216,7 @@ class EngineLoop:
 
     def _launch(self, scheduled: ScheduledStep) -> Exception | None:
         """Give the executor a step; returns what the launch has failed for."""
-        step = prepare(scheduled, self.blocks.groups)
+        step = prepare(scheduled, self.blocks.groups, states=self.blocks.checkpoints is not None)
         began = self.clock.enter("launch")
         try:
             handle = self.executor.launch(step)
@@ -300,11 +305,19 @@ class EngineLoop:
     def cache_usage(self) -> CacheUsage:
         """Which sequences use how much of the cache at this moment."""
         pages = self.capacity.pool.page_format
-        return cache_usage(self.blocks, pages.block_size, pages.page_bytes, self.scheduler.holders, self._num_offloaded_blocks)
+        return cache_usage(
+            self.blocks,
+            pages.block_size,
+            pages.page_bytes,
+            self.scheduler.holders,
+            self._num_offloaded_blocks,
+            self.capacity.states,
+        )
 
     def snapshot(self) -> EngineSnapshot:
         """Describe what the engine does at this moment, and has done since its start."""
         blocks, scheduler = self.blocks, self.scheduler
+        kept = len(blocks.checkpoints) if blocks.checkpoints is not None else 0
         return EngineSnapshot(
             time=time.perf_counter(),
             num_running=len(scheduler.running),
@@ -313,6 +326,8 @@ class EngineLoop:
             num_used_blocks=blocks.num_pages - blocks.num_free,
             num_cached_blocks=blocks.num_cached,
             totals=self.stats.snapshot(),
+            num_kept_states=kept,
+            kept_state_bytes=kept * self.blocks.checkpoints.slot_bytes if self.blocks.checkpoints is not None else 0,
             num_offloaded_blocks=self._num_offloaded_blocks,
         )
 

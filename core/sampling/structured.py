@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from headway.core.contract.errors import ConfigError, knows_its_fields
+from headway.core.contract.errors import ConfigError, knows_its_fields, refuse_unknown
 from headway.core.system.text import shown
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -47,6 +47,19 @@ class StructuredOutputsParams:
     """No properties in objects that a JSON schema does not name, where it does not say whether there may be others."""
     whitespace_pattern: str | None = None
     """A regular expression for the space between the parts of JSON."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
+        """Make a form from the fields that a request's structured_outputs holds.
+
+        :raises ConfigError: a field that does not exist, or one with a value that cannot work; either names structured_outputs.
+        """
+        try:
+            refuse_unknown(cls.__name__, fields, cls.__dataclass_fields__, _ELSEWHERE, "docs/sampling.md")
+        except ConfigError as error:
+            name = next(name for name in fields if name not in cls.__dataclass_fields__)
+            raise ConfigError("structured_outputs", error.reason.need, shown(name), error.reason.hint) from None
+        return cls(**fields)
 
     def __post_init__(self) -> None:
         given = [kind for kind in _KINDS if getattr(self, kind) is not None]

@@ -31,15 +31,17 @@ class BackendRequest:
         return self.text
 
     @classmethod
-    def parse(cls, text: object) -> BackendRequest:
+    def parse(cls, text: object, option: str = "attn_backend") -> BackendRequest:
         """Read auto, NAME, or prefill=NAME,decode=NAME; a phase that is not mentioned is auto. A request is taken as it is.
+
+        option: the name of the option, for the error.
 
         :raises ConfigError: text of another form, or no text.
         """
         if isinstance(text, BackendRequest):
             return text
         if not isinstance(text, str):
-            raise ConfigError("attn_backend", "a text", shown(text))
+            raise ConfigError(option, "a text", shown(text))
         text = text.strip()
         if text and "=" not in text and "," not in text:
             return cls(text, text)
@@ -47,7 +49,7 @@ class BackendRequest:
         for part in text.split(","):
             key, _, name = (piece.strip() for piece in part.partition("="))
             if key not in ("prefill", "decode") or not name or key in names:
-                raise ConfigError("attn_backend", "auto, NAME, or prefill=NAME,decode=NAME", repr(text))
+                raise ConfigError(option, "auto, NAME, or prefill=NAME,decode=NAME", repr(text))
             names[key] = name
         return cls(**names, text=text)
 

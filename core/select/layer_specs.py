@@ -28,13 +28,16 @@ class LayerSpecs:
         """Give a model's layers the element type that the user asked for their caches.
 
         kv_cache_dtype: auto, which leaves what the model asks for, or a name in KV_DTYPES.
-        kv_scales: k_scale and v_scale of each layer's cache of such a type, as the checkpoint has them; None: 1, or what a layer
-        brings that has such a type by itself.
+        kv_scales: k_scale and v_scale of each layer's fp8 cache, as the checkpoint has them; None: 1, or what a layer brings that
+        has such a type by itself. A cache of whole numbers has scales of its own.
         """
         cached = list(model.attention_specs)
         if kv_cache_dtype != "auto":
-            cached = [replace(spec, kv_dtype=KV_DTYPES[kv_cache_dtype]) for spec in cached]
-            if kv_scales is not None:
+            dtype = KV_DTYPES[kv_cache_dtype]
+            cached = [replace(spec, kv_dtype=dtype) for spec in cached]
+            if not dtype.is_floating_point:
+                cached = [replace(spec, k_scale=1.0, v_scale=1.0) for spec in cached]
+            elif kv_scales is not None:
                 cached = [replace(spec, k_scale=k, v_scale=v) for spec, (k, v) in zip(cached, kv_scales, strict=True)]
         return cls(cached, {cached[number]: latent.expanded for number, latent in latent_layers(model).items()})
 
@@ -61,6 +64,12 @@ class LayerSpecs:
     def in_phase(self, spec: AttentionSpec, phase: Phase) -> AttentionSpec:
         """The spec for which a layer asks a backend in a phase. spec: of its cache."""
         return self.expanded.get(spec, spec) if phase is Phase.PREFILL else spec
+
+    @cached_property
+    def phases(self) -> Sequence[Phase]:
+        """The phases in which any layer asks a backend: PREFILL alone where no layer has a cache."""
+        asked = frozenset[Phase]().union(*map(self.phases_of, self.counts))
+        return [phase for phase in Phase if phase in asked]
 
     def phases_of(self, spec: AttentionSpec) -> frozenset[Phase]:
         """The phases in which layers ask for a spec, of a cache or expanded."""

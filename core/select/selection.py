@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import fmean
 
 from headway.core.contract.layout import CacheLayout
@@ -68,11 +69,19 @@ class MeasuredChoice:
     workload: Workload
     free: Collection[Phase]
     """Phases that are auto; the others have a backend of their own, which counts where it has times."""
+    phases: Collection[Phase] = tuple(Phase)
+    """Phases in which layers ask a backend at all."""
 
     @property
     def excluded(self) -> dict[str, str]:
         """Backends that failed their self-test -> what failed."""
         return {name: why for table, _ in self.parts for name, why in table.excluded.items()}
+
+    @cached_property
+    def steps(self) -> list[tuple[Shape, float]]:
+        """The workload's steps in these phases; where layers have no cache, no part of a prompt is cached."""
+        workload = self.workload if Phase.EXTEND in self.phases else replace(self.workload, cached_len=0)
+        return [(shape, count) for shape, count in workload.steps() if shape.phase in self.phases]
 
     def select(self, choices: Sequence[tuple[CacheLayout, int]], able: Able) -> tuple[Selection, StepChooser] | None:
         """The layout and block size of least expected cost, with the backends that win there.
@@ -81,7 +90,7 @@ class MeasuredChoice:
         """
         rated: list[_Rated] = []
         for layout, size in choices:
-            names = {phase: able(phase, layout, size) for phase in Phase}
+            names = {phase: able(phase, layout, size) for phase in self.phases}
             costs = StepCosts(self.parts, layout.name, size)
             expected = self._expected(costs, names)
             if expected is not None:
@@ -90,9 +99,9 @@ class MeasuredChoice:
             return None
         chosen = _steady_choice(rated)
         layout, costs, served = chosen.layout, chosen.costs, chosen.names
-        winners = {phase: costs.winners(phase, served[phase]) if phase in self.free else [*served[phase][:1]] for phase in Phase}
-        usual = {phase: self._usual(costs, phase, winners[phase]) for phase in Phase}
-        others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in Phase}
+        winners = {phase: costs.winners(phase, served[phase]) if phase in self.free else [*served[phase][:1]] for phase in served}
+        usual = {phase: self._usual(costs, phase, winners[phase]) for phase in served}
+        others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in served}
         others = {phase: rest for phase, rest in others.items() if rest}
         chooser = StepChooser(costs, {phase: [usual[phase], *rest] for phase, rest in others.items()})
         why = f"auto: {self.parts[0][0].source}, workload {self.workload}"
@@ -106,13 +115,13 @@ class MeasuredChoice:
         }
         if not all(names.values()) or not all(measured[phase] for phase in self.free):
             return None
-        steps = [(shape, count) for shape, count in self.workload.steps() if measured[shape.phase]]
+        steps = [(shape, count) for shape, count in self.steps if measured[shape.phase]]
         total = sum(count * min(costs.step_us(name, shape) for name in names[shape.phase]) for shape, count in steps)
         return total if math.isfinite(total) else None
 
     def _usual(self, costs: StepCosts, phase: Phase, names: Sequence[str]) -> str:
         """The backend that serves the workload's steps of a phase best; without such steps the one that wins most."""
-        steps = [(shape, count) for shape, count in self.workload.steps() if shape.phase is phase]
+        steps = [(shape, count) for shape, count in self.steps if shape.phase is phase]
         return min(names, key=lambda name: sum(count * costs.step_us(name, shape) for shape, count in steps))
 
 

@@ -42,7 +42,7 @@ class Selector:
             source.backend(name).check_options(chosen)
         self._startup = StartupChoice(source, layers, request, costs, workload)
         self.selection, self._chooser = self._startup.select(kv_layout, block_size)
-        names = dict.fromkeys(name for phase in Phase for name in self.selection.all_for(phase))
+        names = dict.fromkeys(name for phase in layers.phases for name in self.selection.all_for(phase))
         self._instances = {name: self._make(name) for name in names}
         self.gathering = self._gathering()
         """The spec of a latent layer's cache -> the backend that attends to its context after that was gathered and expanded: the
@@ -105,7 +105,7 @@ class Selector:
 
     def _make(self, name: str) -> Backends:
         """Instances for the specs of the phases in which a backend may be called."""
-        phases = [phase for phase in Phase if name in self.selection.all_for(phase)]
+        phases = [phase for phase in self._layers.phases if name in self.selection.all_for(phase)]
         specs = dict.fromkeys(self._layers.in_phase(spec, phase) for phase in phases for spec in self._layers.distinct)
         return {spec: self._instance(name, spec) for spec in specs}
 

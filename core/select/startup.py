@@ -75,9 +75,11 @@ class StartupChoice:
     ) -> None:
         self._source, self._layers, self._request = source, layers, request
         self._measured: MeasuredChoice | None = None
-        if costs and request.auto_phases:
+        self._free = [phase for phase in request.auto_phases if phase in layers.phases]
+        """The phases that are auto."""
+        if costs and self._free:
             parts = [(costs[spec], count) for spec, count in layers.counts.items()]
-            self._measured = MeasuredChoice(parts, workload, request.auto_phases)
+            self._measured = MeasuredChoice(parts, workload, self._free, layers.phases)
 
     def select(self, kv_layout: str, block_size: int | None) -> tuple[Selection, StepChooser | None]:
         """Make the choice; returns it and what chooses among its backends in each step, None where no measured times decided.
@@ -129,10 +131,10 @@ class StartupChoice:
     def _search(self, request: BackendRequest, choices: Sequence[tuple[CacheLayout, int]]) -> Selection | None:
         """The first layout and block size over which the request covers every phase."""
         for layout, size in choices:
-            names = {phase: self._first(request, phase, layout, size) for phase in Phase}
+            names = {phase: self._first(request, phase, layout, size) for phase in self._layers.phases}
             served = {phase: name for phase, name in names.items() if name is not None}
-            if len(served) == len(Phase):
-                return Selection(layout, size, served, self._why() if request.auto_phases else "asked for")
+            if len(served) == len(names):
+                return Selection(layout, size, served, self._why() if self._free else "asked for")
         return None
 
     def _why(self) -> str:
@@ -161,7 +163,7 @@ class StartupChoice:
         """Explain the layout and block size that came nearest, and name what would work."""
 
         def unserved(choice: tuple[CacheLayout, int]) -> list[Phase]:
-            return [phase for phase in Phase if self._first(self._request, phase, *choice) is None]
+            return [phase for phase in self._layers.phases if self._first(self._request, phase, *choice) is None]
 
         layout, size = nearest = min(choices, key=lambda choice: len(unserved(choice)))
         reasons: list[Reason] = []
@@ -178,7 +180,7 @@ class StartupChoice:
         """The smallest change of the request that would be served, found by trying; empty: there is none."""
         kept = BackendRequest(
             AUTO if {Phase.PREFILL, Phase.EXTEND} & set(unserved) else self._request.prefill,
-            AUTO if Phase.DECODE in unserved else self._request.decode,
+            AUTO if Phase.DECODE in unserved or Phase.DECODE not in self._layers.phases else self._request.decode,
         )
         for request in (self._request, *([kept] if kept.names else ()), ALL_AUTO):
             found = self._search(request, self._choices())

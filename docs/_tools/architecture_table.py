@@ -125,12 +125,15 @@ def tiny(model_class: Any, config_class: Any) -> Any:
 def render(found: list[Outcome]) -> str:
     """Markdown."""
     native = {family.architecture for family in FAMILIES.values()}
-    accepted = [each.architecture for each in found if each.tried and not each.refused]
+    accepted = {each.architecture for each in found if each.tried and not each.refused}
     refused = defaultdict(list)
     for each in found:
         if each.refused:
             refused[each.refused].append(each.architecture)
-    rows = [f"| `{name}` | {'✓' if name in native else '–'} | ✓ |" for name in sorted({*accepted, *native})]
+    rows = [
+        f"| `{name}` | {'✓' if name in native else '–'} | {'✓' if name in accepted else '–'} |"
+        for name in sorted(accepted | native)
+    ]
     reasons = [f"| {reason} | {_listed(names)} |" for reason, names in sorted(refused.items(), key=lambda item: -len(item[1]))]
     untried = [each.architecture for each in found if not each.tried]
     return "\n".join(

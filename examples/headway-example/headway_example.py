@@ -38,4 +38,4 @@ class Example(AttentionBackend):
 
 @hookimpl
 def headway_register_backends():
-    return [BackendInfo("example", "the smallest backend that really runs", lambda: Example, api_version=2)]
+    return [BackendInfo("example", "the smallest backend that really runs", lambda: Example, api_version=3)]

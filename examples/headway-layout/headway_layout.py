@@ -58,4 +58,4 @@ def headway_register_layouts():
 
 @hookimpl
 def headway_register_backends():
-    return [BackendInfo("transposed", "decode over a layout of its own", lambda: Transposed, api_version=2)]
+    return [BackendInfo("transposed", "decode over a layout of its own", lambda: Transposed, api_version=3)]

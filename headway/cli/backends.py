@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +15,7 @@ from headway.cli.options import PluginFiles
 from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
-    from headway.registry import Registry
+    from headway.core.contract.support import Support
 
 
 def backends(
@@ -22,59 +23,38 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plugin: PluginFiles = None,
 ) -> None:
-    """Show every attention backend: available here or the reason why not, phases, layouts, block sizes, dtypes."""
+    """Show every backend of attention and of layers with a state: available here or why not, phases, layouts, dtypes."""
     if context.invoked_subcommand is not None:
         return
+    from headway.cli.backend_rows import describe, describe_states
     from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())
     rows = [describe(registry, name) for name in registry.backends]
+    states = [describe_states(registry, name) for name in registry.state_backends]
     if as_json:
         failures = [
             {"plugin": failure.name, "owner": failure.owner, "error": str(failure.error)} for failure in registry.failures
         ]
-        print(json.dumps({"backends": rows, "failures": failures}, indent=2))
+        print(json.dumps({"backends": rows, "state_backends": states, "failures": failures}, indent=2))
         return
     out = Terminal()
     out.print(_table(rows, out.width, len(registry.layouts)))
     missing = {name: registry.availability(name) for name in registry.backends}
-    for name, support in missing.items():
-        if not support:  # below the table, where a whole sentence fits
-            out.print(Text(f" {name} is not available: ", "red").append(support.brief, "default"))
+    _print_missing(out, missing)
     if not all(missing.values()):
         out.print(" headway doctor: every reason, and what installs the missing ones here", highlight=False)
+    out.print()
+    out.print(_state_table(states, out.width))
+    _print_missing(out, {name: registry.state_availability(name) for name in registry.state_backends})
     for failure in registry.failures:
         out.print(Text("plugin not loaded: ", "bold red").append(str(failure), "default"))
 
 
-def describe(registry: Registry, name: str) -> dict[str, Any]:
-    """Describe a backend as plain data; its capabilities are known only where its module loads."""
-    from headway.core.contract.metadata import Phase
-    from headway.core.contract.spec import DTYPE_NAMES
-
-    entry = registry.backends[name]
-    available = registry.availability(name)
-    row: dict[str, Any] = {
-        "name": name,
-        "kind": entry.owner,
-        "summary": entry.info.summary,
-        "available": bool(available),
-        "reasons": [str(reason) for reason in available.reasons],
-    }
-    try:
-        claims = registry.backend(name).capabilities
-    except Exception:  # its reason is already in the row
-        return row
-    row |= {
-        "phases": [phase.value for phase in Phase if phase in claims.phases],
-        "layouts": [layout.name for layout in claims.layouts] if claims.layouts is not None else list(registry.layouts),
-        "block_multiple": claims.block_multiple,
-        "head_dims": claims.head_dims,
-        "dtypes": [DTYPE_NAMES.get(dtype, str(dtype)) for dtype in claims.dtypes],
-        "devices": list(claims.devices),
-        "features": sorted(claims.features),
-    }
-    return row
+def _print_missing(out: Terminal, supports: Mapping[str, Support]) -> None:
+    for name, support in supports.items():
+        if not support:  # below the table, where a whole sentence fits
+            out.print(Text(f" {name} is not available: ", "red").append(support.brief, "default"))
 
 
 _SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts"}
@@ -84,28 +64,60 @@ _SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts"}
 def _table(rows: list[dict[str, Any]], width: int, num_layouts: int) -> Table:
     """One line for each backend; a narrow terminal gets shorter words for the same."""
     wide = width >= _WIDE
-    table = Table(title="attention backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("kind", no_wrap=not wide, overflow="ellipsis")
-    for column in ("available" if wide else "here", "phases", "layouts", "block", "dtypes"):
-        table.add_column(column, no_wrap=True)
+    table = _empty_table("attention backends", wide, ("phases", "layouts", "block", "dtypes"))
     for row in rows:
-        kind = row["kind"] if wide else row["kind"].split()[0]  # a plugin's distribution, without its version
-        start = row["name"], kind, Text("yes", "green") if row["available"] else Text("no", "red")
+        start = _start(row, wide)
         if "phases" not in row:
             table.add_row(*start, "?", "?", "?", "?")
             continue
         multiple = row["block_multiple"]
         block = "any" if multiple == 1 else f"n x {multiple}" if wide else f"x{multiple}"
-        dtypes = [_SHORT.get(dtype, dtype) for dtype in row["dtypes"]]
-        phases = " ".join(row["phases"]) if wide else _SHORTER.get(" ".join(row["phases"]), " ".join(row["phases"]))
         layouts = " ".join(row["layouts"])
         if not wide and len(row["layouts"]) > 2:
             layouts = (
                 "all" if len(row["layouts"]) == num_layouts else f"{' '.join(row['layouts'][:2])} +{len(row['layouts']) - 2}"
             )
-        table.add_row(*start, phases, layouts, block, " ".join(dtypes))
+        table.add_row(*start, _phases(row, wide), layouts, block, _short(row["dtypes"]))
     return table
+
+
+def _state_table(rows: list[dict[str, Any]], width: int) -> Table:
+    """One line for each backend that serves layers with a state."""
+    from headway.core.contract.state import STATE_KINDS
+
+    wide = width >= _WIDE
+    table = _empty_table("backends of layers with a state", wide, ("phases", "layouts", "dtypes", "kinds"))
+    for row in rows:
+        start = _start(row, wide)
+        if "phases" not in row:
+            table.add_row(*start, "?", "?", "?", "?")
+            continue
+        kinds = "all" if len(row["state_kinds"]) == len(STATE_KINDS) else " ".join(row["state_kinds"])
+        table.add_row(*start, _phases(row, wide), " ".join(row["layouts"]), _short(row["dtypes"]), kinds)
+    return table
+
+
+def _empty_table(title: str, wide: bool, columns: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("name", style="bold", no_wrap=True)
+    table.add_column("kind", no_wrap=not wide, overflow="ellipsis")
+    for column in ("available" if wide else "here", *columns):
+        table.add_column(column, no_wrap=column != "kinds")
+    return table
+
+
+def _start(row: dict[str, Any], wide: bool) -> tuple[str, str, Text]:
+    kind = row["kind"] if wide else row["kind"].split()[0]  # a plugin's distribution, without its version
+    return row["name"], kind, Text("yes", "green") if row["available"] else Text("no", "red")
+
+
+def _phases(row: dict[str, Any], wide: bool) -> str:
+    phases = " ".join(row["phases"])
+    return phases if wide else _SHORTER.get(phases, phases)
+
+
+def _short(dtypes: Iterable[str]) -> str:
+    return " ".join(_SHORT.get(dtype, dtype) for dtype in dtypes)
 
 
 _WIDE = 120

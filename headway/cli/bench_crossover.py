@@ -63,10 +63,11 @@ def crossover(
         typer.Option(help="Names, comma-separated; level engine: also prefill=NAME,decode=NAME. Default: all available ones."),
     ] = None,
     geometry: Annotated[
-        str | None, typer.Option(help="The layer's query heads, kv heads and head_dim, 32/8/128; then v_head_dim, /dense.")
+        str | None,
+        typer.Option(help="The layer's query heads, kv heads and head_dim, 32/8/128; then v_head_dim, /dense or /bidirectional."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: all.")] = None,
     block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: 16 and 256.")] = None,
     phases: Annotated[

@@ -41,7 +41,7 @@ def options_of(
     ] = None,
     cases: Annotated[str | None, typer.Option(help="Cases such as 8q1s2k,1q1s512. Default: the device's usual cells.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help="Element type of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
     layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: the preferred one.")] = None,
     block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: those of 16 and 256 that fit.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,

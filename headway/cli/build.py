@@ -25,6 +25,7 @@ def build(
 
     from headway.backends.nvrtc.compiler import Variant, architecture, find_compiler
     from headway.backends.nvrtc.store import build_all
+    from headway.backends.vllm_paged.backend import VllmPagedAttention
     from headway.backends.vllm_paged.decode import CSRC
     from headway.backends.vllm_paged.decode import variant_of as attention_variant
     from headway.backends.vllm_paged.writer import variant_of as writer_variant
@@ -37,8 +38,9 @@ def build(
     for name in names:
         if name not in DTYPES:
             raise ConfigError("--dtype", f"one of {', '.join(DTYPES)}", repr(name))
-    if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
-        raise ConfigError("--kv-dtype", f"auto or one of {', '.join(KV_DTYPES)}", repr(kv_dtype))
+    narrow = {known: each for known, each in KV_DTYPES.items() if each in VllmPagedAttention.capabilities.kv_dtypes}
+    if kv_dtype != "auto" and kv_dtype not in narrow:
+        raise ConfigError("--kv-dtype", f"auto or one of {', '.join(narrow)}", repr(kv_dtype))
     if arch is not None and not re.fullmatch(r"sm_[1-9][0-9]{1,2}[af]?", arch):
         raise ConfigError("--arch", "an architecture such as sm_90", repr(arch))
     compiler, support = find_compiler()
@@ -49,7 +51,7 @@ def build(
     target = arch or architecture(torch.device("cuda", torch.cuda.current_device()))
     variants = [Variant(CSRC, "blocks.cu")]
     for name, size, block in product(names, head_dim or [64, 128], block_size or [16]):
-        cache_dtype = KV_DTYPES.get(kv_dtype, DTYPES[name])
+        cache_dtype = narrow.get(kv_dtype, DTYPES[name])
         variants.append(attention_variant(DTYPES[name], cache_dtype, size, block, target))
         variants.append(writer_variant(DTYPES[name], cache_dtype, size, block))
     print(f"{backend}: {len(variants)} kernels for {target} with {compiler.name} ({compiler.version})")

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.cli.options import PluginFiles
+from headway.core.system.terminal import Terminal
+
+if TYPE_CHECKING:
+    from headway.testing.checking import Wanted
+    from headway.testing.report import CellResult, CheckReport
 
 
 def check(
@@ -17,6 +22,9 @@ def check(
     quick: Annotated[bool, typer.Option("--quick", help="Try each value once in place of each pair of values.")] = False,
     layout: Annotated[str, typer.Option(help="Check a cache layout: its writer, its check() and gather().")] = "",
     plugin: PluginFiles = None,
+    model: Annotated[
+        str, typer.Option(help="Try the layers of a model: a config.json, its folder, llama-3-8b or another name.")
+    ] = "",
     only: Annotated[str, typer.Option(help="Run one check, by its name in the scorecard.")] = "",
     cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
     in_process: Annotated[
@@ -42,11 +50,8 @@ def check(
     """
     from headway.core.contract.errors import ConfigError
     from headway.core.system.json_files import write_bytes
-    from headway.core.system.terminal import Terminal
     from headway.testing.checking import Wanted
-    from headway.testing.checking import check as run
     from headway.testing.kit import CHECKS
-    from headway.testing.report import CellResult
     from headway.testing.sanitizer import find_sanitizer
     from headway.testing.scorecard import badge, scorecard
     from headway.tuning.isolated.trial import try_installed
@@ -55,28 +60,18 @@ def check(
         raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", "cpu or cuda", repr(device))
+    if model and layout:
+        raise ConfigError("--model", "a backend to try its layers with", f"--layout {layout}")
     if sanitize and in_process:
         raise ConfigError("--sanitize", "child processes, which it watches", "--in-process")
     sanitizer = find_sanitizer(device) if sanitize else ""
-    console, failed = Terminal(), 0
     try_installed()  # other plugins than the one to be checked may end the processes that check it
     children = jobs or min(4, os.cpu_count() or 1)
-    wanted = Wanted(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()), sanitizer)
-    with console.status(f"{target or layout}: loading") as status:
-        if in_process:
-            status.stop()  # a debugger shares the terminal
-        done, whole = 0, 0
-
-        def start(count: int) -> None:
-            nonlocal whole
-            whole = count
-
-        def tell(result: CellResult) -> None:
-            nonlocal done, failed
-            done, failed = done + 1, failed + (result.status == "failed")
-            status.update(f"{target or layout}: {done} of {whole} cells, {failed} failed")
-
-        report = run(wanted, start, tell)
+    wanted = Wanted(
+        target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()), sanitizer, model
+    )
+    console = Terminal()
+    report = _run(wanted, console)
     for line in scorecard(report, {name: about for name, (_, about) in CHECKS.items()}, min(console.width, 100)):
         console.print(line, soft_wrap=True, highlight=False)
     if json_file is not None:
@@ -89,3 +84,26 @@ def check(
         raise KeyboardInterrupt  # which ends a command as it always does
     if report.failed:
         raise typer.Exit(1)
+
+
+def _run(wanted: Wanted, console: Terminal) -> CheckReport:
+    """Run what is wanted, with a line on the terminal that says how far it is."""
+    from headway.testing.checking import check as run
+    from headway.tuning.isolated.trial import try_plugins
+
+    what = wanted.target or wanted.layout
+    done, failed, whole = 0, 0, 0
+    with console.status(f"{what}: loading") as status:
+        if wanted.in_process:
+            status.stop()  # a debugger shares the terminal
+
+        def start(count: int) -> None:
+            nonlocal whole
+            whole = count
+
+        def tell(result: CellResult) -> None:
+            nonlocal done, failed
+            done, failed = done + 1, failed + (result.status == "failed")
+            status.update(f"{what}: {done} of {whole} cells, {failed} failed")
+
+        return run(wanted, start, tell, try_plugins)

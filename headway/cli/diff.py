@@ -46,7 +46,7 @@ def diff(
     max_tokens: Annotated[int, typer.Option(min=0, help="Tokens that B writes after each text: the decode steps.")] = 16,
     extend: Annotated[bool, typer.Option(help="Cut each text in two, so that EXTEND is compared too.")] = True,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="Element type of A's cache: auto, or fp8_e4m3; B keeps the model's.")
+        str, typer.Option(help="Type of A's cache: auto, fp8_e4m3 or int8_per_token_head; B keeps the model's.")
     ] = "auto",
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw each layer's error by phase, as a .png.")] = None,

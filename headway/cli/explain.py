@@ -86,7 +86,7 @@ def explain(
     length: Annotated[int, typer.Option("--len", min=1, help="Tokens of each sequence, cached and new.")] = 1024,
     query_len: Annotated[int | None, typer.Option(min=1, help="New tokens of each sequence. Default: as the phase has.")] = None,
     attn_backend: Annotated[str, typer.Option(help="auto, NAME, or prefill=NAME,decode=NAME.")] = "auto",
-    kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, or a plugin's.")] = "auto",
+    kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block. Default: auto.")] = None,
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
     geometry: Annotated[str | None, typer.Option(help=_GEOMETRY)] = None,
@@ -115,6 +115,8 @@ def explain(
     kind = LayerSpecs(specs[:1] * layers, expanded)
     registry = create_registry(plugin or ())
     shape = _shape(phase, batch, query_len, length)
+    if shape.phase not in kind.phases:
+        raise ConfigError("--phase", "prefill, because layers of this geometry have no cache", phase.value, "--phase prefill")
     tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
     costs = _costs(kind, tables)
     selector = Selector(

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 _STATES = {"loaded": "green", "left out": "bold red", "blocked": "yellow"}
 _KINDS = {
     "backends": "backends",
+    "state_backends": "state backends",
     "layouts": "cache layouts",
+    "state_layouts": "state layouts",
     "proposers": "proposers",
     "logits_processors": "logits processors",
     "hooks": "hooks",

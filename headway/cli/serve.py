@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,8 @@ from headway.engine_args import EngineArgs, help_texts
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
     from headway.hosting.process_messages import SpawnedEngine
+    from headway.pooling.async_pooling import AsyncPooling
+    from headway.pooling.find import PoolingModel
 
 SERVER = "Server"
 LIMITS = "Limits"
@@ -103,8 +106,9 @@ def serve(
         ),
     ] = 0,
 ) -> None:
-    """Serve MODEL with OpenAI's API: chats, completions, and Prometheus' metrics."""
+    """Serve MODEL with OpenAI's API: chats and completions, or embeddings and scores, and Prometheus' metrics."""
     from headway.hosting.process_messages import spawn_engine
+    from headway.pooling.find import find_pooling_model
     from headway.server.options import ServerOptions, bound_socket
 
     model = model_option or model
@@ -127,8 +131,12 @@ def serve(
     sock = bound_socket(host, port)
     if restart_engine and sys.platform == "win32":
         raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restart_engine)
-    # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread.
-    spawned = None if sys.platform == "win32" else spawn_engine()
+    pooled = find_pooling_model(args)
+    if pooled is not None:
+        _refuse_generating(model, {"--profile-dir": profile_dir, "--restart-engine": restart_engine})
+    # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread, and
+    # so has one that pools, whose texts wait for no other process.
+    spawned = None if sys.platform == "win32" or pooled is not None else spawn_engine()
     try:
         from headway.server.launch import serve as listen
     except ImportError as error:
@@ -138,8 +146,8 @@ def serve(
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
-        llm = _load(args, spawned, restart_engine)
-    err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {llm.facts.selection}")
+        llm, selection = _load(args, spawned, restart_engine) if pooled is None else _load_pooled(args, pooled)
+    err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {selection}")
     from headway.hosting.host import EngineDeadError
 
     try:
@@ -149,8 +157,25 @@ def serve(
         raise typer.Exit(1) from error
 
 
-def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int) -> AsyncLLM:
-    """Have the engine's process load the model; without one, load it here."""
+def _refuse_generating(model: str, options: Mapping[str, object]) -> None:
+    """:raises ConfigError: an option that only a model which generates text has."""
+    for name, value in options.items():
+        if value:
+            raise ConfigError(name, "a model that generates text", f"{model}, which is pooled", f"leave {name} out")
+
+
+def _load_pooled(args: EngineArgs, found: PoolingModel) -> tuple[AsyncPooling, str]:
+    """Load a model that is pooled; returns it and the choice of its backends in words."""
+    from headway.pooling.assembly import assemble_pooling
+    from headway.pooling.async_pooling import AsyncPooling
+    from headway.pooling.client import PoolingClient
+
+    assembly = assemble_pooling(args, found)
+    return AsyncPooling(PoolingClient(assembly)), str(assembly.engine.selector.selection)
+
+
+def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int) -> tuple[AsyncLLM, str]:
+    """Have the engine's process load the model; without one, load it here. Returns it and the choice of its backends."""
     from headway.async_llm import AsyncLLM
     from headway.hosting.driver import driver_of
     from headway.hosting.process_host import EngineProcess
@@ -158,6 +183,6 @@ def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int) -> Asy
     from headway.hosting.thread_host import EngineThread
 
     make = partial(driver_of, args)
-    if spawned is None:
-        return AsyncLLM.over(EngineThread(make()))
-    return AsyncLLM.over(RestartingEngine(EngineProcess(make, spawned), make, restarts))
+    host = EngineThread(make()) if spawned is None else RestartingEngine(EngineProcess(make, spawned), make, restarts)
+    llm = AsyncLLM.over(host)
+    return llm, llm.facts.selection

@@ -56,6 +56,12 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
         f"prompts    {done.num_prompt_tokens:,} tokens, {done.num_cached_tokens:,} of them ({found}) found in the cache",
         f"output     {done.num_output_tokens:,} tokens in {seconds:.1f} s of work: {rate} tokens/s",
     ]
+    if done.num_checkpoints or now.num_kept_states:
+        size = f"{now.kept_state_bytes / 2**20:,.0f} MiB"
+        lines.append(
+            f"states     {now.num_kept_states:,} kept ({size}); {done.num_checkpoint_hits:,} sequences began with one, "
+            f"{done.num_checkpoint_evictions:,} were overwritten"
+        )
     if done.num_draft_tokens or done.steps_without_drafts:
         held = f"{done.num_accepted_tokens:,} of {done.num_draft_tokens:,} guesses held in {done.num_draft_steps:,} steps"
         lines.append(f"drafts     {held}; steps without: {_listed(done.steps_without_drafts)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from types import FrameType
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.requests.control_tokens import ControlTokens
-from headway.requests.prompts import Message, Prompt, whole_text
+from headway.requests.prompts import BYTES, Message, Prompt, whole_text
 
 SECONDS: Final = 2.0
 """Seconds of processor time for one conversation; templates need less than a hundredth of that."""
@@ -55,7 +55,9 @@ def chat_prompt(
     """
     if not (getattr(tokenizer, "chat_template", None) or (chat_template and tokenizer is not None)):
         raise ConfigError("chat", "a model whose tokenizer has a chat template", model, "leave --chat out")
-    listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else [_message(each) for each in messages]
+    listed = (
+        [{"role": "user", "content": messages}] if isinstance(messages, str) else list(map(_message, list_of_messages(messages)))
+    )
     if not listed:
         raise PromptError("messages", "at least one message", "none")
     for each in listed:
@@ -84,11 +86,23 @@ def chat_prompt(
     return {"prompt": text, "prompt_token_ids": ids}
 
 
+def list_of_messages(given: object) -> list[Any]:
+    """The items of a list of messages, or of conversations.
+
+    :raises PromptError: the argument is no list; a single message is none.
+    """
+    if isinstance(given, (Mapping, *BYTES)) or not isinstance(given, Iterable):
+        raise PromptError("messages", "a list of messages", f"a {type(given).__name__}")
+    return list(given)
+
+
 def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """The further variables of a template, unchanged.
 
-    :raises ConfigError: the name of one is an argument of what renders the template.
+    :raises ConfigError: the name of one is an argument of what renders the template; or the variables are no mapping.
     """
+    if not isinstance(given, Mapping):
+        raise ConfigError("chat_template_kwargs", "a mapping from names to values", f"a {type(given).__name__}")
     taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *_RENDERING} - _VARIABLES
     wrong = next((str(name) for name in given if name in taken or not isinstance(name, str)), None)
     if wrong is not None:

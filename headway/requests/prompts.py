@@ -56,7 +56,7 @@ def parse_prompts(prompts: object) -> list[ParsedPrompt]:
         return _parse(prompts, 0)
     if not isinstance(prompts, Iterable) or isinstance(prompts, BYTES):
         raise PromptError("prompt", f"{FORMS}, or a list of these", f"a {type(prompts).__name__}")
-    items = list(prompts)
+    items = _items(prompts, "prompts")
     if items and isinstance(items[0], Integral):
         return [ParsedPrompt(None, _token_ids(items, 0))]
     parsed = []
@@ -123,9 +123,13 @@ def _tokenized(item: Mapping[str, Any], index: int) -> list[list[int]]:
     if mask is None:
         return [_token_ids(row, index) for row in rows]
     masks = _listed(mask) if batched else [_listed(mask)]
+    parsed = [_token_ids(row, index) for row in rows]
+    seen = [_listed(row) for row in masks] if isinstance(masks, list) else []
+    if [len(row) if isinstance(row, Sequence) else None for row in seen] != [len(row) for row in parsed]:
+        raise PromptError(f"prompt {index}", "an attention_mask with a number for each of input_ids", "another shape")
     return [
-        [token for token, kept in zip(_token_ids(row, index), _listed(seen), strict=True) if kept]
-        for row, seen in zip(rows, masks, strict=True)
+        [token for token, kept in zip(row, kept_of_row, strict=True) if kept]
+        for row, kept_of_row in zip(parsed, seen, strict=True)
     ]
 
 
@@ -133,7 +137,7 @@ def _token_ids(value: object, index: int) -> list[int]:
     value = _listed(value)
     if not isinstance(value, Iterable) or isinstance(value, (str, *BYTES, Mapping)):
         raise PromptError(f"prompt {index}", FORMS, f"a {type(value).__name__}")
-    items: list[Any] = list(value)
+    items = _items(value, f"prompt {index}")
     kinds = set(map(type, items))  # isinstance(token, Integral) for each of a hundred thousand tokens takes 0.1 s
     if kinds <= {int}:
         return items
@@ -141,6 +145,17 @@ def _token_ids(value: object, index: int) -> list[int]:
     if wrong is not None:
         raise PromptError(f"prompt {index}", FORMS, f"a {type(value).__name__} of {wrong.__name__}")
     return [int(token) for token in items]
+
+
+def _items(value: Iterable[Any], what: str) -> list[Any]:
+    """The items of an iterable.
+
+    :raises PromptError: memory does not hold them, such as those of a range.
+    """
+    try:
+        return list(value)
+    except (MemoryError, OverflowError):
+        raise PromptError(what, FORMS, f"{shown(value)}, longer than memory holds") from None
 
 
 def _dimensions(value: object) -> int | None:
@@ -152,8 +167,17 @@ def _dimensions(value: object) -> int | None:
 
 
 def _listed(value: Any) -> Any:
-    """The elements of an array as Python's own numbers; anything else as it is."""
-    return value.tolist() if _dimensions(value) is not None else value
+    """The elements of an array as Python's own numbers; anything else as it is.
+
+    :raises PromptError: an array without elements, such as a tensor on the device "meta".
+    """
+    if _dimensions(value) is None:
+        return value
+    try:
+        return value.tolist()
+    except (NotImplementedError, RuntimeError) as error:
+        line = " ".join(str(error).split())
+        raise PromptError("prompt", FORMS, f"a {type(value).__name__} that cannot be read ({line})") from None
 
 
 def whole_text(text: str, what: str = "prompt") -> str:

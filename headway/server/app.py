@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.async_llm import AsyncLLM
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.state.request_limits import CheckedRequest
 from headway.hosting.host import EngineDeadError
 from headway.server.chat import ChatAnswer
@@ -138,7 +138,7 @@ class Routes:
         """The text of tokens."""
         body = await self._body(request, DetokenizeRequest)
         if body.tokens:
-            self._llm.facts.limits.check_ids(body.tokens)
+            self._llm.facts.limits.check_ids(body.tokens, "tokens")
         decode = partial(self._tokenizer().decode, body.tokens, skip_special_tokens=False)
         return _json({"prompt": await self._llm.in_thread(decode)})
 
@@ -182,7 +182,10 @@ class Routes:
             chat_template_kwargs=template_kwargs(body),
             split_special_tokens=self._splits(body.split_special_tokens),
         )
-        return await self._llm.check([prompt], params, priority=body.priority)
+        try:
+            return await self._llm.check([prompt], params, priority=body.priority)
+        except PromptError as error:  # which the client knows by another name
+            raise PromptError("messages", *error.reason[1:]) from None
 
     async def _prepare_completions(self, body: CompletionRequest) -> Sequence[CheckedRequest]:
         params = completion_params(body, self._service.params_maker)

@@ -68,7 +68,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1]))
     if isinstance(error, ConfigError):
         too_long = error.reason.got.endswith("tokens") and error.reason.need.startswith("at most")
-        return ApiError(400, str(error), error.reason.what, "context_length_exceeded" if too_long else None)
+        field = error.reason.what.partition(" ")[0]  # "prompt 3" is a place in a field
+        return ApiError(400, str(error), field, "context_length_exceeded" if too_long else None)
     if isinstance(error, HeadwayError):
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):

@@ -18,8 +18,10 @@ from starlette.types import ASGIApp
 
 from headway.async_llm import AsyncLLM
 from headway.machine.threads import SWITCH_INTERVAL
+from headway.pooling.async_pooling import AsyncPooling
 from headway.server.app import create_app
 from headway.server.options import ServerOptions, bound_socket, is_local
+from headway.server.pooling_app import create_pooling_app
 from headway.server.protocol import limited_protocol
 
 log = logging.getLogger("headway")
@@ -31,15 +33,15 @@ _SEND_BUFFER: Final = 128 * 1024
 """Bytes of an answer that the system takes in before the client has read any; Linux doubles the number. Its own choice grows to
 megabytes, in which a whole stream that nobody reads would disappear before `write_timeout` begins."""
 _SPARE_FILES: Final = 128
-"""File descriptors kept free for files that are opened while the server runs: kernels, traces."""
+"""File descriptors kept free for files that are opened while the server runs: kernels, traces. At most half of all."""
 
 
 class Server(uvicorn.Server):
-    """Serves an AsyncLLM. SIGTERM and SIGINT give running requests time to end, and refuse new ones."""
+    """Serves a model. SIGTERM and SIGINT give running requests time to end, and refuse new ones."""
 
     def __init__(
         self,
-        llm: AsyncLLM,
+        llm: AsyncLLM | AsyncPooling,
         options: ServerOptions,
         host: str = "127.0.0.1",
         port: int = 8000,
@@ -48,7 +50,7 @@ class Server(uvicorn.Server):
     ) -> None:
         """started_at: called with the URL once the server listens."""
         self._llm = llm
-        app: ASGIApp = create_app(llm, options)
+        app: ASGIApp = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
         config = uvicorn.Config(
             app,
             host,
@@ -97,7 +99,7 @@ class Server(uvicorn.Server):
     @property
     def has_lost_engine(self) -> bool:
         """Whether a fault has ended the engine for good."""
-        return self._llm.errored and not self._llm.host.is_restarting
+        return self._llm.has_lost_engine
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end for `shutdown_timeout` seconds, then end them."""
@@ -115,7 +117,7 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    llm: AsyncLLM,
+    llm: AsyncLLM | AsyncPooling,
     options: ServerOptions,
     host: str = "127.0.0.1",
     sock: socket.socket | None = None,
@@ -141,8 +143,8 @@ def serve(
             "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
         )
     Server(llm, options, host, 0, log_requests, started_at).run([sock])
-    if llm.errored and llm.dead_error is not None:
-        raise llm.dead_error
+    if llm.failure is not None:
+        raise llm.failure
 
 
 def most_connections() -> int:
@@ -156,7 +158,8 @@ def most_connections() -> int:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:  # no Linux
         used = 0
-    return sys.maxsize if allowed == resource.RLIM_INFINITY else max(allowed - used - _SPARE_FILES, 1)
+    free = allowed - used
+    return sys.maxsize if allowed == resource.RLIM_INFINITY else max(free - min(_SPARE_FILES, free // 2), 1)
 
 
 def raise_file_limit() -> None:

@@ -53,18 +53,18 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _FIRST: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN: Final = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-_WHOLE: Final = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+REQUEST_SECONDS: Final = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _COUNT: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
 _HISTOGRAMS: Final = {
     "time_to_first_token_seconds": ("Seconds from a request's arrival to its first token.", _FIRST),
     "inter_token_latency_seconds": ("Seconds from a token to the next.", _TOKEN),
     "request_time_per_output_token_seconds": ("Seconds per token after the first, of each request.", _TOKEN),
-    "e2e_request_latency_seconds": ("Seconds from a request's arrival to its end.", _WHOLE),
-    "request_queue_time_seconds": ("Seconds from a request's arrival to its first step.", _WHOLE),
-    "request_prefill_time_seconds": ("Seconds from a request's first step to its first token.", _WHOLE),
-    "request_decode_time_seconds": ("Seconds from a request's first token to its last.", _WHOLE),
-    "request_inference_time_seconds": ("Seconds from a request's first step to its last token.", _WHOLE),
+    "e2e_request_latency_seconds": ("Seconds from a request's arrival to its end.", REQUEST_SECONDS),
+    "request_queue_time_seconds": ("Seconds from a request's arrival to its first step.", REQUEST_SECONDS),
+    "request_prefill_time_seconds": ("Seconds from a request's first step to its first token.", REQUEST_SECONDS),
+    "request_decode_time_seconds": ("Seconds from a request's first token to its last.", REQUEST_SECONDS),
+    "request_inference_time_seconds": ("Seconds from a request's first step to its last token.", REQUEST_SECONDS),
     "request_prompt_tokens": ("Tokens of a request's prompt.", _COUNT),
     "request_generation_tokens": ("Tokens of a request's completions.", _COUNT),
     "request_params_n": ("Completions that a request asks for.", (1, 2, 5, 10, 20, 50, 100)),
@@ -120,13 +120,13 @@ class Metrics:
     def page(self, engine: EngineSnapshot, queued: int) -> bytes:
         """Write all figures. queued: requests that the engine has not been handed yet."""
         families = [*self._engine(engine, queued), *self._requests()]
-        return generate_latest(_Families(families))
+        return generate_latest(Families(families))
 
     def _engine(self, now: EngineSnapshot, queued: int) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
 
-        def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
+        def gauge(name: str, text: str, value: float, prefix: str = "vllm") -> Metric:
+            family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=names)
             family.add_metric(values, value)
             return family
 
@@ -134,6 +134,9 @@ class Metrics:
         yield gauge("num_requests_waiting", "Requests and sequences that wait.", now.num_waiting + queued)
         used = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
         yield gauge("kv_cache_usage_perc", "Share of the cache's blocks that sequences hold; 1 is all.", used)
+        states = "States that are kept for equal prefixes, of a model whose layers keep states."
+        yield gauge("num_kept_states", states, now.num_kept_states, "headway")
+        yield gauge("kept_state_bytes", "Bytes of these states.", now.kept_state_bytes, "headway")
         info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=[*names, "block_size", "num_gpu_blocks"])
         info.add_metric([*values, str(self._block_size), str(now.num_blocks)], 1)
         yield info
@@ -180,7 +183,7 @@ class Metrics:
         yield refused
 
 
-class _Families:
+class Families:
     """The one method of a registry that generate_latest calls."""
 
     def __init__(self, families: list[Metric]) -> None:

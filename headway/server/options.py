@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from headway.core.contract.errors import ConfigError
+
+LONGEST_TIME: Final = 10_000_000
+"""Seconds that a limit of time may be, four months; event loops take no infinite ones."""
+_TIMES: Final = ("request_timeout", "read_timeout", "write_timeout", "step_timeout", "shutdown_timeout")
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,19 @@ class ServerOptions:
     """Hosts that requests may name in the header Host, "*.example.org" for all below one; none: any."""
 
     def __post_init__(self) -> None:
-        """:raises ConfigError: a key that no header can carry, or a file in the place of a folder."""
+        """:raises ConfigError: a key that no header can carry, an empty name, an endless time, or a file in a folder's place."""
         key, folder = self.api_key, self.profile_dir
         if key is not None and (not key or key != key.strip() or not key.isprintable()):  # not shown: it is a secret
             got = "one with spaces around it or control characters" if key else "an empty one"
             hint = "a file's last line break may belong to it" if key else "a variable of the shell may not be set"
             raise ConfigError("--api-key", "a text that a header carries", got, hint)
+        if not all(self.served_model_names):
+            hint = "a variable of the shell may not be set"
+            raise ConfigError("--served-model-name", "a name that is not empty", "an empty one", hint)
+        for name in _TIMES:
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 <= seconds <= LONGEST_TIME:  # NaN is not, either
+                raise ConfigError(f"--{name.replace('_', '-')}", f"seconds, at most {LONGEST_TIME:,}", seconds)
         for host in self.allowed_hosts:
             name = host.removeprefix("*.")
             if not name or host.count(":") == 1 or set(name) & set("*/ ,"):

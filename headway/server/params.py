@@ -122,7 +122,7 @@ def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
         if wanted.json_schema is None:
             raise ConfigError("response_format.json_schema", "a schema", "none")
         return StructuredOutputsParams(json=wanted.json_schema.schema_)  # type: ignore[arg-type]
-    return StructuredOutputsParams(**body.structured_outputs) if body.structured_outputs else None
+    return StructuredOutputsParams.of(body.structured_outputs) if body.structured_outputs else None
 
 
 def prompts_of(body: CompletionRequest) -> list[Any]:

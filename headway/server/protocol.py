@@ -6,15 +6,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import orjson
-from httptools import HttpParserError, HttpParserUpgrade
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headway.server.errors import ApiError
 from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 _AT_ONCE: Final = 8
 """Requests that begin in one round of the event loop: 2 ms of work, about as many as it accepts connections in a round."""
@@ -60,6 +63,8 @@ _MOST_HEAD: Final = 64 * 1024
 """Most bytes of a path and of all headers and trailers, as the parser tells them: the same whatever the packets they came in."""
 _MOST_UNPARSED: Final = 2 * _MOST_HEAD
 """Most bytes that the parser takes in without telling of any, such as a header without an end."""
+_BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))
+"""Headers that say where a body ends."""
 _MOST_PIPELINED: Final = 64
 """Most requests of a connection that wait for the answers before theirs."""
 _READ_GRACE: Final = 0.02
@@ -84,6 +89,10 @@ class LimitedProtocol(HttpToolsProtocol):
     _unparsed = 0
     """Bytes since the parser last told of anything."""
     _surplus = _refused = False
+    _owes_body = False
+    """Whether the parser leaves the body of the request that is being read to the protocol that it asks for."""
+    _told_again = False
+    """Whether a parser is being told what is known of a request already."""
     _answering: RequestResponseCycle | None = None
     """The request that is being answered, or was last; `cycle` is the one that came last."""
     _last_words: ApiError | None = None
@@ -121,6 +130,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 break
             except HttpParserUpgrade as found:  # to a protocol that this server does not speak: HTTP goes on
                 data = data[found.args[0] :]
+                if self._owes_body:
+                    self._read_owed_body()
             except HttpParserError:
                 self._refuse(ApiError(400, "the bytes that were sent are no HTTP request"))
         if self._refused:
@@ -132,6 +143,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Expect the rest of a head."""
+        if self._told_again:
+            return
         self._head = self._unparsed = 0
         super().on_message_begin()
         if self._read_timer is None:
@@ -139,16 +152,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """Take in a part of a path, and bound its size."""
-        if self._takes_head(len(url), 414, "the path"):
+        if not self._told_again and self._takes_head(len(url), 414, "the path"):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take in a header or a trailer, and bound their size."""
-        if self._takes_head(len(name) + len(value) + len(": \r\n"), 431, "the headers"):
+        if not self._told_again and self._takes_head(len(name) + len(value) + len(": \r\n"), 431, "the headers"):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Pass a request on; its body is timed where it is read."""
+        if self._told_again:
+            return
         if self._surplus:
             self._refuse_surplus()
         elif len(self.pipeline) >= _MOST_PIPELINED:
@@ -158,6 +173,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._cancel_read_timer()
+        self._owes_body = self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -168,7 +184,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Pass the end of a body on."""
-        if not self._refused:
+        if not self._refused and not self._owes_body:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -178,9 +194,23 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_last and self._last_words is not None and not self.transport.is_closing():
             self._write_last(self._last_words)
 
+    def _read_owed_body(self) -> None:
+        """Read on with a new parser, which is told of the body alone.
+
+        Clients that would rather speak HTTP/2, Java's among them, ask for it in the head of any request (`Upgrade: h2c`), which a
+        server may ignore (RFC 9110, 7.8). But httptools' parser takes the body for another protocol's.
+        """
+        self._owes_body, self._told_again = False, True
+        known = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _BODY_HEADERS)
+        self.parser = HttpRequestParser(self)
+        if hasattr(self.parser, "set_dangerous_leniencies"):  # as uvicorn does
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + known + b"\r\n")
+        self._told_again = False
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answering = cycle
-        begin = partial(super()._start_asgi_task, cycle, app)
+        begin = partial(super()._start_asgi_task, cycle, _until_cancelled(cycle, app))
         if cycle.scope["path"] in PROBES:  # which takes a server that answers slowly for a dead one
             begin()
         else:
@@ -278,6 +308,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def _too_long(status: int, what: str) -> ApiError:
     return ApiError(status, f"{what}: needs at most {_MOST_HEAD} bytes of path and headers")
+
+
+def _until_cancelled(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """The application, whose request ends without a word where the server is told to end at once: uvicorn logs a traceback."""
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            _end(cycle)
+
+    return serve
 
 
 def _end(cycle: RequestResponseCycle) -> None:

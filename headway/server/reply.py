@@ -12,6 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from headway.core.engine.state.request_limits import CheckedRequest
+from headway.hosting.host import EngineDeadError
 from headway.outputs import RequestOutput
 from headway.requests.streams import RequestStream
 from headway.server.answers import DONE, Answer, check_ended, usage
@@ -191,7 +192,7 @@ class Reply(Response):
     async def _fail(self, error: Exception, send: Send) -> None:
         """Tell the client what went wrong: by a status, or in the stream that has begun."""
         told = api_error(error)
-        if told.status >= 500 and not isinstance(error, ApiError):
+        if told.status >= 500 and not isinstance(error, (ApiError, EngineDeadError)):  # the host tells of a dead engine, once
             log.error("a request has failed", exc_info=error)
         self._service.metrics.refused[str(told.status)] += 1
         if self._left:

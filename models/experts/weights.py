@@ -32,8 +32,10 @@ class ExpertWeights:
     """[num_all, hidden_size]"""
 
 
-def take_experts(config: ExpertsConfig, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str) -> ExpertWeights:
-    """Take the tensors of one layer. at: the layer's prefix.
+def take_experts(
+    config: ExpertsConfig, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
+) -> ExpertWeights:
+    """Take the tensors of one layer. at: the layer's prefix; scale: multiplies what all experts give.
 
     Memory for all experts is allocated once, and every tensor is copied to its place in it.
     """
@@ -50,25 +52,34 @@ def take_experts(config: ExpertsConfig, names: ExpertNames, hidden_size: int, we
         correction = _empty_float(weights, routed)
         weights.take_into(correction, at + names.correction_bias)
     if names.interleaved:
+        assert scale == 1.0
         return ExpertWeights(router, router_bias, correction, *_take_interleaved(config, names, hidden_size, weights, at))
     inner = config.intermediate_size
     gate_up = _empty(weights, config.num_all, 2 * inner, hidden_size)
     down = _empty(weights, config.num_all, hidden_size, inner)
-    for number in range(routed):
+    stacked = at + names.stacked_gate_up in weights
+    if stacked:
+        weights.take_into(gate_up[:routed], at + names.stacked_gate_up)
+        weights.take_into(down[:routed], at + names.stacked_down)
+    for number in [] if stacked else range(routed):
         weights.take_into(gate_up[number, :inner], f"{at}{names.gate.format(number)}.weight")
         weights.take_into(gate_up[number, inner:], f"{at}{names.up.format(number)}.weight")
         weights.take_into(down[number], f"{at}{names.down.format(number)}.weight")
     if shared:
-        _take_shared(config, weights, at + names.shared, gate_up[routed:], down[routed:])
+        _take_shared(config, names, weights, at + names.shared, gate_up[routed:], down[routed:])
+    if scale != 1.0:
+        down *= scale
     return ExpertWeights(router, router_bias, correction, gate_up, None, down, None)
 
 
-def _take_shared(config: ExpertsConfig, weights: WeightSource, at: str, gate_up: Tensor, down: Tensor) -> None:
+def _take_shared(
+    config: ExpertsConfig, names: ExpertNames, weights: WeightSource, at: str, gate_up: Tensor, down: Tensor
+) -> None:
     """Cut the shared experts' MLP into pieces along its intermediate axis; the last is filled up with zeros."""
     hidden, inner, size = down.shape[1], config.intermediate_size, config.shared_intermediate_size
-    gate = weights.take(f"{at}.gate_proj.weight", (size, hidden))
-    up = weights.take(f"{at}.up_proj.weight", (size, hidden))
-    out = weights.take(f"{at}.down_proj.weight", (hidden, size))
+    rows = 2 * size // len(names.shared_up)
+    gate, up = weights.take_merged({f"{at}.{name}.weight": rows for name in names.shared_up}, hidden).chunk(2)
+    out = weights.take(f"{at}.{names.shared_down}.weight", (hidden, size))
     for number, first in enumerate(range(0, size, inner)):
         count = min(inner, size - first)
         gate_up[number].zero_()

@@ -19,7 +19,7 @@ from headway.models.fused.products import FewRows
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, norm_and_rotate, norm_rows
 from headway.models.fused.tiles import TiledProducts
 from headway.models.linear import Linear
-from headway.models.operations import ACTIVATE, Embedding, Heads, Norm, Rope, softcap
+from headway.models.operations import ACTIVATE, Embedding, Gate, Heads, Norm, Rope, apply_gate, softcap
 
 
 class Fused:
@@ -122,7 +122,7 @@ class Fused:
             heads = self._norm_heads(qkv, heads)
         if rope is not None and not turned:
             self._rotate(qkv, heads, rope, (x, norm.eps) if norm is not None and norm.absorbed else None)
-        qkv = qkv.view(x.shape[0], heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
+        qkv = qkv.view(x.shape[0], linear.out_features // heads.head_dim, heads.head_dim)
         rotated = heads.num_heads + heads.num_kv_heads
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
 
@@ -142,7 +142,8 @@ class Fused:
     def _rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: _RowScale | None) -> None:
         """One launch, in place. scaled_by: the rows whose norm is still to be divided by, and epsilon."""
         num_tokens, dim = qkv.shape[0], heads.head_dim
-        num_heads, touched = heads.num_heads, heads.num_heads + heads.num_kv_heads * (1 if scaled_by is None else 2)
+        num_heads, all_heads = heads.num_heads, qkv.shape[1] // dim
+        touched = heads.num_heads + heads.num_kv_heads if scaled_by is None else all_heads
         normed = heads.q_norm is not None and heads.k_norm is not None
         if num_tokens:
             block_half = triton.next_power_of_2(dim // 2)
@@ -151,12 +152,13 @@ class Fused:
             size = 0 if scaled_by is None else x.shape[1]
 
             def make() -> FixedLauncher:
-                sizes = {"HEADS": num_heads, "KV_HEADS": heads.num_kv_heads, "HEAD_DIM": dim, **_row_sizes(size)}
+                sizes = {"HEADS": num_heads, "KV_HEADS": heads.num_kv_heads, "ALL_HEADS": all_heads, "HEAD_DIM": dim}
+                sizes |= _row_sizes(size)
                 return FixedLauncher(
                     norm_and_rotate, 2, self._device, **sizes, BLOCK_HALF=block_half, BLOCK_H=block_h, NORM=normed
                 )
 
-            launch = self._launcher(("rotate", num_heads, heads.num_kv_heads, dim, normed, size), make)
+            launch = self._launcher(("rotate", num_heads, heads.num_kv_heads, all_heads, dim, normed, size), make)
             q_norm, k_norm = heads.q_norm, heads.k_norm
             weights = (q_norm.weight, k_norm.weight, x, q_norm.eps) if q_norm and k_norm else (qkv, qkv, x, 0.0)
             launch((num_tokens, triton.cdiv(touched, block_h), 1), qkv, *rope, *weights, eps)
@@ -202,13 +204,22 @@ class Fused:
             return self._tiles(x, linear, add_to=residual)
         return linear.add_to(residual, x)
 
-    def rotate_latent(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
-        """One launch, in place."""
+    def rotate_latent(
+        self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
+    ) -> tuple[Tensor, Tensor]:
+        """One launch, in place; two more where nothing is rotated, for a cos and sin that leave all as it is."""
+        if rope is None:
+            size = q.shape[0], config.qk_rope_head_dim // 2
+            rope = torch.ones(size, device=self._device), torch.zeros(size, device=self._device)
         return self._latent.turn(q, latent, config, norm, rope)
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> FusedLatentLayer:
         """All layers share launchers."""
         return FusedLatentLayer(expanded, config, kv_b, self._latent)
+
+    def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+        """A few launches, of torch's."""
+        return apply_gate(x, by, gate)
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """Three launches, of torch's."""

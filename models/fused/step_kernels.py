@@ -103,14 +103,16 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        tl.static_assert(ACTIVATION == "relu")
+        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
         y = tl.maximum(x, 0.0)
+        if ACTIVATION == "relu2":
+            y = y * y
     return y
 
 
 @triton.jit
 def norm_and_rotate(
-    qkv_ptr,  # [num_tokens, (HEADS + 2 KV_HEADS) HEAD_DIM]; q and k are overwritten
+    qkv_ptr,  # [num_tokens, ALL_HEADS HEAD_DIM], q, k, v and perhaps more; q and k are overwritten
     cos_ptr,  # float32 [num_tokens, HEAD_DIM / 2]
     sin_ptr,
     q_norm_ptr,  # [HEAD_DIM]
@@ -120,6 +122,7 @@ def norm_and_rotate(
     row_eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    ALL_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -131,13 +134,13 @@ def norm_and_rotate(
     """Grid (num_tokens, cdiv(HEADS + KV_HEADS, BLOCK_H)). RoPE turns one half of a head against the other.
 
     ROW: the product was of rows x that were not normed; all of its heads are scaled by their norm, so that v counts as heads too:
-    cdiv(HEADS + 2 KV_HEADS, BLOCK_H).
+    cdiv(ALL_HEADS, BLOCK_H).
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     HALF: tl.constexpr = HEAD_DIM // 2
     h = tl.arange(0, BLOCK_HALF)[None, :]
-    TOUCHED: tl.constexpr = HEADS + 2 * KV_HEADS if ROW else HEADS + KV_HEADS
+    TOUCHED: tl.constexpr = ALL_HEADS if ROW else HEADS + KV_HEADS
     mask = (head < TOUCHED) & (h < HALF)
     if NORM:
         is_q = head < HEADS
@@ -148,7 +151,7 @@ def norm_and_rotate(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    at = qkv_ptr + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head * HEAD_DIM + h
+    at = qkv_ptr + token * (ALL_HEADS * HEAD_DIM) + head * HEAD_DIM + h
     cos = tl.load(cos_ptr + token * HALF + h, mask=h < HALF, other=0.0)
     sin = tl.load(sin_ptr + token * HALF + h, mask=h < HALF, other=0.0)
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention, LatentLayer
-from headway.core.contract.spec import AttentionSpec
-from headway.models.config import DecoderConfig, LatentConfig
+from headway.models.attention_specs import cached_spec, expanded_spec
+from headway.models.config import DecoderConfig, LatentConfig, LayerConfig
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
 from headway.models.operations import Norm, Operations, Rope
@@ -21,15 +19,19 @@ _EPS = 1e-6
 class LatentAttention:
     """Queries of heads, and one latent a token that all heads' keys and values are expanded from."""
 
-    def __init__(self, config: DecoderConfig, index: int, tensors: LayerTensors, batch_invariant: bool) -> None:
-        """:raises ModelError: batch_invariant, or a bias where no checkpoint of these families has one."""
+    def __init__(
+        self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, batch_invariant: bool
+    ) -> None:
+        """place: index among the model's layers of attention.
+
+        :raises ModelError: batch_invariant, or a bias where no checkpoint of these families has one."""
         latent, names, hidden = config.latent, config.names.latent, config.hidden_size
         assert latent is not None
         if batch_invariant:
             raise ModelError("deterministic: the products of latent attention are not batch invariant; use another model")
         if config.qkv_bias and latent.q_lora_rank is None:
             raise ModelError("attention_bias: needs false where q_lora_rank is null, got true")
-        self._index, self._latent, heads, rank = index, latent, config.num_heads, latent.q_lora_rank
+        self._place, self._latent, heads, rank = place, latent, config.num_heads, latent.q_lora_rank
         q_size = heads * latent.q_dim
         name, size = (names.q, q_size) if rank is None else (names.q_a, rank)
         rows = _turned(latent, heads) if rank is None else [*range(rank)]
@@ -47,7 +49,8 @@ class LatentAttention:
         self._kv_b: Tensor | None = tensors.take(f"{names.kv_b}.weight", *expanding)
         out = heads * latent.v_head_dim
         self.o_proj = tensors.linear({config.names.o: hidden}, out, config.o_bias, scale=config.residual_scale)
-        self.spec, self._expanded = _specs(config, latent, tensors)
+        self.spec = cached_spec(config, layer, tensors.weights.dtype, tensors.weights.device)
+        self._expanded = expanded_spec(config, latent, self.spec)
         self.layer: LatentLayer | None = None
         """What the engine is handed, once `absorb_norms` has told who computes it."""
 
@@ -64,37 +67,20 @@ class LatentAttention:
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`."""
-        assert rope is not None
+        return self.add(x, self.mix(x, rope, ops, attention), ops)
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
         both = ops.norm_product(x, self.norm, self.first_proj, None)
         q, latent = both[:, : self._first_size], both[:, self._first_size :]
         if self.q_proj is not None:
             q = ops.norm_product(q, self.q_norm, self.q_proj, None)
         q, latent = ops.rotate_latent(q, latent, self._latent, self.kv_norm, rope)
-        out = attention(self._index, q, latent, latent[..., : self.spec.v_head_dim])
-        return ops.add_product(x, out.flatten(1), self.o_proj)
+        return attention(self._place, q, latent, latent[..., : self.spec.v_head_dim]).flatten(1)
 
-
-def _specs(config: DecoderConfig, latent: LatentConfig, tensors: LayerTensors) -> tuple[AttentionSpec, AttentionSpec]:
-    """Return the layer's spec over the cache, and its expanded spec."""
-    absorbed = AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=1,
-        head_dim=latent.kv_dim,
-        v_head_dim=latent.kv_lora_rank,
-        value_in_key=True,
-        scale=config.scale,
-        dtype=tensors.weights.dtype,
-        device=tensors.weights.device,
-    )
-    expanded = replace(
-        absorbed,
-        num_kv_heads=config.num_heads,
-        head_dim=latent.q_dim,
-        v_head_dim=latent.v_head_dim,
-        value_in_key=False,
-        dense=True,
-    )
-    return absorbed, expanded
+    def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
+        """See MixerPart."""
+        return ops.add_product(x, mixed, self.o_proj)
 
 
 def _order(latent: LatentConfig, still: int) -> list[int]:

@@ -25,8 +25,11 @@ class MLP:
         self._gated, self._activation = config.gated, config.activation
         rows = inner * (2 if config.gated else 1) // len(names.up)
         self.norm = tensors.norm_if_any(names.mlp_norm, hidden)
-        self.up_proj = tensors.linear(dict.fromkeys(names.up, rows), hidden, config.mlp_bias)
-        self.down_proj = tensors.linear({names.down: hidden}, inner, config.mlp_bias, scale=config.residual_scale)
+        by = config.multipliers
+        scales = [by.gate] * inner + [1.0] * inner if by.gate != 1.0 else 1.0
+        self.up_proj = tensors.linear(dict.fromkeys(names.up, rows), hidden, config.mlp_bias, scale=scales)
+        scale = config.residual_scale * by.mlp
+        self.down_proj = tensors.linear({names.down: hidden}, inner, config.mlp_bias, scale=scale)
         self.post_norm = tensors.norm_if_any(names.mlp_post_norm, hidden)
 
     @property
@@ -60,7 +63,7 @@ class ExpertsMLP:
         self.norm = tensors.norm(names.mlp_norm or "", config.hidden_size)
         self._config = config.experts
         self._weights: ExpertWeights | None = take_experts(
-            config.experts, names.experts, config.hidden_size, tensors.weights, tensors.prefix
+            config.experts, names.experts, config.hidden_size, tensors.weights, tensors.prefix, config.residual_scale
         )
         self.compute: Experts | None = None
         """What computes the layer, once `absorb_norms` has told."""

@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from headway.core.contract.model import Attention
-from headway.core.contract.spec import AttentionSpec
-from headway.models.config import DecoderConfig
+from headway.models.attention_specs import cached_spec
+from headway.models.config import DecoderConfig, LayerConfig
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm, Operations, Rope
+from headway.models.operations import Gate, Heads, Norm, Operations, Rope
 from headway.models.rope import rotary_order
 
 
 class SelfAttention:
     """Multi-head, grouped-query or multi-query attention."""
 
-    def __init__(self, config: DecoderConfig, index: int, tensors: LayerTensors, batch_invariant: bool) -> None:
-        """batch_invariant: what the layer asks of its backend."""
-        self._index, names, layer = index, config.names, config.layers[index]
+    def __init__(
+        self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, batch_invariant: bool
+    ) -> None:
+        """place: index among the model's layers of attention; batch_invariant: what the layer asks of its backend."""
+        self._place, names = place, config.names
         hidden, dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         order = None if layer.rope is None else _order(config, config.ropes[layer.rope].rotary_dim)
-        sizes = {names.qkv[0]: q_size + 2 * kv_size}
+        gate_size = q_size if config.output_gate else 0
+        sizes = {names.qkv[0]: q_size + gate_size + 2 * kv_size}
         if len(names.qkv) > 1:
-            sizes = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
+            sizes = dict(zip(names.qkv, (q_size + gate_size, kv_size, kv_size), strict=True))
         self.norm = tensors.norm_if_any(names.attention_norm, hidden)
-        self.qkv_proj = tensors.linear(sizes, hidden, config.qkv_bias, _rows(config, order))
-        self.heads = Heads(config.num_heads, config.num_kv_heads, dim, *_head_norms(config, tensors))
-        self.o_proj = tensors.linear({names.o: hidden}, q_size, config.o_bias, scale=config.residual_scale)
+        self.qkv_proj = tensors.linear(sizes, hidden, config.qkv_bias, _rows(config, order), _scales(config))
+        self.heads = Heads(config.num_heads, config.num_kv_heads, dim, *_head_norms(config, tensors, order))
+        scale = config.residual_scale * config.multipliers.attention
+        self.o_proj = tensors.linear({names.o: hidden}, q_size, config.o_bias, scale=scale)
         self.post_norm = tensors.norm_if_any(names.attention_post_norm, hidden)
+        self.gate = Gate("sigmoid") if config.output_gate else None
         self._can_absorb = layer.rope is not None and not self.heads.whole_norm
-        self.spec = AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=dim,
-            scale=config.scale,
-            dtype=tensors.weights.dtype,
-            device=tensors.weights.device,
-            sliding_window=layer.sliding_window,
-            softcap=config.softcap,
-            sinks=tuple(tensors.take(names.sinks, config.num_heads).tolist()) if config.sinks else None,
-            batch_invariant=batch_invariant,
-        )
+        sinks = tuple(tensors.take(names.sinks, config.num_heads).tolist()) if config.sinks else None
+        weights = tensors.weights
+        self.spec = cached_spec(config, layer, weights.dtype, weights.device, sinks=sinks, batch_invariant=batch_invariant)
 
     @property
     def linears(self) -> list[Linear]:
@@ -56,10 +54,21 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`."""
-        out = attention(self._index, *ops.norm_qkv(x, self.norm, self.qkv_proj, self.heads, rope)).flatten(1)
+        return self.add(x, self.mix(x, rope, ops, attention), ops)
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        q, k, v = ops.norm_qkv(x, self.norm, self.qkv_proj, self.heads, rope)
+        if self.gate is None:
+            return attention(self._place, q, k, v).flatten(1)
+        v, by = v.tensor_split([self.heads.num_kv_heads], dim=1)
+        return ops.gate(attention(self._place, q, k, v).flatten(1), by.flatten(1), self.gate)
+
+    def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
+        """See MixerPart."""
         if self.post_norm is None:
-            return ops.add_product(x, out, self.o_proj)
-        return ops.add_norm(x, ops.product(out, self.o_proj), self.post_norm)
+            return ops.add_product(x, mixed, self.o_proj)
+        return ops.add_norm(x, ops.product(mixed, self.o_proj), self.post_norm)
 
 
 def _order(config: DecoderConfig, rotary_dim: int) -> list[int] | None:
@@ -68,19 +77,39 @@ def _order(config: DecoderConfig, rotary_dim: int) -> list[int] | None:
 
 
 def _rows(config: DecoderConfig, order: list[int] | None) -> list[int] | None:
-    """The rows of the merged product whose heads of q and k are in `order`."""
-    if order is None:
+    """The rows of the merged product: heads of q and k in `order`, then v, then the heads' gates."""
+    if order is None and not config.output_gate:
         return None
-    dim, turned = config.head_dim, config.num_heads + config.num_kv_heads
-    heads = [head * dim + element for head in range(turned) for element in order]
-    return [*heads, *range(turned * dim, (turned + config.num_kv_heads) * dim)]
+    dim, order = config.head_dim, order or [*range(config.head_dim)]
+    stride = 2 * dim if config.output_gate else dim  # a head's query, and its gate behind it
+    first_kv = config.num_heads * stride
+    queries = [head * stride + element for head in range(config.num_heads) for element in order]
+    keys = [first_kv + head * dim + element for head in range(config.num_kv_heads) for element in order]
+    values = range(first_kv + config.num_kv_heads * dim, first_kv + 2 * config.num_kv_heads * dim)
+    gates = [head * stride + row for head in range(config.num_heads) for row in range(dim, stride)]
+    return [*queries, *keys, *values, *gates]
 
 
-def _head_norms(config: DecoderConfig, tensors: LayerTensors) -> tuple[Norm | None, Norm | None]:
-    """Return the norms of q and of k."""
+def _scales(config: DecoderConfig) -> float | list[float]:
+    """The factors of the merged product's rows."""
+    q, k, v = config.multipliers.qkv
+    if q == k == v == 1.0:
+        return 1.0
+    kv_size = config.num_kv_heads * config.head_dim
+    return [q] * (config.num_heads * config.head_dim) + [k] * kv_size + [v] * kv_size
+
+
+def _head_norms(config: DecoderConfig, tensors: LayerTensors, order: list[int] | None) -> tuple[Norm | None, Norm | None]:
+    """Return the norms of q and of k, whose heads' elements are in `order`."""
     if config.qk_norm is None:
         return None, None
     counts = (1, 1) if config.qk_norm == "head" else (config.num_heads, config.num_kv_heads)
     modules = config.names.q_norm, config.names.k_norm
     q_norm, k_norm = (tensors.norm(module, count * config.head_dim) for module, count in zip(modules, counts, strict=True))
+    if order is None:
+        return q_norm, k_norm
+    q_norm, k_norm = (
+        replace(norm, weight=norm.weight.view(count, -1)[:, order].flatten())
+        for norm, count in zip((q_norm, k_norm), counts, strict=True)
+    )
     return q_norm, k_norm

@@ -27,6 +27,22 @@ class LayerTensors:
         """One tensor of this shape."""
         return self.weights.take(self.prefix + name, shape)
 
+    def take_float(self, name: str, *shape: int) -> Tensor:
+        """One tensor of this shape in float32, whatever the model's dtype."""
+        tensor = torch.empty(shape, dtype=torch.float32, device=self.weights.device)
+        self.weights.take_into(tensor, self.prefix + name)
+        return tensor
+
+    def take_conv(self, sizes: Mapping[str, int], width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Weight [channels, width] and bias [channels] of depthwise convolutions, one after the other.
+
+        sizes: module -> channels.
+        """
+        rows = {f"{self.prefix}{module}.weight": size for module, size in sizes.items()}
+        weight = self.weights.take_merged(rows, 1, width)[:, 0]
+        of_rows = {f"{self.prefix}{module}.bias": size for module, size in sizes.items()}
+        return weight, self.weights.take_merged(of_rows) if bias else None
+
     def norm(self, module: str, size: int) -> Norm:
         """A norm of the model's kind over `size` elements."""
         config = self._config
@@ -40,12 +56,17 @@ class LayerTensors:
         return None if module is None else self.norm(module, size)
 
     def linear(
-        self, sizes: Mapping[str, int], in_features: int, bias: bool, order: Sequence[int] | None = None, scale: float = 1.0
+        self,
+        sizes: Mapping[str, int],
+        in_features: int,
+        bias: bool,
+        order: Sequence[int] | None = None,
+        scale: float | Sequence[float] = 1.0,
     ) -> Linear:
         """Products of one input as one.
 
         sizes: module -> out_features. order: the rows of the result, by their number in the checkpoint's order. scale: multiplies
-        weight and bias.
+        weight and bias, as one factor or as one for each row of the result.
         """
         if self._config.names.transposed:
             parts = [self.take(f"{module}.weight", in_features, size).t() for module, size in sizes.items()]
@@ -58,9 +79,41 @@ class LayerTensors:
         if order is not None:
             rows = torch.tensor(order, device=weight.device)
             weight, biases = weight[rows], None if biases is None else biases[rows]
-        if scale != 1.0:
+        if not isinstance(scale, float):
+            factors = torch.tensor(scale, device=weight.device)
+            weight = (weight * factors[:, None]).to(weight.dtype)
+            biases = None if biases is None else (biases * factors).to(weight.dtype)
+        elif scale != 1.0:
             weight, biases = weight * scale, None if biases is None else biases * scale
         return Linear(weight, biases)
+
+    def sections(
+        self,
+        inputs: Sequence[tuple[str, Sequence[str]]],
+        sizes: Mapping[str, int],
+        in_features: int,
+        bias: bool,
+        groups: int = 1,
+        scales: Mapping[str, float] | None = None,
+    ) -> Linear:
+        """Products of one input as one, whose rows lie section by section.
+
+        inputs: modules, and the sections that each holds, in its order. sizes: section -> rows, in the order of the result.
+        groups: pieces that every section is cut into, where a module holds the first pieces of all its sections first.
+        scales: factors of sections.
+        """
+        modules = {module: sum(sizes[section] for section in held) for module, held in inputs}
+        rows: dict[str, list[int]] = {section: [] for section in sizes}
+        row = 0
+        for _, held in inputs:
+            for section in [*held] * groups:
+                size = sizes[section] // groups
+                rows[section] += range(row, row + size)
+                row += size
+        order = [row for section in sizes for row in rows[section]]
+        factors = [(scales or {}).get(section, 1.0) for section in sizes for _ in rows[section]]
+        order_if_any = None if order == [*range(len(order))] else order
+        return self.linear(modules, in_features, bias, order_if_any, factors if scales else 1.0)
 
 
 _SUFFIXES = {

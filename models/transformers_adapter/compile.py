@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.errors import ModelError
+from headway.core.contract.model import AttentionFunctions
 from headway.core.system.folders import cache_folder, kernel_folders, obstacle
 from headway.models.transformers_adapter.model import TransformersModel
 
@@ -69,7 +70,7 @@ def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> No
     try:
         with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
             for count in (len(ids), 1):
-                model(ids[:count], ids[:count], attention)
+                model(ids[:count], ids[:count], AttentionFunctions(attention))
     except Exception as error:
         for layer in model.layers:
             del layer.forward  # which uncovers the class's own

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headway.core.contract.errors import HeadwayError, ModelError
+from headway.models.families import FAMILIES
 from headway.models.transformers_adapter.compile import compile_layers
 from headway.models.transformers_adapter.interface import NAME
 from headway.models.transformers_adapter.model import TransformersModel
@@ -33,10 +34,26 @@ def causal_lm_class(config: Any) -> Any:
         raise ModelError(f"model architecture: {named} generates no text in transformers: it has no causal language model of it")
     reason = refusal(found, config)
     if reason:
-        raise ModelError(f"model architecture: {found.__name__} {reason}")
+        raise ModelError(f"model architecture: {found.__name__} {reason}{_state_hint(config)}")
     if config.architectures and found.__name__ not in config.architectures:
         raise ModelError(f"model architecture: needs {found.__name__} for model_type={config.model_type}, got {named}")
     return found
+
+
+def _state_hint(config: Any) -> str:
+    """The first layer that keeps a state, as far as the configuration tells, and what may serve it."""
+    kinds = getattr(config, "layer_types", None) or []
+    found = next(((index, kind) for index, kind in enumerate(kinds) if kind in _STATE_KINDS), None)
+    if found is None:
+        return ""
+    hint = "Headway's own decoder computes models of this kind that docs/models.md lists"
+    if config.model_type in FAMILIES:
+        hint = "Headway's own decoder computes it, or says what it lacks: model_impl='headway'"
+    return f" (layer {found[0]} is {found[1]}); {hint}"
+
+
+_STATE_KINDS = ("linear_attention", "conv", "mamba", "hybrid", "recurrent")
+"""What layer_types calls layers that keep a state."""
 
 
 def refusal(model_class: Any, config: Any) -> str:
@@ -46,7 +63,10 @@ def refusal(model_class: Any, config: Any) -> str:
     if config.get_text_config() is not config:
         return "reads more than text (its config.json has a text_config beside others); Headway runs models of text alone"
     if getattr(model_class, "_is_stateful", False):
-        return "keeps a state of each sequence beside keys and values (_is_stateful in transformers), which Headway does not"
+        return (
+            "keeps a state of each sequence beside keys and values (_is_stateful in transformers), which the adapter does "
+            "not carry"
+        )
     if not model_class._supports_attention_backend:
         return (
             "computes its attention by itself: it ignores transformers' attention interface (_supports_attention_backend is "
@@ -75,7 +95,7 @@ def load_adapted(
     options = {"dtype": dtype, "attn_implementation": NAME}
     if model_class._can_set_experts_implementation():
         options["experts_implementation"] = EXPERTS
-    with _quiet(), torch.inference_mode():
+    with quiet(), torch.inference_mode():
         try:
             model = _dummy(config, device, options) if dummy else _from_files(folder, config, device, options)
             adapted = TransformersModel(model, dtype, device)
@@ -144,8 +164,8 @@ def _one_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar and no warning of transformers: what matters in them is an error here."""
+def quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and warnings: what matters in them is an error here."""
     theirs: Any = transformers_logging
     level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
     theirs.set_verbosity_error()

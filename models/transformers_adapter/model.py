@@ -48,7 +48,7 @@ class TransformersModel:
         self._device = device
         with probe.probing(model, interface.NAME):
             calls = self._probe()
-        self.attention_specs = [_spec(call, dtype, device) for call in calls]
+        self.attention_specs = [spec_of(call, dtype, device) for call in calls]
         for layer, call in enumerate(calls):
             setattr(call.module, SITE, AttentionSite(call.name, layer, call.passed, call.sinks, self._current))
 
@@ -105,7 +105,7 @@ class TransformersModel:
         if meet:
             raise ModelError(
                 f"{self.name}: its tokens meet outside attention (a convolution, a state space or a recurrence), and "
-                "Headway keeps no state of a sequence but keys and values"
+                "the adapter keeps no state of a sequence but keys and values"
             )
         return calls
 
@@ -153,7 +153,7 @@ def _with(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
     return twin
 
 
-def _spec(call: Call, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
+def spec_of(call: Call, dtype: torch.dtype, device: torch.device) -> AttentionSpec:
     """What a layer's call says, in the engine's words.
 
     :raises ModelError: its element types are not the model's.
@@ -175,8 +175,15 @@ def _spec(call: Call, dtype: torch.dtype, device: torch.device) -> AttentionSpec
         device=device,
         sliding_window=passed.sliding_window,
         softcap=passed.softcap,
-        sinks=None if call.sinks is None else tuple(call.sinks.float().tolist()),
+        sinks=_sinks(call.sinks),
     )
+
+
+def _sinks(given: Tensor | None) -> tuple[float, ...] | None:
+    """One logit a query head; 0 where there are shapes alone."""
+    if given is None or given.is_meta:
+        return None if given is None else (0.0,) * len(given)
+    return tuple(given.float().tolist())
 
 
 def _positions(config: Any) -> int:

@@ -8,6 +8,7 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
 from headway.core.contract.support import Support
+from headway.testing import model_layers
 from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
 from headway.testing.stage import Stage
 
@@ -25,6 +26,7 @@ def claims(stage: Stage, cell: CheckCell) -> str:
         _need(
             getattr(backend, name) is not getattr(AttentionBackend, name), f"phase {phase.value} is claimed", f"a method {name}()"
         )
+    _need(said.dense_prefill or not said.non_causal, "non_causal is claimed", "dense_prefill, which such layers come by")
     for dtype in said.dtypes:
         value = backend.tolerance.get(dtype)
         got = f"{value!r}"
@@ -32,6 +34,8 @@ def claims(stage: Stage, cell: CheckCell) -> str:
     for dtype in said.kv_dtypes:
         known = " or ".join(KV_DTYPES)
         _need(dtype in KV_DTYPES.values(), f"kv_dtypes has {dtype}, which nobody can ask for", f"{known} (--kv-cache-dtype)")
+        holds = said.layouts is None or dtype.is_floating_point or any(each.dtypes.get("key") == dtype for each in said.layouts)
+        _need(holds, f"kv_dtypes has {dtype}, which no layout holds that is claimed", "one with scales among layouts: nhd_int8")
     _need(said.features <= FEATURES, f"features {sorted(said.features)}", f"names out of {sorted(FEATURES)}")
     _need(isinstance(backend.graph_level, GraphLevel), f"graph_level {backend.graph_level!r}", "a GraphLevel")
     _need(bool(stage.claimed.rows), "it accepts no layer of the kit's", "at least one layout, block size, head_dim and dtype")
@@ -56,6 +60,11 @@ def _unclaimed(stage: Stage, plain: CheckCell) -> None:
 
     spec = stage.claimed.spec(plain)
     fields = {"sliding_window": 7, "softcap": 1.5, "alibi_slopes": (0.5,) * spec.num_heads, "sinks": (0.5,) * spec.num_heads}
+    both_ways = replace(spec, causal=False, dense=True)
+    if not stage.subject.claims.non_causal and stage.subject.supports(both_ways, plain.layout, plain.block_size, Phase.PREFILL):
+        raise Finding(
+            "non_causal is not claimed, and supports() accepts a layer that is not causal", guess="accepts it unclaimed"
+        )
     for name in FEATURES - stage.subject.claims.features:
         other = replace(spec, **{name: fields[name]})  # type: ignore[arg-type]
         for phase in Phase:
@@ -63,6 +72,11 @@ def _unclaimed(stage: Stage, plain: CheckCell) -> None:
                 raise Finding(
                     f"{name} is not among the claimed features, and supports() accepts it", guess=f"accepts {name} unclaimed"
                 )
+
+
+def serves(stage: Stage, cell: CheckCell) -> str:
+    """Whether a layer of the model is served, and in which phases."""
+    return model_layers.serves(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
 
 
 def refuse(stage: Stage, cell: CheckCell) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.layout import CacheGeometry
-from headway.core.contract.model import Attention
+from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.engine import make_engine
 from headway.core.engine.state.config import EngineConfig
@@ -60,7 +60,7 @@ class TinyDecoder:
             return attend(self.spec, q, k, v, 0)[0]
 
         ids = torch.tensor(token_ids)
-        return self._forward(self._weights, ids, torch.arange(len(ids)), attention) @ self._weights["head"].T
+        return self._forward(self._weights, ids, torch.arange(len(ids)), AttentionFunctions(attention)) @ self._weights["head"].T
 
     def _forward(self, weights: dict[str, Tensor], ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         spec = self.spec

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headway.core.contract.layout import CacheGeometry, LayerCache
+from headway.core.contract.layout import SCALES, CacheGeometry, LayerCache
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cells import FP8_SCALES, CheckCell, Finding, Skipped
+from headway.testing.cells import CACHE_TYPES, FP8_SCALES, CheckCell, Finding, Skipped
 from headway.testing.pool import bits
 from headway.testing.stage import Stage
 
@@ -18,10 +18,11 @@ ODD_HEAD_DIMS = (24, 72, 77, 80, 576)
 
 
 def layout_spec(stage: Stage, cell: CheckCell) -> AttentionSpec:
-    """A layer for a layout's cell: of a layout without a value, with the value in the key; `about` is fp8 or the dtype itself."""
-    latent = not stage.subject.layouts[cell.layout].has_value
-    fp8 = cell.feature == "fp8"
-    scales = (FP8_SCALES[0],) * 2 if latent else FP8_SCALES
+    """A layer for a layout's cell: of a layout without a value, with the value in the key; the feature is a type of cache, or
+    none."""
+    value = stage.subject.layouts[cell.layout]
+    latent, dtype = not value.has_value, CACHE_TYPES.get(cell.feature)
+    scales = ((FP8_SCALES[0],) * 2 if latent else FP8_SCALES) if cell.feature == "fp8" and not value.has_scales else (1.0, 1.0)
     spec = AttentionSpec(
         num_heads=2,
         num_kv_heads=2,
@@ -32,7 +33,7 @@ def layout_spec(stage: Stage, cell: CheckCell) -> AttentionSpec:
         v_head_dim=cell.head_dim if not latent else cell.head_dim // 9 * 8,
         value_in_key=latent,
     )
-    return replace(spec, kv_dtype=torch.float8_e4m3fn, k_scale=scales[0], v_scale=scales[1]) if fp8 else spec
+    return spec if dtype is None else replace(spec, kv_dtype=dtype, k_scale=scales[0], v_scale=scales[1])
 
 
 def layout(stage: Stage, cell: CheckCell) -> str:
@@ -75,7 +76,10 @@ def _write_and_read(stage: Stage, cell: CheckCell, spec: AttentionSpec, cache: L
     slots[-1] = -1
     merged = torch.randn(len(slots), spec.num_kv_heads * (spec.head_dim + spec.v_head_dim), generator=generator)
     merged = (merged * (3 if spec.kv_dtype else 1)).to(device, spec.dtype)
-    if spec.kv_dtype is None:  # bits that arithmetic would change, and a copy does not
+    if cache.layout.has_scales:  # rows whose scales are unlike, and one of zeros
+        merged *= 10.0 ** ((torch.arange(len(slots), device=device) % 5) - 2)[:, None].to(spec.dtype)
+        merged[::4] = 0.0
+    elif spec.kv_dtype is None:  # bits that arithmetic would change, and a copy does not
         merged[::3, ::7], merged[1::3, 3::11] = -0.0, torch.nan
     k, v = merged.split([spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim], dim=1)  # type: ignore[no-untyped-call]
     k, v = k.unflatten(1, (spec.num_kv_heads, -1)), v.unflatten(1, (spec.num_kv_heads, -1))
@@ -87,6 +91,9 @@ def _write_and_read(stage: Stage, cell: CheckCell, spec: AttentionSpec, cache: L
     kept = slots >= 0
     got = cache.gather(slots[kept])
     for name, given, read, scale in zip("kv", (k, v), got, (spec.k_scale, spec.v_scale), strict=True):
+        if cache.layout.has_scales:
+            _near(name, given[kept], read, cache)
+            continue
         right = _stored(given[kept], spec.cache_dtype, scale)
         if not torch.equal(bits(read), bits(right)):
             wrong = int((bits(read) != bits(right)).flatten(1).any(1).sum())
@@ -109,6 +116,27 @@ def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         return rows
     limit = torch.finfo(dtype).max
     return (rows.float() / scale).clamp(-limit, limit).to(dtype)
+
+
+def _near(name: str, given: Tensor, read: Tensor, cache: LayerCache) -> None:
+    """Rows read from a cache with scales of its own: as near as its numbers come to them.
+
+    :raises Finding: a row is farther away than rounding to the nearest of the numbers takes it.
+    """
+    tensor = {"k": "key", "v": "value"}[name]
+    axes, dtype = cache.layout.tensors.get(SCALES[tensor], ()), cache.tensors[tensor].dtype
+    step = 2.0**-4 if dtype.is_floating_point else 0.5 / torch.iinfo(dtype).max  # the share of a row's largest element
+    largest = given.double().abs().amax(-1 if "head" in axes else (-2, -1), keepdim=True)
+    off = (read.double() - given.double()).abs()
+    wrong = int((~(off <= step * (1 + 1e-5) * largest)).flatten(1).any(1).sum())
+    if wrong:
+        zeros = bool((read == 0).all())
+        raise Finding(
+            f"{name} of {wrong} of {len(given)} rows comes back farther from what was written than rounding takes it",
+            guess="rows are not written"
+            if zeros
+            else "scales are wrong or not each row's own, or numbers are cut off, not rounded",
+        )
 
 
 def _looks(read: Tensor, right: Tensor, scale: float) -> str:

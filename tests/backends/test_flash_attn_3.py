@@ -86,6 +86,11 @@ def test_features_match_float64(fake: FlashAttn3, layer: str, case_name: str) ->
     check(case_of(case_name, SPECS[layer]))
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_queries_that_see_later_keys(fake: FlashAttn3, window: int | None) -> None:
+    check(case_of("prefill", spec(causal=False, dense=True, sliding_window=window)))
+
+
 @pytest.mark.parametrize("home", ["vllm", "sgl"])
 def test_sinks_match_float64(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
     install(monkeypatch, FlashAttn3(home))

@@ -119,6 +119,19 @@ def test_padding_rows_disturb_nobody(backend: tuple, case_name: str) -> None:
     check(kind, case_of(case_name, spec(), kind, padding_rows=3))
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_queries_that_see_later_keys(backend: tuple, window: int | None) -> None:
+    kind, _ = backend
+    case = case_of("prefill", spec(causal=False, dense=True, sliding_window=window), kind)
+    refused = {reason.what for reason in refusals(kind, case)}
+    if not kind.capabilities.non_causal:
+        assert "causal" in refused
+    elif refused:
+        assert refused == {"sliding_window"}
+    else:
+        check(kind, case)
+
+
 def test_prompts_of_one_token(backend: tuple) -> None:
     kind, _ = backend
     check(kind, case_of("3q1", spec(), kind))

@@ -46,6 +46,15 @@ def test_a_layer_without_a_cache(backend: type[AttentionBackend]) -> None:
 
 
 @BACKENDS
+@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("features", [{}, {"softcap": 1.5}, {"sinks": (0.25, -1.0, 2.0, 0.0)}], ids=str)
+def test_queries_that_see_later_keys(backend: type[AttentionBackend], features: dict[str, object], window: int | None) -> None:
+    error, lse = dense_errors(backend, NHD, causal=False, sliding_window=window, **features)
+    assert error < 2e-6
+    assert lse < 2e-5
+
+
+@BACKENDS
 @pytest.mark.parametrize("case_name", CASES)
 def test_a_cache_in_foreign_memory(backend: type[AttentionBackend], case_name: str) -> None:
     error, lse = errors_of(backend, strided(case_of(case_name, spec(v_head_dim=48), NHD)))

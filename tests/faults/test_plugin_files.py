@@ -15,7 +15,7 @@ from headway.registry.plugin_sources import PluginFile, PluginSource
 from headway.tuning.isolated.child import judge
 from headway.tuning.isolated.measure_in_child import can_measure_in_child, third_party_files
 from hostile_plugins import HOSTILE, source
-from sandbox import TOY, run_headway, save_tiny_model
+from sandbox import BROKEN, BROKEN_SAYS, TOY, run_headway, save_tiny_model
 
 FAULTS = ("segfaults-on-import", "exits-on-import", "os-exits-in-decode", "sleeps-on-import", "prints-in-plan")
 
@@ -64,6 +64,24 @@ def test_a_fault_is_an_error_in_one_line_and_is_not_remembered(folder: Path) -> 
     assert answers == []
 
 
+@pytest.mark.parametrize("name", ["wrong_signature", "unknown_hook"])
+def test_a_file_whose_hooks_are_none_is_an_error_in_one_line(folder: Path, name: str) -> None:
+    (folder / "mine.py").write_text(BROKEN[name])
+    with pytest.raises(PluginError) as refused:
+        create_registry(["mine.py"], load_entry_points=False)
+    assert all(word in str(refused.value) for word in ("mine", *BROKEN_SAYS[name])), refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_is_the_same_plugin_however_its_path_is_written(folder: Path) -> None:
+    ways = ("tried_toy.py", str(folder / "tried_toy.py"), f"../{folder.name}/tried_toy.py")
+    assert len({PluginFile.of(way).digest() for way in ways}) == 1
+    before = PluginFile.of("tried_toy.py").digest()
+    assert PluginFile.of("tried_toy.py:Toy").digest() != before
+    (folder / "tried_toy.py").write_text(f"{TOY}\n")
+    assert PluginFile.of("tried_toy.py").digest() != before
+
+
 def test_a_files_backends_are_measured_in_a_child_and_an_objects_are_not(folder: Path) -> None:
     registry = create_registry(["tried_toy.py"], load_entry_points=False)
     names = ["sdpa", "toy", "toy.decode"]
@@ -97,3 +115,7 @@ def test_a_shape_that_ends_the_process_costs_the_files_backend_alone(folder: Pat
     assert done.code == 0, done
     assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in done.err
     assert "attention: prefill=sdpa" in done.err
+    again = run_headway("generate", "--model", model, *options, "the quick fox", cwd=folder)
+    assert again.code == 0, again
+    assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in again.err, "the reason is kept"
+    assert "it is measured again" not in again.err, "the file is what it was"

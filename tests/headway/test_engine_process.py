@@ -305,8 +305,13 @@ def test_a_server_ends_with_its_engine_or_starts_it_again(llm: LLM, restarts: in
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = next(line.split()[2] for line in process.stderr if line.startswith("listening on"))
+        body = {"prompt": [3], "max_tokens": 200, "n": 16, "ignore_eos": True, "stream": True}
         for left in reversed(range(restarts + 1)):
-            psutil.Process(process.pid).children()[0].kill()
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:  # runs when it dies
+                lines = answer.iter_lines()
+                next(lines)
+                psutil.Process(process.pid).children()[0].kill()
+                assert "was killed by SIGKILL" in "".join(lines)
             if left:
                 _wait_for(f"{url}/health", 503)
                 _wait_for(f"{url}/health", 200)

@@ -64,6 +64,14 @@ def test_logits_processor_takes_two_or_three_parameters(llm: LLM) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [[7, 8, 9], [6, 7, 8]]
 
 
+def test_complex_logits_end_their_request(llm: LLM) -> None:
+    """torch would drop the imaginary part."""
+    params = SamplingParams(max_tokens=2, logits_processors=[lambda _, logits: logits + 1j])
+    (found,) = llm.generate("the fox", params, use_tqdm=False)
+    assert found.outputs[0].finish_reason == "error"
+    assert "must return real numbers, not torch.complex64" in str(found.outputs[0].error)
+
+
 def test_an_unknown_name_is_refused_with_those_that_are_known(llm: LLM) -> None:
     with pytest.raises(ConfigError, match=r"a name that a plugin registered \(count_up\), got 'count_down'"):
         llm.generate("the", SamplingParams(logits_processors=["count_down"]), use_tqdm=False)

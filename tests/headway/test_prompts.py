@@ -81,6 +81,12 @@ def test_a_prompt_may_have_each_of_these_forms(prompts: object, expected: list[P
         ({"prompt": ["fox"]}, 'prompt 0: needs a text under "prompt", got a list'),
         ({"prompt": "fox", "multi_modal_data": {"image": 1}}, "prompt 0: needs .* 'multi_modal_data'"),
         ({"input_ids": [1], "pixel_values": [2]}, "prompt 0: needs .* 'pixel_values'"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, "prompt 0: needs an attention_mask with a number for each"),
+        ({"input_ids": [1, 2], "attention_mask": [[1, 1]]}, "prompt 0: needs an attention_mask with a number for each"),
+        ({"input_ids": [1, 2], "attention_mask": 1}, "prompt 0: needs an attention_mask with a number for each"),
+        (range(10**13), "prompts: needs .* longer than memory holds"),
+        ([range(10**30)], "prompt 0: needs .* longer than memory holds"),
+        (torch.tensor([1, 2], device="meta"), "prompt: needs .* got a Tensor that cannot be read"),
         ([np.array([[1], [2]])], "prompt 0: needs one prompt in each place of the list, got a batch of 2"),
     ],
 )
@@ -88,6 +94,30 @@ def test_invalid_prompt_is_refused_with_its_index_and_type(prompts: object, word
     with pytest.raises(PromptError, match=words) as caught:
         parse_prompts(prompts)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "words"),
+    [
+        (5, {}, "messages: needs a list of messages, got a int"),
+        (None, {}, "messages: needs a list of messages, got a NoneType"),
+        ({"role": "user", "content": "fox"}, {}, "messages: needs a list of messages, got a dict"),
+        ([[{"role": "user", "content": "fox"}], 5], {}, "messages: needs a list of messages, got a int"),
+        ([], {}, "messages: needs at least one message"),
+        ("fox", {"chat_template_kwargs": 5}, "chat_template_kwargs: needs a mapping"),
+    ],
+)
+def test_a_chat_without_messages_is_refused(messages: Any, options: dict[str, Any], words: str, tiny_model_folder: Path) -> None:
+    llm = LLM(str(tiny_model_folder), attn_backend="sdpa", num_threads=1, kv_cache_memory=2**20)
+    with pytest.raises(ConfigError, match=words):
+        llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False, chat_template=TEMPLATE, **options)
+
+
+def test_a_text_is_one_conversation(tiny_model_folder: Path) -> None:
+    llm = LLM(str(tiny_model_folder), attn_backend="sdpa", num_threads=1, kv_cache_memory=2**20)
+    asked: list[Any] = ["the fox", [{"role": "user", "content": "the fox"}], iter([{"role": "user", "content": "the fox"}])]
+    found = [llm.chat(each, SamplingParams(max_tokens=2), use_tqdm=False, chat_template=TEMPLATE) for each in asked]
+    assert [[output.prompt for output in outputs] for outputs in found] == [["user: the fox\na:"]] * 3
 
 
 @pytest.fixture(scope="module")

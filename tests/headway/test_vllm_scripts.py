@@ -69,7 +69,7 @@ def test_missing_vllm_keyword_is_refused_with_the_nearest(llm: LLM, keywords: di
 def test_missing_vllm_attribute_names_the_nearest(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'beam_search'.*best_of"):
         llm.beam_search  # noqa: B018
-    assert not hasattr(llm, "embed")
+    assert not hasattr(llm, "encode")
 
 
 @pytest.mark.parametrize(

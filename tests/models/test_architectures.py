@@ -1,7 +1,7 @@
 """Every architecture that the decoder computes, against transformers, through the real loader and engine.
 
-One row each: prompts of different lengths in chunks beside decoding sequences, twenty decode steps and more, then prefix hits.
-Windows are shorter than the sequences.
+One row each (those with a state have theirs in `hybrid_models`): prompts of different lengths in chunks beside decoding
+sequences, twenty decode steps and more, then prefix hits. Windows are shorter than the sequences.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+import hybrid_models
 from backend_cases import LAYOUTS
 from engine_logits import logits_by_transformers, observed, save_random
 from headway.core.engine.engine import make_engine
@@ -133,7 +134,8 @@ ROWS: dict[str, PretrainedConfig] = {
 
 
 def test_every_family_has_a_row() -> None:
-    assert {config.model_type for config in ROWS.values()} == set(FAMILIES)
+    both = [*ROWS.values(), *hybrid_models.ROWS.values()]
+    assert {config.model_type for config in both} == set(FAMILIES)
 
 
 # Layouts differ in attention only, so two models show it.

@@ -26,8 +26,8 @@ def variant_of(kernel: Any, arguments: Sequence[Any], constants: Mapping[str, An
             parts.append((argument == 1, argument % 16 == 0))
         elif isinstance(argument, int):
             parts.append("int")
-        elif isinstance(argument, float):
-            parts.append("float")
+        elif isinstance(argument, float) or argument is None:
+            parts.append(type(argument).__name__)
         else:  # a tensor descriptor
             parts.append((type(argument).__name__, tuple(argument.block_shape)))
     return tuple(parts)

@@ -24,6 +24,8 @@ def save_random(config: PretrainedConfig, folder: Path) -> transformers.PreTrain
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):  # norms, biases, sinks: transformers begins with ones and zeros
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            if name.endswith("A_log"):  # states that last, and others that do not
+                parameter.uniform_(-4, 1)
     model.save_pretrained(folder)
     return model
 

@@ -143,8 +143,10 @@ def _attend(
     if given["softcap"]:
         scores = given["softcap"] * torch.tanh(scores / given["softcap"])
     at, columns = torch.arange(length - n, length)[:, None], torch.arange(keys.shape[1])[None]
-    assert given["is_causal"]
-    hidden = (columns > at) | (columns >= length)
+    hidden = columns >= length
+    right = 0 if given["is_causal"] else given["window_size_right"]
+    if right >= 0:
+        hidden = hidden | (columns > at + right)
     if given["window_size_left"] >= 0:
         hidden = hidden | (columns < at - given["window_size_left"])
     scores = scores.masked_fill(hidden, -torch.inf)

@@ -188,7 +188,7 @@ class TorchVarlen(Recorded):
         assert gqa == (q.shape[1] != k.shape[-2])
         assert cu_q.shape == cu_k.shape
         assert max_q == (cu_q[1:] - cu_q[:-1]).max()
-        assert window[1] == 0
+        assert window[1] in (0, window[0])  # causal, or the same on both sides
         for row in range(len(cu_q) - 1):
             tokens = slice(int(cu_q[row]), int(cu_q[row + 1]))
             if table is None:
@@ -216,10 +216,15 @@ class PaddedSeqLenInfo(SeqLenInfo):
 
 
 @dataclass
-class BlockDiagonalCausalMask:
+class BlockDiagonalMask:
     q_seqinfo: SeqLenInfo
     k_seqinfo: SeqLenInfo
     _batch_sizes: Any = None
+
+
+@dataclass
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    pass
 
 
 @dataclass
@@ -284,7 +289,7 @@ class Operator:
         starts = bias.q_seqinfo.seqstart
         assert starts.tolist() == bias.q_seqinfo.seqstart_py
         paged = isinstance(bias, PagedBlockDiagonalPaddedKeysMask)
-        causal = not paged or isinstance(bias, PagedBlockDiagonalCausalWithOffsetPaddedKeysMask)
+        causal = isinstance(bias, BlockDiagonalCausalMask | PagedBlockDiagonalCausalWithOffsetPaddedKeysMask)
         for row in range(len(starts) - 1):
             tokens = slice(int(starts[row]), int(starts[row + 1]))
             rows = [keys[tokens], values[tokens]]
@@ -303,8 +308,8 @@ class XFormers:
 
     def __init__(self, flash_reads_blocks: bool = True) -> None:
         paged = (PagedBlockDiagonalPaddedKeysMask, PagedBlockDiagonalCausalWithOffsetPaddedKeysMask)
-        self.flash = Operator("fa2F", (BlockDiagonalCausalMask, *(paged if flash_reads_blocks else ())))
-        self.cutlass = Operator("cutlassF-pt", (BlockDiagonalCausalMask,))
+        self.flash = Operator("fa2F", (BlockDiagonalMask, BlockDiagonalCausalMask, *(paged if flash_reads_blocks else ())))
+        self.cutlass = Operator("cutlassF-pt", (BlockDiagonalMask, BlockDiagonalCausalMask))
         self.triton_splitk = Operator("triton_splitKF", paged)
 
 
@@ -322,7 +327,8 @@ def modules(fake: object) -> dict[str, ModuleType]:
         contents = {"varlen_attn": fake.varlen_attn, "varlen_attn_out": fake.varlen_attn_out}
         return {"torch.nn.attention.varlen": _module("torch.nn.attention.varlen", contents)}
     assert isinstance(fake, XFormers)
-    masks = {kind.__name__: kind for kind in (BlockDiagonalCausalMask, *fake.triton_splitk.SUPPORTED_ATTN_BIAS_TYPES)}
+    kinds = BlockDiagonalMask, BlockDiagonalCausalMask, *fake.triton_splitk.SUPPORTED_ATTN_BIAS_TYPES
+    masks = {kind.__name__: kind for kind in kinds}
     masks |= {"_SeqLenInfo": SeqLenInfo, "_PaddedSeqLenInfo": PaddedSeqLenInfo}
     fmha = "xformers.ops.fmha"
     return _tree({

@@ -56,9 +56,9 @@ def errors_of(backend: type[AttentionBackend], case: Case) -> tuple[float, float
     return error, float((lse - sums).abs().max())
 
 
-def dense_errors(backend: type[AttentionBackend], layout: CacheLayout) -> tuple[float, float]:
+def dense_errors(backend: type[AttentionBackend], layout: CacheLayout, **changes: object) -> tuple[float, float]:
     """As `errors_of`, of prompts of a layer without a cache: the one that is handed in holds nothing but NaN."""
-    case = case_of("prefill", spec(head_dim=48, v_head_dim=32, num_kv_heads=4, dense=True), layout)
+    case = case_of("prefill", spec(head_dim=48, v_head_dim=32, num_kv_heads=4, dense=True, **changes), layout)
     expected, sums = reference_with_lse(case)
     for tensor in case.cache.tensors.values():
         tensor.fill_(math.nan)

@@ -36,5 +36,7 @@ def latent_steps(
     results["k"], results["v"] = layer.expand(whole[1][:, None])
     layer.project(attended, out)
     results["project"] = out
+    kept = both.clone().tensor_split([heads * config.q_dim], dim=1)
+    results["q, not turned"], results["latent, not turned"] = ops.rotate_latent(*kept, config, norm, None)
     results["q"], results["latent"] = ops.rotate_latent(*whole, config, norm, rope)  # last, since it may be in place
     return {name: result.double().cpu() for name, result in results.items()}

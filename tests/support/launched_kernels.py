@@ -11,11 +11,13 @@ from torch import Tensor
 from attention_layer import AttentionLayer
 from headway.backends.sampling.draw import FusedSampling
 from headway.backends.sampling.top_k_top_p import TopKTopPSampler
+from headway.backends.states.triton.backend import TritonStates
 from headway.backends.triton.backend import TritonAttention
-from headway.core.contract.backend import StepLimits
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout
-from headway.core.contract.metadata import Phase
+from headway.core.contract.backend import Lengths, StepLimits
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout
+from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.models.config import DecoderConfig, LatentConfig, RopeConfig
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
@@ -120,6 +122,66 @@ def attend(spec: AttentionSpec, layout: CacheLayout, block_size: int, every: boo
         layer.step(*map(list, zip(*lengths, strict=True)))
 
 
+def run_states(spec: StateSpec, layout: StateLayout = KEY_VALUE, steps: Sequence[Sequence[Lengths]] | None = None) -> None:
+    """Steps of a layer with a state."""
+    backend = TritonStates(spec, layout)
+    cache, bias = layout.allocate(spec, 100), spec.kind == "mamba1"
+    heads, keys, conv = spec.num_heads, spec.key_dim, spec.conv_channels
+
+    def weight(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=GPU)
+
+    per_key = {"kda": (heads, keys), "mamba1": (heads, keys)}.get(spec.kind, (heads,))
+    parameters = StateParameters(
+        conv_weight=weight(conv, spec.conv_width, dtype=spec.dtype) if conv else None,
+        conv_bias=weight(conv, dtype=spec.dtype) if conv and bias else None,
+        A_log=weight(*(per_key if spec.kind == "mamba1" else (heads,))),
+        dt_bias=weight(*(per_key if spec.kind == "kda" else (heads,))),
+        D=weight(heads) if spec.kind in ("mamba1", "mamba2") else None,
+    )
+    shapes = {
+        "gated_delta": [(heads,), (heads,)], "kda": [(heads, keys), (heads,)], "mamba2": [(heads,)],
+        "mamba1": [(heads,), (keys,), (keys,)],
+    }.get(spec.kind, [])  # fmt: skip
+    for lens in STEPS if steps is None else steps:
+        drafts = [each.num_drafts for each in lens]
+        query, context = [each.query_len for each in lens], [each.context_len for each in lens]
+        step = AttentionMetadata.build(query, context, [[0]] * len(lens), 1 << 20, GPU, num_draft_tokens=drafts)
+        slots, out_slots = torch.zeros(len(lens), dtype=torch.int32), torch.zeros(len(lens), 1 + max(drafts), dtype=torch.int32)
+        on_gpu = slots.to(GPU), out_slots.to(GPU)
+        left = None if step.num_decodes else torch.tensor([[0, 64, 3]], dtype=torch.int32)
+        checkpoints = None if left is None else left.to(GPU)
+        plan = backend.plan(StateMetadata(step, *on_gpu, slots, out_slots, checkpoints, left))
+        x, *gates = (
+            torch.empty(step.num_tokens, *shape, dtype=spec.dtype, device=GPU) for shape in ((spec.input_channels,), *shapes)
+        )
+        out = torch.empty(step.num_tokens, spec.out_channels, dtype=spec.dtype, device=GPU)
+        (backend.step if step.num_decodes else backend.scan)(x, gates, parameters, cache, plan, out)
+
+
+STEPS: Sequence[Sequence[Lengths]] = (
+    [Lengths(1, 20)],
+    [Lengths(1, 20)] * 64,
+    [Lengths(4, 20, 3)] * 3,
+    [Lengths(1000, 0)],
+    [Lengths(100, 8)] * 16,
+)
+STATES: dict[str, tuple[StateSpec, StateLayout]] = {
+    "gated_delta": (StateSpec("gated_delta", 32, 16, 128, 128, 8192, 4, dtype=BF16, device=GPU, qk_norm=True), KEY_VALUE),
+    "gated_delta, value_key": (
+        StateSpec("gated_delta", 32, 16, 128, 128, 8192, 4, dtype=BF16, device=GPU, qk_norm=True),
+        VALUE_KEY,
+    ),
+    "gated_delta, float32": (StateSpec("gated_delta", 32, 16, 128, 128, 8192, 4, device=GPU, qk_norm=True), KEY_VALUE),
+    "kda": (StateSpec("kda", 32, 32, 128, 128, 12288, 4, dtype=BF16, device=GPU, qk_norm=True), KEY_VALUE),
+    "mamba2": (StateSpec("mamba2", 128, 8, 128, 64, 10240, 4, dtype=BF16, device=GPU), VALUE_KEY),
+    "mamba2, 256": (StateSpec("mamba2", 128, 1, 256, 64, 8704, 4, dtype=BF16, device=GPU), VALUE_KEY),
+    "mamba1": (StateSpec("mamba1", 8192, 1, 16, 1, 8192, 4, dtype=BF16, device=GPU, state_dtype=BF16), VALUE_KEY),
+    "lightning": (StateSpec("lightning", 64, 64, 96, 96, dtype=BF16, device=GPU), KEY_VALUE),
+    "conv": (StateSpec("conv", 0, 0, 0, 0, 2048, 3, "none", BF16, GPU), KEY_VALUE),
+}
+"""Layers with a state, by what is unusual."""
+
 PROMPTS = [(5, 0, 0)], [(2000, 0, 0)]
 CACHED = [(300, 0, 0), (20, 3000, 0)], [(1, 20, 0)], [(1, 8000, 0)], [(1, 100, 0)] * 60, [(9, 0, 0), (1, 4000, 0)], [(4, 4000, 3)]
 """Steps: query, context and draft tokens of each sequence."""
@@ -144,11 +206,24 @@ ATTENTION: dict[str, tuple[AttentionSpec, CacheLayout, int]] = {
     "head 256, float32": (replace(_HEAD_256, dtype=FP32), NHD, 16),
     "fp8 cache": (replace(_KIND, kv_dtype=FP8), NHD, 16),
     "fp8 cache, vllm_5d": (replace(_KIND, kv_dtype=FP8), VLLM_5D, 16),
+    "int8 cache": (replace(_KIND, kv_dtype=torch.int8), NHD_INT8, 16),
+    "int8 cache, float16 and blocks of 128": (replace(_KIND, dtype=FP16, kv_dtype=torch.int8), NHD_INT8, 128),
+    "int8 cache, head 64, sinks and window": (
+        replace(_HEAD_64, kv_dtype=torch.int8, sliding_window=128, sinks=(0.0,) * 64),
+        NHD_INT8,
+        16,
+    ),
     "batch invariant": (replace(_KIND, batch_invariant=True), NHD, 16),
     "576/512": (_ABSORBED, LATENT, 64),
     "576/512, 128 heads": (replace(_ABSORBED, num_heads=128), LATENT, 64),
     "576/512, float32": (replace(_ABSORBED, dtype=FP32), LATENT, 16),
     "192/128": (_EXPANDED, NHD, 16),
+    "head 64, bidirectional": (replace(_HEAD_64, num_heads=12, num_kv_heads=12, dense=True, causal=False), NHD, 16),
+    "head 64, bidirectional window": (
+        replace(_HEAD_64, num_heads=12, num_kv_heads=12, dense=True, causal=False, sliding_window=65),
+        NHD,
+        16,
+    ),
     "192/128, without a cache": (replace(_EXPANDED, dense=True), NHD, 16),
 }
 """Kinds of layers, by what is unusual."""

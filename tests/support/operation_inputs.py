@@ -40,6 +40,8 @@ class Sizes:
     layer_norm: bool = False
     learned_positions: bool = False
     rotated: bool = True
+    gate_heads: int = 0
+    """Heads of the merged product behind those of v."""
     activation: Activation = "silu"
 
 
@@ -56,7 +58,11 @@ class Inputs:
         self.x, self.attended, self.residual = (self._draw(sizes.rows, size) for size in (sizes.hidden, q, sizes.hidden))
         self.norm_weight = self._draw(sizes.hidden)
         self.head_norms = [self._draw(size if sizes.whole_norm else sizes.head_dim) for size in (q, kv)]
-        shapes = {"qkv": (q + 2 * kv, sizes.hidden), "gate_up": (2 * sizes.inner, sizes.hidden), "out": (sizes.hidden, q)}
+        shapes = {
+            "qkv": (q + 2 * kv + sizes.gate_heads * sizes.head_dim, sizes.hidden),
+            "gate_up": (2 * sizes.inner, sizes.hidden),
+            "out": (sizes.hidden, q),
+        }
         self.weights = {name: self._draw(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
         self.biases = {name: self._draw(shape[0]) for name, shape in shapes.items()}
         self.norm_bias = self._draw(sizes.hidden)

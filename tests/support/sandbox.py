@@ -266,7 +266,7 @@ BROKEN_SAYS = {
     "missing_dependency": ("ModuleNotFoundError", "a_library_nobody_has"),
     "wrong_signature": ("headway_register_backends", "surprise"),
     "unknown_hook": ("unknown hook", "headway_register_kernels"),
-    "wrong_api": ("from_the_future", "api_version 99", "Headway has 2"),
+    "wrong_api": ("from_the_future", "api_version 99", "Headway has 3"),
     "taken_name": ("'sdpa'", "taken_name 1.0", "built-in"),
     "raising_hook": ("KeyError", "no table of kernels"),
     "wrong_answer": ("str",),

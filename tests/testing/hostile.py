@@ -164,3 +164,11 @@ class DecodeOnly(AttentionBackend):
 class OwnLayout(_Plain):
     name = "own-layout"
     capabilities = replace(_Plain.capabilities, layouts=(SLOTS_FIRST,), dtypes=(torch.float32,))
+
+
+class ChangesTheUmask(_Plain):
+    name = "changes-the-umask"
+
+    def decode(self, q, cache, plan, out, lse=None):
+        os.umask(0o000)
+        super().decode(q, cache, plan, out)

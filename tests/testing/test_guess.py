@@ -99,6 +99,20 @@ class NumbersBlocksIn16Bits(PlainBackend):
         return super().rows(cache, blocks % (1 << 15), kv_len)
 
 
+class ForgetsTheValuesScales(PlainBackend):
+    capabilities = replace(PlainBackend.capabilities, kv_dtypes=(torch.int8,))
+
+    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        ones = {name: torch.ones_like(tensor) if name == "value_scale" else tensor for name, tensor in cache.tensors.items()}
+        return super().rows(cache.over(ones), blocks, kv_len)
+
+
+def test_forgotten_scales_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(planted.PLANTED, "made", ForgetsTheValuesScales)
+    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, layout="nhd_int8", feature="int8"))
+    assert result.guess == "matches a cache whose values are read without their scales", result
+
+
 @pytest.mark.parametrize(
     ("made", "feature", "words"),
     [

@@ -23,6 +23,7 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state_backend import StateBackend
 from headway.core.select.startup import DEFAULT_BLOCK_SIZES
 from headway.registry import Registry, create_registry
 from headway.registry.plugin_sources import PluginSource, with_hooks
@@ -113,13 +114,15 @@ def _try(trial: TrialSteps, plugin: PluginSource, device: str) -> None:
         loaded = plugin.load()
     if loaded is not None:
         with trial.step("its hooks"):
-            registry.add_plugin(plugin.name, plugin.owner, with_hooks(loaded, registry.layouts))
+            registry.add_plugin(plugin.name, plugin.owner, with_hooks(loaded, registry.layouts, registry.state_layouts))
             registry.sources[plugin.name] = plugin
     if plugin.name in registry.brought:
         _try_parts(trial, registry, registry.brought[plugin.name])
         for name in registry.backends:
             if name not in own[0]:
                 _try_backend(trial, registry, name, device)
+        for name in registry.brought[plugin.name].state_backends:
+            _try_state_backend(trial, registry, name)
         _try_rank(trial, registry, plugin.name)
     _end(trial, [module for name, module in sys.modules.items() if name not in modules and _is_of(module, plugin)])
 
@@ -158,6 +161,16 @@ def _try_backend(trial: TrialSteps, registry: Registry, name: str, device: str) 
                 if "SystemExit" in wrong:
                     raise Fault(f"exits in the {wrong}")
                 trial.remarks.append(f"backend {name} on {kind}: {wrong}")
+
+
+def _try_state_backend(trial: TrialSteps, registry: Registry, name: str) -> None:
+    """Load a backend for layers with a state, and ask it."""
+    backend: type[StateBackend] | None = None
+    with trial.step(f"load() of state backend {name}"):
+        backend = registry.state_backend(name)
+    if backend is not None:
+        with trial.step(f"available() of state backend {name}"):
+            backend.available()
 
 
 def _self_tests(registry: Registry, name: str, backend: type[AttentionBackend], device: torch.device) -> Iterator[str]:

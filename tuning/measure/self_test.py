@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,16 +24,28 @@ from headway.core.system.folders import cache_folder
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
 from headway.testing.cases import make_case, parse_case
+from headway.testing.inputs import Numbers
 from headway.testing.reference import reference, relative_error, run_backend
 from headway.tuning.measure.measure_point import Pair
 from headway.tuning.table.schema import BackendRecord
 
+
+class SelfTestSteps(NamedTuple):
+    """Steps of one instance with the same lengths, each over other blocks, in no order."""
+
+    case: str
+    """See `cases.parse_case`."""
+    scores: tuple[str, ...]
+    """The regime of each step's scores, out of `cells.SCORES`."""
+    decode_query_len: int = 1
+    """Most query tokens of a decode."""
+
+
 CASES = {
-    Phase.PREFILL: (("2q17_1q5", 1),),
-    Phase.EXTEND: (("1q7s20_1q16s33", 1),),
-    Phase.DECODE: (("1q1s2_3q1s40", 1), ("2q4s21", 8)),
+    Phase.PREFILL: (SelfTestSteps("2q17_1q5", ("high",)),),
+    Phase.EXTEND: (SelfTestSteps("1q7s20_1q16s33", ("low", "mean")),),
+    Phase.DECODE: (SelfTestSteps("1q1s2_3q1s40", ("normal", "dominant")), SelfTestSteps("2q4s21", ("normal", "equal"), 8)),
 }
-"""(case, most query tokens of a decode) of each phase."""
 _POISON = 1e4
 """Value in slots that hold no token: finite, since some kernels may read them, and large enough to show in any sum."""
 SKIP = "HEADWAY_SKIP_SELF_TEST"
@@ -55,8 +68,8 @@ def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs:
         for phase, cases in CASES.items():
             pair = _first_served(registry, name, spec, pairs, phase)
             if pair is not None:
-                for text, decode_query_len in cases:
-                    _wrong(registry, name, spec, pair, text, decode_query_len)
+                for steps in cases:
+                    _wrong(registry, name, spec, pair, steps)
 
 
 def _examined(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> BackendRecord:
@@ -126,7 +139,7 @@ def _passed_file(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequ
         return None
     gpu = torch.cuda.get_device_name(spec.device) if spec.device.type == "cuda" else ""
     first = [_first_served(registry, name, spec, pairs, phase) for phase in CASES]
-    facts = (name, owner, version, spec, gpu, torch.__version__, [pair and (pair[0].name, pair[1]) for pair in first])
+    facts = (name, owner, version, spec, gpu, torch.__version__, CASES, [pair and (pair[0].name, pair[1]) for pair in first])
     return cache_folder() / "self-tests" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.passed"
 
 
@@ -138,11 +151,11 @@ def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pa
         if pair is None:
             refusal = refusal or registry.supports(name, spec, *pairs[0], phase).brief
             continue
-        for text, decode_query_len in cases:
+        for steps in cases:
             tested = True
-            wrong = _wrong(registry, name, spec, pair, text, decode_query_len)
+            wrong = _wrong(registry, name, spec, pair, steps)
             if wrong:
-                return f"self-test: {phase.value} {text} on {pair[0].name} {pair[1]}: {wrong}"
+                return f"self-test: {phase.value} {steps.case} on {pair[0].name} {pair[1]}: {wrong}"
     return "" if tested else refusal
 
 
@@ -150,20 +163,35 @@ def _first_served(registry: Registry, name: str, spec: AttentionSpec, pairs: Seq
     return next((pair for pair in pairs if registry.supports(name, spec, *pair, phase)), None)
 
 
-def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, text: str, decode_query_len: int) -> str:
+def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps: SelfTestSteps) -> str:
     try:
         writer = registry.layout(pair[0].name).load_writer(spec.device)
-        lens = parse_case(text, decode_query_len)
-        case = make_case(lens, spec, *pair, writer, poison=_POISON, decode_query_len=decode_query_len)
+        lens = parse_case(steps.case, steps.decode_query_len)
         backend = registry.backend(name)(spec, *pair)
-        found = relative_error(run_backend(backend, case), reference(case), case)
-        tolerance = backend.tolerance[spec.dtype]
+        for number, scores in enumerate(steps.scores):
+            numbers = Numbers(spec, scores, torch.Generator())
+            numbers = numbers if numbers.tells else Numbers(spec, "normal", numbers.generator)
+            case = make_case(
+                lens,
+                spec,
+                *pair,
+                writer,
+                seed=number,
+                poison=_POISON,
+                decode_query_len=steps.decode_query_len,
+                scores=numbers.scores,
+            )
+            found = relative_error(run_backend(backend, case), reference(case), case)
+            tolerance = backend.tolerance[spec.dtype] + numbers.slack
+            if not found <= tolerance:
+                again = ", in a step of the lengths of the one before over other blocks" if number else ""
+                return f"relative error {found:.2g}, tolerance {tolerance:.2g}, with {numbers.scores} scores{again}"
     except (Exception, SystemExit) as error:
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
         cause = known_cause(str(error))
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{f' ({cause})' if cause else ''}"
-    return "" if found <= tolerance else f"relative error {found:.2g}, tolerance {tolerance:.2g}"
+    return ""
 
 
 def owners(registry: Registry) -> dict[str, tuple[str, str]]:

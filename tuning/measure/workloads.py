@@ -1,19 +1,21 @@
 """What `headway bench kernel` measures: default cells, the work each of them is, and the filled cache it runs on.
 
 The cache is filled through its logical view, one sequence at a time, on the device and from a seed: every layout, block size and
-library sees the same numbers, no host copy of a large cache is made, and no writer has to be right for a kernel to be judged.
+library sees the same numbers, no host copy of a large cache is made, and no
+writer but the readable one has to be right for a kernel to be judged.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from headway.backends.layouts import put
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
@@ -57,30 +59,35 @@ class Geometry:
     """Where it is not head_dim. Of a single kv head, a shorter value lies in the key, as in absorbed latent attention."""
     dense: bool = False
     """Whether there is no cache, as of expanded latent attention."""
+    causal: bool = True
+    """Whether queries see no later keys; where they do, as in encoders, there is no cache either."""
 
     @classmethod
     def parse(cls, text: str) -> Geometry:
-        """Read num_heads/num_kv_heads/head_dim, perhaps with /v_head_dim, perhaps with /dense.
+        """Read num_heads/num_kv_heads/head_dim, perhaps with /v_head_dim, perhaps with /dense or /bidirectional.
 
         :raises ConfigError: not three or four positive numbers, or query heads that kv heads do not divide.
         """
-        need = "num_heads/num_kv_heads/head_dim[/v_head_dim][/dense], such as 32/8/128, num_heads a multiple of num_kv_heads"
-        match = re.fullmatch(r"(\d+)/(\d+)/(\d+)(?:/(\d+))?(/dense)?", text.strip())
+        form = "num_heads/num_kv_heads/head_dim[/v_head_dim][/dense or /bidirectional]"
+        need = f"{form}, such as 32/8/128, num_heads a multiple of num_kv_heads"
+        match = re.fullmatch(r"(\d+)/(\d+)/(\d+)(?:/(\d+))?(/dense|/bidirectional)?", text.strip())
         heads, kv_heads, head_dim = map(int, match.groups()[:3]) if match else (0, 0, 0)
         v_head_dim = int(match[4]) if match and match[4] else head_dim
         if not (heads and kv_heads and head_dim and v_head_dim) or heads % kv_heads:
             raise ConfigError("--geometry", need, repr(text))
-        return cls(heads, kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, bool(match and match[5]))
+        kind = match[5] if match else None
+        return cls(heads, kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, bool(kind), kind != "/bidirectional")
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Geometry:
         """The geometry of a layer."""
         value = 0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim
-        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, value, spec.dense)
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, value, spec.dense, spec.causal)
 
     def __str__(self) -> str:
         value = f"/{self.v_head_dim}" if self.v_head_dim else ""
-        return f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}{value}{'/dense' if self.dense else ''}"
+        kind = "" if not self.dense else "/dense" if self.causal else "/bidirectional"
+        return f"{self.num_heads}/{self.num_kv_heads}/{self.head_dim}{value}{kind}"
 
 
 @dataclass(frozen=True)
@@ -109,23 +116,21 @@ class AttentionWork:
     @property
     def kv_bytes(self) -> int:
         """Key and value of every sequence, each read once however many query heads share it."""
-        return sum(kv_len for _, kv_len in self.lens) * self._bytes_per_token(self.spec.cache_dtype)
+        return sum(kv_len for _, kv_len in self.lens) * self.spec.cache_row_bytes
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of q.k and of weights.v, over the keys that causality lets each query see."""
+        """Multiplications and additions of q.k and of weights.v, over the keys that causality, if any, lets each query see."""
         seen = sum(n * (kv_len - n) + n * (n + 1) // 2 for n, kv_len in self.lens)
+        if not self.spec.causal:
+            seen = sum(n * kv_len for n, kv_len in self.lens)
         return 2 * (self.spec.head_dim + self.spec.v_head_dim) * self.spec.num_heads * seen
 
     @property
     def write_bytes(self) -> int:
         """k and v of the new tokens, read in their dtype and written in the cache's."""
-        per_token = self._bytes_per_token(self.spec.dtype) + self._bytes_per_token(self.spec.cache_dtype)
-        return self.num_tokens * per_token
-
-    def _bytes_per_token(self, dtype: torch.dtype) -> int:
-        stored = self.spec.head_dim + (0 if self.spec.value_in_key else self.spec.v_head_dim)
-        return self.spec.num_kv_heads * stored * dtype.itemsize
+        new = replace(self.spec, kv_dtype=None, k_scale=1.0, v_scale=1.0)
+        return self.num_tokens * (new.cache_row_bytes + self.spec.cache_row_bytes)
 
 
 def make_work(phase: PhaseName, case: str, geometry: Geometry, spec: AttentionSpec) -> AttentionWork:
@@ -148,11 +153,13 @@ def make_work(phase: PhaseName, case: str, geometry: Geometry, spec: AttentionSp
 def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device) -> AttentionSpec:
     """A plain layer of this geometry, scale 1/sqrt(head_dim); kv_dtype None: the cache is of the layer's dtype.
 
-    An fp8 cache gets scales other than 1, so that a kernel that forgets them is caught.
+    An fp8 cache gets scales other than 1, so that a kernel that forgets them is caught; one of whole numbers has its own.
     """
-    narrow: dict[str, Any] = {} if kv_dtype in (None, dtype) else {"kv_dtype": kv_dtype, "k_scale": 0.5, "v_scale": 0.25}
+    narrow: dict[str, Any] = {} if kv_dtype in (None, dtype) else {"kv_dtype": kv_dtype}
+    if kv_dtype is not None and narrow and kv_dtype.is_floating_point:
+        narrow |= {"k_scale": 0.5, "v_scale": 0.25}
     inside = geometry.num_kv_heads == 1 and 0 < geometry.v_head_dim < geometry.head_dim and not geometry.dense
-    if inside and narrow:
+    if inside and "k_scale" in narrow:
         narrow["v_scale"] = narrow["k_scale"]
     return AttentionSpec(
         num_heads=geometry.num_heads,
@@ -161,6 +168,7 @@ def make_spec(geometry: Geometry, dtype: torch.dtype, kv_dtype: torch.dtype | No
         v_head_dim=geometry.v_head_dim,
         value_in_key=inside,
         dense=geometry.dense,
+        causal=geometry.causal,
         scale=geometry.head_dim**-0.5,
         dtype=dtype,
         device=device,
@@ -180,13 +188,13 @@ def build_case(work: AttentionWork, layout: CacheLayout, block_size: int, seed: 
     for row, (query_len, kv_len) in enumerate(work.lens):
         generator.manual_seed(seed * 1_000_003 + row)
         positions = torch.arange(kv_len, device=spec.device)
-        slots = metadata.block_table[row].long()[positions // block_size], positions % block_size
+        slots = metadata.block_table[row].long()[positions // block_size] * block_size + positions % block_size
         new = slice(token, token + query_len)
         keys = _random(kv_len, spec.num_kv_heads, spec.head_dim, spec, generator)
-        k[new] = _store(keys, cache.logical_key, slots, spec.k_scale)[kv_len - query_len :]
+        k[new] = _store(keys, cache, "key", slots)[kv_len - query_len :]
         if not spec.value_in_key:
             values = _random(kv_len, spec.num_kv_heads, spec.v_head_dim, spec, generator)
-            v[new] = _store(values, cache.logical_value, slots, spec.v_scale)[kv_len - query_len :]
+            v[new] = _store(values, cache, "value", slots)[kv_len - query_len :]
         q[new] = _random(query_len, spec.num_heads, spec.head_dim, spec, generator)
         token += query_len
     return Case(spec=spec, metadata=metadata, cache=cache, q=q, k=k, v=v)
@@ -223,18 +231,14 @@ def _random(rows: int, heads: int, dim: int, spec: AttentionSpec, generator: tor
     return torch.randn(rows, heads, dim, dtype=spec.dtype, device=spec.device, generator=generator)
 
 
-def _store(rows: Tensor, logical: Tensor, slots: tuple[Tensor, Tensor], scale: float) -> Tensor:
-    """Put rows [n, num_kv_heads, head_dim] at (block, offset) `slots` of a cache tensor's logical view; returns what it holds.
+def _store(rows: Tensor, cache: LayerCache, name: str, slots: Tensor) -> Tensor:
+    """Put rows [n, num_kv_heads, head_dim] at `slots` of a cache's "key" or "value"; returns what it holds.
 
-    That is `rows` except in an fp8 cache, where a dense prefill must see the rounded values if it is to agree with a paged one.
+    That is `rows` except in a cache of 8 bits, where a dense prefill must see the rounded values to agree with a paged one.
     """
-    kept = rows
-    if logical.dtype != rows.dtype:
-        limit = torch.finfo(logical.dtype).max
-        kept = (rows.float() / scale).clamp(-limit, limit).to(logical.dtype)
-        rows = (kept.float() * scale).to(rows.dtype)
-    kept = kept.reshape(len(kept), *logical.shape[2:])
-    if logical.dtype.itemsize == 1:  # torch indexes no fp8: move it as bytes
-        kept, logical = kept.view(torch.uint8), logical.view(torch.uint8)
-    logical[slots] = kept
-    return rows
+    put(rows, cache, name, slots)
+    if cache.layout.dtype_of(name, cache.geometry.dtype) == rows.dtype:
+        return rows
+    k, v = cache.gather(slots)
+    held, scale = (k, cache.k_scale) if name == "key" else (v, cache.v_scale)
+    return (held.float() * scale).to(rows.dtype)

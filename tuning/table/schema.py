@@ -40,7 +40,7 @@ class SpecRecord(BaseModel):
     head_dim: Count
     scale: FiniteFloat
     dtype: Literal["float32", "bfloat16", "float16"]
-    kv_dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+    kv_dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3", "int8_per_token_head"]
     """Element type of the cache."""
     k_scale: FiniteFloat = 1.0
     v_scale: FiniteFloat = 1.0
@@ -52,6 +52,8 @@ class SpecRecord(BaseModel):
     """0: as head_dim, also in files of before 2026-11-22."""
     value_in_key: bool = False
     dense: bool = False
+    causal: bool = True
+    """True, too, in files of before 2026-11-25."""
 
     @model_validator(mode="after")
     def _is_a_layer(self) -> Self:
@@ -80,6 +82,7 @@ class SpecRecord(BaseModel):
             v_head_dim=0 if spec.v_head_dim == spec.head_dim else spec.v_head_dim,
             value_in_key=spec.value_in_key,
             dense=spec.dense,
+            causal=spec.causal,
         )
 
     def to_spec(self, device: torch.device) -> AttentionSpec:
@@ -104,6 +107,7 @@ class SpecRecord(BaseModel):
             v_head_dim=self.v_head_dim,
             value_in_key=self.value_in_key,
             dense=self.dense,
+            causal=self.causal,
         )
 
     @property
@@ -115,6 +119,8 @@ class SpecRecord(BaseModel):
             heads += (self.v_head_dim, self.value_in_key)
         if self.dense:
             heads += ("dense",)
+        if not self.causal:
+            heads += ("bidirectional",)
         return (*heads, self.dtype, self.kv_dtype, self.sliding_window, *features)
 
     def __str__(self) -> str:

@@ -272,7 +272,7 @@ class LogSumOf16Bits(TiledAttention):
 
 @plant("protocol")
 class ClaimsInt8(TiledAttention):
-    """A cache type is claimed that nobody can ask for."""
+    """A cache type is claimed that none of the claimed layouts holds."""
 
     capabilities = dataclasses.replace(TiledAttention.capabilities, kv_dtypes=(torch.float8_e4m3fn, torch.int8))
 

@@ -9,11 +9,14 @@ from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple
 
+from headway.core.contract.state import CHECKPOINT_TOKENS
+from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.free_pages import FreePages, PageKeeper
 from headway.core.engine.cache.prefix_lookup import GroupPrefixes, KeptElsewhere
 from headway.core.engine.state.groups import NULL_PAGE, CacheGroup
 from headway.core.engine.state.pool import SMALLEST_CHUNK
 from headway.core.engine.state.sequence import PageTable, PrefixCopy, Sequence
+from headway.core.engine.state.state_slots import Checkpoint
 
 SHORTEST_FIRST_HIT = 8
 """Fewest tokens that a prefix hit must spare where no whole page is shared. With a hit a prompt extends a context instead of
@@ -52,8 +55,12 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         groups: Items[CacheGroup] | None = None,
         smallest_chunk: int = SMALLEST_CHUNK,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        """num_pages: the null page included, where a group is windowed. smallest_chunk: see SMALLEST_CHUNK."""
+        """num_pages: the null page included, where a group is windowed. smallest_chunk: see SMALLEST_CHUNK.
+
+        checkpoints: kept states, without one of which no prefix is found; None: the model has no layers with a state.
+        """
         self.groups = tuple(groups or (CacheGroup(block_size),))
         self.enable_prefix_caching = enable_prefix_caching
         self._smallest_chunk = smallest_chunk
@@ -67,6 +74,7 @@ class BlockManager:
         """Keeps contents of free pages beyond the pool; None: nothing does."""
         self.prefixes = [GroupPrefixes(group, block_size) for group in self.groups]
         self._given_back = [0] * len(self.groups)
+        self.checkpoints = checkpoints
 
     @property
     def num_free(self) -> int:
@@ -100,8 +108,13 @@ class BlockManager:
         seq.tables = [PageTable(group.page_size) for group in self.groups]
         hits = self.enable_prefix_caching and not seq.computes_whole_prompt
         length = seq.num_computed = self.longest_hit(seq, partly) if hits else 0
+        if hits and self.checkpoints is not None:
+            held, interval = self._longest_held(seq, seq.num_tokens - 1, False), self.checkpoints.interval
+            seq.junction = held // interval * interval
         if length == 0:
             return 0
+        if self.checkpoints is not None:
+            seq.restored_from = self.checkpoints.use(self._digest_at(seq, length))
         for number, (prefixes, table) in enumerate(zip(self.prefixes, seq.tables, strict=True)):
             first, pages, source, count = prefixes.hit(seq, length)
             table.pages = [NULL_PAGE] * first + pages
@@ -118,16 +131,65 @@ class BlockManager:
     def longest_hit(self, seq: Sequence, partly: bool, also: KeptElsewhere | None = None) -> int:
         """Length in tokens of the longest start of a sequence that every group holds: each group may shorten that of the others.
 
-        also: which pages count as held although they are not in the pool.
+        also: which pages count as held although they are not in the pool. Where layers keep states, it ends at a checkpoint.
         """
-        length = before = seq.num_tokens - 1
+        if self.checkpoints is None:
+            length = self._longest_held(seq, seq.num_tokens - 1, partly, also)
+            return length if length >= min(SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)) else 0
+        interval = self.checkpoints.interval
+        longest = self._longest_held(seq, seq.num_tokens - 1, False, also) if len(self.checkpoints) else 0
+        for length in range(longest // interval * interval, 0, -interval):
+            known = self.checkpoints.knows(self._digest_at(seq, length))
+            if known and self._longest_held(seq, length, False, also) == length:
+                return length
+        return 0
+
+    def _digest_at(self, seq: Sequence, length: int) -> bytes:
+        """The name of a sequence's first `length` tokens, whole pages of every group."""
+        return self.prefixes[0].digest(seq, length // self.groups[0].page_size - 1)
+
+    def _longest_held(self, seq: Sequence, at_most: int, partly: bool, also: KeptElsewhere | None = None) -> int:
+        """Length of the longest start, up to `at_most` tokens, of which every group holds the pages."""
+        length = before = at_most
         while True:
             for number, prefixes in enumerate(self.prefixes):
                 length = prefixes.longest(seq, length, partly, None if also is None else partial(also, number))
             if length == before or len(self.prefixes) == 1:
                 break
             before = length
-        return length if length >= min(SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)) else 0
+        return length
+
+    def keep_states(self, seq: Sequence, count: int) -> None:
+        """Reserve slots for the states that a step of `count` tokens is to leave: at the end of a prompt, where the prompt leaves
+        another one, and, as long as slots are free, at the end of a chunk."""
+        kept, first = self.checkpoints, seq.num_computed
+        if kept is None or not self.enable_prefix_caching or first % CHECKPOINT_TOKENS or first + count > seq.num_tokens:
+            return
+        end, whole = first + count, first + count == seq.num_tokens
+        last = (end - whole) // kept.interval * kept.interval  # an equal prompt computes at least its last token
+        for position, evict in {last: whole, seq.junction: True}.items():
+            if not first < position <= end or (position - first) % CHECKPOINT_TOKENS:
+                continue
+            digest = self._digest_at(seq, position)
+            slot = None if kept.knows(digest) else kept.hand_out(evict)
+            if slot is not None:
+                seq.checkpoints.append(Checkpoint(position - first, slot, digest))
+
+    def states_kept(self, seq: Sequence) -> None:
+        """Make the states findable that a launched step leaves."""
+        seq.restored_from = None
+        if self.checkpoints is not None:
+            for each in seq.checkpoints:
+                self.checkpoints.name(each.digest, each.slot)
+        seq.checkpoints = []
+
+    def whole_chunk(self, seq: Sequence, count: int) -> int:
+        """Tokens, up to `count`, of a part of a prompt that ends where a state can be kept, so that later parts keep theirs."""
+        if self.checkpoints is None or not self.enable_prefix_caching or count >= seq.num_to_compute:
+            return count
+        interval = self.checkpoints.interval
+        end = (seq.num_computed + count) // interval * interval
+        return end - seq.num_computed if end > seq.num_computed else count
 
     def fitting(self, seq: Sequence, count: int) -> int:
         """Tokens, up to `count`, of a sequence's next chunk.
@@ -229,11 +291,18 @@ class BlockManager:
         seq.capacity = seq.num_computed = seq.num_unverified = 0
         seq.next_boundary = 0
         seq.newest_at = -1
+        seq.state_index, seq.restored_from, seq.junction = 0, None, 0
+        if self.checkpoints is not None:
+            for each in seq.checkpoints:
+                self.checkpoints.give_back(each.slot)
+        seq.checkpoints = []
 
     def forget_prefixes(self, everywhere: bool = False) -> None:
         """Make every cached content unfindable; pages that sequences hold stay theirs. everywhere: on disk too."""
         if self.keeper is not None:
             self.keeper.forgotten(everywhere)
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
         for prefixes in self.prefixes:
             for page in prefixes.index:
                 if page in self._pages:  # nothing to reuse any more: hand it out first
@@ -290,6 +359,8 @@ class BlockManager:
                 assert group_of.setdefault(page, number) == number, f"page {page} belongs to two groups"
                 pages.append(page)
         self._pages.check_integrity(pages)
+        if self.checkpoints is not None:
+            self.checkpoints.check_integrity([each.slot for seq in holders for each in seq.checkpoints])
         named: list[int] = []
         for prefixes in self.prefixes:
             prefixes.index.check_integrity()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.state.groups import CacheGroup
 from headway.core.engine.state.sequence import PageTable, Sequence
+from headway.core.engine.state.state_slots import StateSlots
 
 OWN, SHARED, RESERVED, GIVEN_BACK = "osrg"
 """How a sequence uses a block: it alone holds the block; others hold it too, or the prefix cache gave it; the block holds no
@@ -42,6 +43,16 @@ class SequenceUsage(NamedTuple):
     """A string for each group, with a letter for each block in the order of the tokens."""
 
 
+class StateUsage(NamedTuple):
+    """The usage of the slots of layers that keep a state."""
+
+    slots: StateSlots
+    num_used_rows: int
+    """Rows in which sequences run."""
+    num_kept: int
+    """Checkpoints that an equal prefix would find again."""
+
+
 class CacheUsage(NamedTuple):
     """The usage of the whole pool at one moment."""
 
@@ -54,12 +65,20 @@ class CacheUsage(NamedTuple):
     """Blocks that the host's memory keeps, whatever the pool holds of them."""
     groups: tuple[GroupUsage, ...]
     sequences: tuple[SequenceUsage, ...]
+    states: StateUsage | None = None
+    """None: no layer of the model keeps a state."""
 
 
 def cache_usage(
-    blocks: BlockManager, block_size: int, page_bytes: int, running: Items[Sequence], num_offloaded_blocks: int = 0
+    blocks: BlockManager,
+    block_size: int,
+    page_bytes: int,
+    running: Items[Sequence],
+    num_offloaded_blocks: int = 0,
+    slots: StateSlots | None = None,
 ) -> CacheUsage:
-    """Look at every block; see `CacheUsage`. running: all sequences that hold pages."""
+    """Look at every block; see `CacheUsage`. running: all sequences that hold pages. slots: of layers with a state."""
+    kept, rows = blocks.checkpoints, sum(seq.row is not None for seq in running)
     groups = [
         GroupUsage(
             num_layers=len(group.layers),
@@ -90,6 +109,7 @@ def cache_usage(
         num_offloaded_blocks=num_offloaded_blocks,
         groups=tuple(groups),
         sequences=tuple(sequences),
+        states=None if slots is None or kept is None else StateUsage(slots, rows, len(kept)),
     )
 
 

@@ -181,6 +181,8 @@ class HostRows:
                     if not isinstance(changed, Tensor) or changed.shape != logits[number].shape:
                         found = f"a tensor of shape {list(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
                         raise TypeError(f"it must return logits of shape {list(logits[number].shape)}, not {found}")
+                    if changed.is_complex():
+                        raise TypeError(f"it must return real numbers, not {changed.dtype}")
                     logits[number] = changed
             except (Exception, SystemExit) as error:  # whatever a processor raises
                 own.error = _named(error)

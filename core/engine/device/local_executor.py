@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from headway.core.contract.backend import StepLimits
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import CacheLayout, LayerCache
-from headway.core.contract.model import Model, latent_layers
+from headway.core.contract.model import Model, StateLayer, latent_layers, state_layers
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES
 from headway.core.engine.device.compilation import CompilationWatch
@@ -28,6 +29,7 @@ from headway.core.engine.device.model_runner import ModelRunner
 from headway.core.engine.device.warmup import WarmUp
 from headway.core.engine.forward.attention import PagedAttention
 from headway.core.engine.forward.latent import GATHERED_BYTES
+from headway.core.engine.forward.states import LayersWithState
 from headway.core.engine.graphs.captured_step import name_of
 from headway.core.engine.graphs.cuda_graph import CudaGraphRecorder, GraphRecorder
 from headway.core.engine.graphs.graph_set import capture_sizes
@@ -38,6 +40,7 @@ from headway.core.engine.state.executor import Capacity
 from headway.core.engine.state.groups import PageFormat, page_format
 from headway.core.engine.state.page_mover import STAGING_BYTES, MakePageMover
 from headway.core.engine.state.pool import PoolSize
+from headway.core.engine.state.state_slots import StateMemory, StateSlots, plan_slots
 from headway.core.engine.state.step import StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
@@ -46,6 +49,7 @@ from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import Selection
 from headway.core.select.selector import Selector
 from headway.core.select.startup import BackendSource
+from headway.core.select.state_selector import StateSelector, StateSource
 from headway.core.select.workload import Workload
 
 log = logging.getLogger("headway")
@@ -57,6 +61,10 @@ _MOST_ROUNDS = 3
 from ending."""
 
 
+class EngineSource(BackendSource, StateSource, Protocol):
+    """The part of the Registry that an engine needs."""
+
+
 class LocalExecutor:
     """The `Executor` of one process and one device. Only here are model, backends and cache in one place."""
 
@@ -64,7 +72,7 @@ class LocalExecutor:
         self,
         model: Model,
         layers: LayerSpecs,
-        source: BackendSource,
+        source: EngineSource,
         config: EngineConfig,
         sampling: SamplingOps = TORCH_SAMPLING,
         costs: Mapping[AttentionSpec, CostTable] | None = None,
@@ -88,8 +96,9 @@ class LocalExecutor:
         if config.deterministic:
             self.selection = replace(self.selection, why="deterministic: pinned")
         layouts = [self.selector.layout_of(spec) for spec in layers.cached]
-        size, max_model_len = _plan_pool(model, layers, layouts, self.selector, config)
-        self.capacity = Capacity(size, config.max_num_seqs, max_model_len)
+        states = _StatePlan.of(model, source, config, max_decode_len)
+        size, max_model_len, slots = _plan_pool(model, layers, layouts, self.selector, states, config)
+        self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)
         """One cache for each layer."""
         self.mover = None if make_mover is None else make_mover(self.caches, size)
@@ -103,6 +112,7 @@ class LocalExecutor:
             groups=size.page_format.groups,
             latents=latent_layers(model),
             gathering=self.selector.gathering,
+            states=None if states is None or slots is None else states.allocate(slots),
         )
         """What the model calls; outside of steps only its shapes may be asked for."""
         self._hosts = hosts or HostRows(None, {})
@@ -207,14 +217,61 @@ def _select(
     return selector
 
 
+@dataclass(frozen=True)
+class _StatePlan:
+    """A model's layers with a state, and what serves them."""
+
+    layers: Sequence[StateLayer]
+    selector: StateSelector
+    per_row: int
+    """Slots of a row."""
+
+    @classmethod
+    def of(cls, model: Model, source: EngineSource, config: EngineConfig, max_decode_len: int) -> _StatePlan | None:
+        """None: the model has no such layers."""
+        layers = state_layers(model)
+        if not layers:
+            return None
+        specs = list(dict.fromkeys(layer.spec for layer in layers))
+        return cls(layers, StateSelector(source, specs, config.state_request), max_decode_len)
+
+    def slots(self, config: EngineConfig, memory: int | None) -> StateSlots | None:
+        """Plan the slots in what states and pages share."""
+        layout, caching = self.selector.selection.layout, config.enable_prefix_caching
+        return plan_slots(self.layers, layout, config.max_num_seqs, self.per_row, memory, caching)
+
+    def allocate(self, slots: StateSlots) -> LayersWithState:
+        """Allocate the states, and put them and their backends together."""
+        selector = self.selector
+        log.info("states: %s", selector.selection)
+        log.info(
+            "states: %d slots of %.2f MiB, %.2f GiB: %d sequences%s, %d checkpoints",
+            slots.num_slots,
+            slots.bytes_per_slot / 2**20,
+            slots.num_bytes / pool.GIB,
+            slots.num_rows,
+            f" with {slots.per_row - 1} drafts each" if slots.per_row > 1 else "",
+            slots.num_checkpoints,
+        )
+        memory = StateMemory.allocate(self.layers, selector.selection.layout, slots)
+        return LayersWithState(self.layers, memory, slots, selector.scan, selector.step)
+
+
 def _plan_pool(
-    model: Model, layers: LayerSpecs, layouts: Sequence[CacheLayout], selector: Selector, config: EngineConfig
-) -> tuple[PoolSize, int]:
-    """The size of the pool, and tokens of the longest sequence.
+    model: Model,
+    layers: LayerSpecs,
+    layouts: Sequence[CacheLayout],
+    selector: Selector,
+    states: _StatePlan | None,
+    config: EngineConfig,
+) -> tuple[PoolSize, int, StateSlots | None]:
+    """The size of the pool, tokens of the longest sequence, and the slots of states, which share one memory.
 
     :raises ConfigError: memory, lengths and budgets that cannot work together.
     """
-    memory = _pool_memory(model, layers, selector, config)
+    memory = _pool_memory(model, layers, selector, states, config)
+    slots = None if states is None else states.slots(config, memory)
+    memory = memory if memory is None or slots is None else memory - slots.num_bytes
     longest = _longest(config, model)
     pages = page_format(layers.cached, layouts, selector.selection.block_size, longest, config.free_window_blocks)
     whole = config.deterministic or not config.enable_chunked_prefill
@@ -222,17 +279,19 @@ def _plan_pool(
     max_model_len = _max_model_len(config, pages, chunk, memory, longest)
     config.check_budget(max_model_len)
     size = pool.pool_size(pages, max_model_len, config.max_num_seqs, min(chunk, max_model_len), memory)
-    return size, max_model_len
+    return size, max_model_len, slots
 
 
-def _pool_memory(model: Model, layers: LayerSpecs, selector: Selector, config: EngineConfig) -> int | None:
+def _pool_memory(
+    model: Model, layers: LayerSpecs, selector: Selector, states: _StatePlan | None, config: EngineConfig
+) -> int | None:
     """Bytes that the pool may take; None: what a CPU has to spare."""
     if config.pool_bytes is not None or layers.device.type != "cuda":
         return config.pool_bytes
     memory = cache_memory(
         model,
         layers,
-        [*selector.instances, selector.gathering],
+        [*selector.instances, selector.gathering, *(() if states is None else (states.selector.scan, states.selector.step))],
         max_num_tokens=config.step_tokens,
         max_num_seqs=config.max_num_seqs,
         utilization=config.gpu_memory_utilization,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from headway.core.contract.backend import Backends
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.model import Model, latent_layers
+from headway.core.contract.model import AttentionFunctions, Model, latent_layers, state_layers
+from headway.core.contract.state_backend import StateBackends
 from headway.core.sampling.filtering import keep_top
 from headway.core.sampling.sampler import Draws, sample
 from headway.core.select.layer_specs import LayerSpecs
@@ -22,7 +23,7 @@ _SPARE = 256 * 2**20
 def cache_memory(
     model: Model,
     layers: LayerSpecs,
-    backends: Iterable[Backends],
+    backends: Iterable[Backends | StateBackends],
     *,
     max_num_tokens: int,
     max_num_seqs: int,
@@ -71,7 +72,7 @@ def run_trial(model: Model, layers: LayerSpecs, num_tokens: int, num_seqs: int) 
     Sampling sorts, also where kernels filter without: its 42 bytes for each logit cover penalties, masks and
     log-probabilities as well, which no trial shows.
     """
-    latents, device = latent_layers(model), layers.device
+    latents, states, device = latent_layers(model), state_layers(model), layers.device
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = q.new_zeros((*q.shape[:2], layers.value_head_dims[layer]))
@@ -81,9 +82,12 @@ def run_trial(model: Model, layers: LayerSpecs, num_tokens: int, num_seqs: int) 
             latents[layer].project(attended.clone(memory_format=torch.contiguous_format), out)
         return out
 
+    def state(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        return x.new_zeros(x.shape[0], states[layer].spec.out_channels)
+
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     positions = torch.arange(num_tokens, device=device) % model.max_position_embeddings
     count = min(num_seqs, num_tokens)
-    logits = model.compute_logits(model(ids, positions, attention)[:count])
+    logits = model.compute_logits(model(ids, positions, AttentionFunctions(attention, state))[:count])
     likely = keep_top(logits.float(), torch.zeros(count, device=device), torch.full((count,), 0.9, device=device))
     sample(likely, Draws(numpy.ones(count, dtype=numpy.float32), numpy.zeros(count, dtype=numpy.int64)))

@@ -135,6 +135,8 @@ class ModelRunner:
         self._prompt_scorer.update(step.started)
         if step.copies:
             copy_slots(self._attention.caches, self._groups, step.copies)
+        if step.restored and self._attention.states is not None:
+            self._attention.states.restore(step.restored)
         graph, no_graph = self._graph(step)
         sampling = step.rows if step.goes_on else step.rows[step.samples]
         ran = self._launch(step, sampling) if graph is None else self._replay(graph, step)
@@ -175,13 +177,20 @@ class ModelRunner:
             rows, context_lens = step.rows[order], step.context_lens[order]
             positions = context_lens + 1
             draws = self._draws(rows, positions)
-            logits, best = graph.replay(rows, context_lens, self._tables, draws)
+            states = self._state_slots(step, order)
+            logits, best = graph.replay(rows, context_lens, self._tables, draws, states)
         if self.observe is not None:
             self.observe(rows, logits)
         chosen = self._sampler.sample(logits, rows, positions, best, drawn=draws is not None)
         if chosen.tokens is not best:  # those are in their rows already
             self._newest.index_copy_(0, graph.rows[: step.num_seqs], chosen.tokens)
         return _DeviceResults(chosen, chosen.tokens, order)
+
+    def _state_slots(self, step: StepInput, order: NDArray[numpy.int64]) -> NDArray[numpy.int32] | None:
+        """The slots of a decode's states, its sequences in another order; None: the model has no layers with a state."""
+        if self._attention.states is None or step.state_indices is None:
+            return None
+        return self._attention.states.slots_of(step.rows[order], step.state_indices[order])
 
     def _launch(self, step: StepInput, sampling: NDArray[numpy.int32]) -> _DeviceResults:
         """Run a step piecewise or as single launches. sampling: rows of the sequences that sample."""
@@ -266,6 +275,8 @@ class ModelRunner:
         first = metadata[0]
         prefill, decode = self._backends(first.prefill, Phase.PREFILL), self._backends(first.decode, Phase.DECODE)
         self._attention.begin(metadata, prefill, decode)
+        if self._attention.states is not None:
+            self._attention.states.begin(self._attention.states.metadata(step, first))
         hidden = self._piecewise.run(input_ids, positions)
         if hidden is not None:
             return hidden, True

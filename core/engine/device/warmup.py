@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.core.contract.backend import Backends, Lengths, StepLimits, fits, powers
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.core.contract.model import Model
+from headway.core.contract.model import AttentionFunctions, Model
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.device.launched import Launched
 from headway.core.engine.device.model_runner import ModelRunner
@@ -105,6 +105,7 @@ class WarmUp:
             num_draft_tokens=numpy.zeros(len(rows), dtype=numpy.int32),
             samples=numpy.ones(len(rows), dtype=numpy.bool_),
             token_ids=numpy.zeros(sum(query_lens), dtype=numpy.int64),
+            state_indices=numpy.zeros(len(rows), dtype=numpy.int32),
             goes_on=False,
             started=tuple(StartedRow(row, _SAMPLED[(first + row) % len(_SAMPLED)], 0) for row in rows.tolist()),
             new_pages=tuple(
@@ -181,7 +182,13 @@ class WarmUp:
             return q.new_zeros((*q.shape[:2], self._attention.value_head_dims[layer]))
 
         few = torch.zeros(2, dtype=torch.int64, device=self._device)
-        self._model(few, few.int(), attention)  # as a graph of decode hands positions over
+
+        def state(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+            assert self._attention.states is not None
+            return x.new_zeros(x.shape[0], self._attention.states.out_channels(layer))
+
+        # As a graph of decode hands positions over:
+        self._model(few, few.int(), AttentionFunctions(attention, state))
         memory: dict[int, Tensor] = {}
         found = []
         for tensor in seen:

@@ -18,6 +18,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import LatentLayer
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.forward import latent
+from headway.core.engine.forward.states import LayersWithState
 from headway.core.engine.state.groups import CacheGroup
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.system.logs import log_traceback
@@ -50,12 +51,15 @@ class PagedAttention:
         groups: Sequence[CacheGroup] = (),
         latents: Mapping[int, LatentLayer] | None = None,
         gathering: Backends | None = None,
+        states: LayersWithState | None = None,
     ) -> None:
         """writer: of every layer's cache, or one for each, where their layouts differ.
 
         groups: the cache groups of the layers, in the order in which a step's metadata come; none: one of all.
-        latents: the latent layers by their numbers; gathering: see `Selector.gathering`.
+        latents: the latent layers by their numbers; gathering: see `Selector.gathering`. states: the layers that keep a state,
+        whose step is set up apart; None: the model has none.
         """
+        self.states = states
         specs = layers.cached
         assert len(specs) == len(caches)
         self.layers, self.specs, self.value_head_dims = layers, specs, layers.value_head_dims
@@ -98,7 +102,7 @@ class PagedAttention:
                 }
             except (Exception, SystemExit) as error:
                 name = next(iter(backends.values())).name
-                raise _blame(error, name, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens") from error
+                raise blame(error, name, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens") from error
             self._parts.append(self._part(view.phase, slice(start, start + view.num_tokens), backends, plans))
             start += view.num_tokens
 
@@ -152,15 +156,19 @@ class PagedAttention:
     def serving(self) -> tuple[str, ...]:
         """Names of the backends that serve the step set up last."""
         firsts = [(part.backends[0], part.plans[0]) for part in self._parts]
-        return tuple(
-            dict.fromkeys((plan.backend if isinstance(plan, latent.Gathered) else backend).name for backend, plan in firsts)
-        )
+        names = [(plan.backend if isinstance(plan, latent.Gathered) else backend).name for backend, plan in firsts]
+        return tuple(dict.fromkeys(names))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
         out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
         torch.ops.headway.attention(q, k, v, out, self._handle, layer)
         return out
+
+    def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """See `Attention.state`."""
+        assert self.states is not None, "the model has no layers with a state"
+        return self.states(layer, x, gates)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Body of the op `headway::attention`."""
@@ -190,7 +198,7 @@ class PagedAttention:
                     backend.prefill(queries, k, v, cache, plan, result)
             except (Exception, SystemExit) as error:
                 shapes = f"layer {layer}, q {list(queries.shape)}, cache {list(cache.key.shape)} in {cache.layout.name}"
-                raise _blame(error, backend.name, phase, shapes) from error
+                raise blame(error, backend.name, phase, shapes) from error
         if self.debug:
             self._look_for_nan(layer, f"{' or '.join(self.serving)}, in", out)
 
@@ -200,7 +208,7 @@ class PagedAttention:
             self.first_nan = f"the first came from {where} attention layer {layer}"
 
 
-def _blame(error: BaseException, name: str, phase: Phase, work: str) -> HeadwayError:
+def blame(error: BaseException, name: str, phase: Phase, work: str) -> HeadwayError:
     """An error that names the backend, the phase and the shapes."""
     if isinstance(error, HeadwayError):
         return error

@@ -96,7 +96,7 @@ class MirroredTables:
 def copy_slots(caches: Sequence[LayerCache], groups: Sequence[CacheGroup], copies: Sequence[PageCopy]) -> None:
     """Copy the first slots of pages, in the caches of their groups' layers. No page is a source and a target.
 
-    Works on any layout and element type through the logical view, with the same few launches for one copy as for many.
+    Works on every tensor of any layout, with the same few launches for one copy as for many.
     """
     for number, group in enumerate(groups):
         own = [copy[1:] for copy in copies if copy.group == number]
@@ -112,12 +112,11 @@ def copy_slots(caches: Sequence[LayerCache], groups: Sequence[CacheGroup], copie
         source, target, slot = upload(torch.from_numpy(indices), cache.key.device)
         for layer in group.layers:
             cache = caches[layer]
-            tensors = (cache.logical_key, cache.logical_value) if cache.layout.has_value else (cache.logical_key,)
-            for logical in tensors:
-                rows = _indexable(logical)
+            for name in cache.tensors:
+                rows = _indexable(cache.by_slot(name))
                 rows[target, slot] = rows[source, slot]
 
 
-def _indexable(logical: Tensor) -> Tensor:
+def _indexable(rows: Tensor) -> Tensor:
     """The same memory in an element type that torch can index, which fp8 is not."""
-    return logical.view(torch.uint8) if logical.dtype.itemsize == 1 else logical
+    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows

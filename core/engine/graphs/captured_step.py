@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Backends
 from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.state import StateMetadata
 from headway.core.contract.transfer import upload
 from headway.core.engine.forward.attention import Plans
 from headway.core.engine.forward.block_tables import HostBlockTables
@@ -144,10 +145,14 @@ class DecodeGraph(CapturedStep):
         fields = inputs.fields(self._shapes)
         self.description = f"decode of {size} sequences with {name_of(backends)}"
         metadata = decode_metadata(step, fields, size, 1, context_lens=fields.positions)
+        states = step.attention.states
+        self._states = None if states is None else states.begin_graph(_state_metadata(fields, metadata[0]))
         super().__init__(step, fields, size, backends, metadata, step.attention.begin_graph(metadata, backends))
 
     def _hidden(self) -> Tensor:
         step = self._step
+        if self._states is not None and step.attention.states is not None:
+            step.attention.states.resume(self._states)
         ids = step.newest.index_select(0, self.rows).clamp_min(0)  # the row of a sequence that ends with a NaN runs once more
         return step.model(ids, self._fields.positions, step.attention)
 
@@ -157,12 +162,13 @@ class DecodeGraph(CapturedStep):
         positions: NDArray[numpy.int32],
         tables: HostBlockTables,
         draws: Draws | None = None,
+        states: NDArray[numpy.int32] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run a step, see DecodeInputs.fill. Returns its logits [num_seqs, vocab_size] and tokens [num_seqs].
 
         draws: how the tokens are chosen; None: greedily. The next replay overwrites logits and tokens.
         """
-        sent = self._inputs.fill(self._shapes, rows, positions, tables, draws)
+        sent = self._inputs.fill(self._shapes, rows, positions, tables, draws, states)
         tokens = self._launch(draws, sent.seq_lens, sent.tables)
         return self._logits[: len(rows)], tokens[: len(rows)]
 
@@ -223,6 +229,18 @@ def decode_metadata(
         replace(first, block_table=table, slot_mapping=slots.view(-1), num_blocks=count)
         for table, slots, count in zip(fields.tables, fields.slots, step.num_blocks, strict=True)
     ]
+
+
+def _state_metadata(fields: StepFields[Tensor], lengths: AttentionMetadata) -> StateMetadata:
+    """The slots of a captured decode: each state moves on in its own."""
+    nowhere = torch.full((len(fields.states),), -1, dtype=torch.int32)
+    return StateMetadata(
+        step=lengths,
+        slots=fields.states,
+        out_slots=fields.states.view(-1, 1),
+        slots_cpu=nowhere,
+        out_slots_cpu=nowhere.view(-1, 1),
+    )
 
 
 def _replans(backend: AttentionBackend) -> bool:

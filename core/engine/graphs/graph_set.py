@@ -50,7 +50,7 @@ class GraphSet:
 
     def __init__(self, step: ModelStep, selector: Selector) -> None:
         self._decodes, self._prefills, self._verifications = DecodeGraphs(step), PrefillGraphs(step), VerifyGraphs(step)
-        self._selector = selector
+        self._selector, self._states = selector, step.attention.states
 
     def capture(
         self, batch_sizes: Sequence[int], prompt_lengths: Sequence[int], max_decode_len: int, recorder: GraphRecorder
@@ -65,7 +65,14 @@ class GraphSet:
         def fastest_prefill(length: int) -> Backends:
             return selector.backends_for(Phase.PREFILL, 1, length, length)
 
+        if self._states is not None and self._states.not_captured:
+            log.warning(
+                "CUDA graphs: state backend %s cannot be captured: steps are launched in pieces", self._states.not_captured
+            )
+            return
         self._decodes.capture(batch_sizes, candidates, recorder)
+        if self._states is not None:  # prompts' scans depend on lengths, and a narrower verification would run tokens twice
+            return
         self._prefills.capture(prompt_lengths, fastest_prefill, recorder)
         self._verifications.capture(max_decode_len, selector, recorder)
 

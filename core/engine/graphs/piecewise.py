@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.core.contract.model import Model
+from headway.core.contract.model import AttentionFunctions, Model
 from headway.core.engine.forward.attention import PagedAttention
 from headway.core.engine.graphs.cuda_graph import GraphRecorder, borrowed, explain_failure
 
@@ -33,7 +33,7 @@ def piecewise_sizes(max_num_tokens: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _AttentionCall:
     """An attention between two pieces. Its tensors have a row for each token that was recorded."""
 
     layer: int
@@ -42,23 +42,43 @@ class _Call:
     v: Tensor
     out: Tensor
 
+    def run(self, attention: PagedAttention, count: int) -> None:
+        """Attend for the first `count` tokens."""
+        if count == len(self.q):
+            attention.run(self.layer, self.q, self.k, self.v, self.out)
+        else:
+            attention.run(self.layer, self.q[:count], self.k[:count], self.v[:count], self.out[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class _StateCall:
+    """A layer with a state between two pieces, like `_AttentionCall`."""
+
+    layer: int
+    x: Tensor
+    gates: Sequence[Tensor]
+    out: Tensor
+
+    def run(self, attention: PagedAttention, count: int) -> None:
+        """Run the first `count` tokens through the layer."""
+        assert attention.states is not None
+        attention.states.run(self.layer, self.x[:count], [gate[:count] for gate in self.gates], self.out[:count])
+
 
 class _PiecewiseGraph:
     """The model over `size` tokens, as pieces."""
 
-    def __init__(self, size: int, calls: list[_Call], graphs: list[Callable[[], None]], hidden: Tensor) -> None:
+    def __init__(
+        self, size: int, calls: list[_AttentionCall | _StateCall], graphs: list[Callable[[], None]], hidden: Tensor
+    ) -> None:
         self.size = size
         self._calls, self._graphs, self._hidden = calls, graphs, hidden
 
     def run(self, attention: PagedAttention, count: int) -> Tensor:
         """Hidden states of the first `count` tokens; the rows after them are padding, which attention never sees."""
-        whole = count == self.size
         for call, graph in zip(self._calls, self._graphs[:-1], strict=True):
             graph()
-            if whole:
-                attention.run(call.layer, call.q, call.k, call.v, call.out)
-            else:
-                attention.run(call.layer, call.q[:count], call.k[:count], call.v[:count], call.out[:count])
+            call.run(attention, count)
         self._graphs[-1]()
         return self._hidden[:count]
 
@@ -73,7 +93,7 @@ class PiecewiseGraphs:
         self._inputs = torch.zeros(2, 0, dtype=torch.int64, device=device)
         """Token ids and positions; those of padding are left from other steps, hence valid ones."""
         self._outs: dict[tuple[int, ...], Tensor] = {}
-        """Memory for the output of one attention, by the shape of one token's output."""
+        """Memory for the output of one attention or state, by the shape of one token's output."""
 
     @property
     def largest(self) -> int:
@@ -99,24 +119,31 @@ class PiecewiseGraphs:
     def _record(self, size: int, recorder: GraphRecorder) -> _PiecewiseGraph:
         ids, positions = self._inputs[:, :size]
 
-        def no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._out(layer, q)
-
+        nothing = AttentionFunctions(
+            lambda layer, q, k, v: self._out(layer, q), lambda layer, x, gates: self._state_out(layer, x)
+        )
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
-        self._model(ids, positions, no_attention)
-        calls: list[_Call] = []
+        self._model(ids, positions, nothing)
+        calls: list[_AttentionCall | _StateCall] = []
         graphs: list[Callable[[], None]] = []
 
         def between(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             graphs.append(recorder.end())
             out = self._out(layer, q)
-            calls.append(_Call(layer, borrowed(q), borrowed(k), borrowed(v), out))
+            calls.append(_AttentionCall(layer, borrowed(q), borrowed(k), borrowed(v), out))
+            recorder.begin()
+            return out
+
+        def state_between(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+            graphs.append(recorder.end())
+            out = self._state_out(layer, x)
+            calls.append(_StateCall(layer, borrowed(x), [borrowed(gate) for gate in gates], out))
             recorder.begin()
             return out
 
         recorder.begin()
         try:
-            hidden = self._model(ids, positions, between)
+            hidden = self._model(ids, positions, AttentionFunctions(between, state_between))
         except BaseException as error:
             with suppress(Exception):  # a recording that has failed may not end well, and the first fault is the one to tell
                 recorder.end()
@@ -129,11 +156,19 @@ class PiecewiseGraphs:
 
     def _out(self, layer: int, q: Tensor) -> Tensor:
         """Where a layer's attention writes: the same memory for all layers, since each reads before the next writes."""
-        shape = (q.shape[1], self._attention.value_head_dims[layer])
+        return self._room((q.shape[1], self._attention.value_head_dims[layer]), q)
+
+    def _state_out(self, layer: int, x: Tensor) -> Tensor:
+        """Where a layer with a state writes."""
+        assert self._attention.states is not None
+        return self._room((self._attention.states.out_channels(layer),), x)
+
+    def _room(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory for an output of this shape for each of the tokens of `like`."""
         room = self._outs.get(shape)
         if room is None:  # zeros: padding rows are computed with, and nobody reads what comes of them
-            room = self._outs[shape] = torch.zeros(self._inputs.shape[1], *shape, dtype=q.dtype, device=q.device)
-        return room[: q.shape[0]]
+            room = self._outs[shape] = torch.zeros(self._inputs.shape[1], *shape, dtype=like.dtype, device=like.device)
+        return room[: like.shape[0]]
 
     def run(self, ids: Tensor, positions: Tensor) -> Tensor | None:
         """Hidden states [num_tokens, hidden_size] of the step that attention was begun for, valid until the next step; None: no

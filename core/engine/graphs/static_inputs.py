@@ -105,11 +105,13 @@ class StepFields(NamedTuple, Generic[Field]):
     """int32 [n], verification; those of a decode are its positions."""
     tables: Field
     """int32 [g, n, blocks]"""
+    states: Field
+    """int32 [n], decode of a model whose layers keep states: the slot of each sequence's; -1: padding"""
 
 
 Shapes = StepFields[tuple[int, ...]]
 _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
-_DTYPES = StepFields(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _INT, _FLOAT, _FLOAT, _INT, _INT, _INT)
+_DTYPES = StepFields(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _INT, _FLOAT, _FLOAT, _INT, _INT, _INT, _INT)
 _PLANES = StepFields(*[name in ("slots", "filters", "tables") for name in StepFields._fields])
 """Fields whose first dimension is one of planes."""
 _EMPTY: Shapes = StepFields(*[(0,)] * len(_DTYPES))
@@ -210,6 +212,7 @@ def decode_shapes(step: ModelStep, size: int) -> Shapes:
         filters=(len(NO_FILTER), size),
         seq_lens=(size,),
         tables=(groups, size, _table_blocks(step)),
+        states=(size,) if step.attention.states is not None else (0,),
     )
 
 
@@ -217,12 +220,18 @@ class DecodeInputs(StaticInputs):
     """Inputs of decode steps."""
 
     def fill(
-        self, shapes: Shapes, rows: _Ints, positions: _Ints, tables: HostBlockTables, draws: Draws | None = None
+        self,
+        shapes: Shapes,
+        rows: _Ints,
+        positions: _Ints,
+        tables: HostBlockTables,
+        draws: Draws | None = None,
+        states: _Ints | None = None,
     ) -> StepFields[Tensor]:
         """Send a step to the device. Returns what is sent, in host memory.
 
-        rows, positions: int32 [num_seqs], of each sequence's new token. The other sequences of the layout are padding: they have
-        length 0, their slot is -1, and their token goes to the padding row.
+        rows, positions, states: int32 [num_seqs], of each sequence's new token. The other sequences of the layout are padding:
+        they have length 0, their slots are -1, and their token goes to the padding row.
         """
         host, count = self._next(shapes), len(rows)
         to = host.arrays
@@ -239,6 +248,8 @@ class DecodeInputs(StaticInputs):
                 to.filters[:, :count], to.filters[:, count:] = draws.filters, 0
         for group, slots in enumerate(to.slots):
             slots[:count], slots[count:] = tables.slots(rows, positions, self._step.block_size, group), -1
+        if states is not None:
+            to.states[:count], to.states[count:] = states, -1
         host.mirrored.fill(to.rows, tables)
         return self._send(host)
 

@@ -274,7 +274,13 @@ class PageCopier:
 def _salt(caches: Sequence[LayerCache], size: PoolSize, weights: str) -> str:
     """A digest of everything that gives a page's bytes their meaning."""
     layers = [
-        (sorted(cache.layout.tensors.items()), cache.layout.pack_bytes, str(cache.geometry.dtype), cache.k_scale, cache.v_scale)
+        (
+            sorted(cache.layout.tensors.items()),
+            sorted((name, str(tensor.dtype)) for name, tensor in cache.tensors.items()),
+            cache.layout.pack_bytes,
+            cache.k_scale,
+            cache.v_scale,
+        )
         for cache in caches
     ]
     shapes = [

@@ -7,10 +7,12 @@ into steps, preemption, and prefix hits. A model does its share if its layers' s
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
+from headway.core.contract.model import StateLayer
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.state.config import EngineConfig
 from headway.core.engine.state.sequence import Sequence
@@ -22,11 +24,14 @@ from headway.core.select.startup import BackendSource
 log = logging.getLogger("headway")
 
 
-def prepare(source: BackendSource, layers: LayerSpecs, config: EngineConfig) -> EngineConfig:
-    """The options with one backend pinned and the prefix cache off.
+def prepare(source: BackendSource, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig) -> EngineConfig:
+    """The options with one backend pinned and the prefix cache off. states: the model's layers with a state.
 
-    :raises ConfigError: the model's layers do not ask to be batch invariant.
+    :raises ConfigError: the model's layers do not ask to be batch invariant, or keep states.
     """
+    if states:
+        need = "layers with keys and values alone: no state backend keeps a sequence's bits in any batch"
+        raise ConfigError("deterministic", need, states[0].spec, "leave deterministic out")
     if not all(spec.batch_invariant for spec in layers.cached):
         need = "a model that keeps its rows' bits, and whose attention layers ask for the same"
         raise ConfigError("deterministic", need, layers.cached[0], "make it with batch_invariant=True, as LLM does")

@@ -165,6 +165,8 @@ class Scheduler:
         if plan.admits:
             self._admit_waiting(plan)
         self._batch.add(plan.joining)
+        for prompt in plan.prompts:
+            self.blocks.keep_states(prompt.seq, prompt.num_new_tokens)
         return ScheduledStep(plan.prompts + plan.decodes, self._batch)
 
     def _continue_running(self, plan: _StepPlan, batching: bool) -> bool:
@@ -260,7 +262,7 @@ class Scheduler:
         """Tokens that a sequence gets of what is left of a step."""
         if seq.num_to_compute > budget and not self.enable_chunked_prefill:
             return 0
-        return self.blocks.fitting(seq, min(seq.num_to_compute, budget))
+        return self.blocks.whole_chunk(seq, self.blocks.fitting(seq, min(seq.num_to_compute, budget)))
 
     def _fit_uncut_prompt(self, plan: _StepPlan, seq: Sequence) -> None:
         """Let a prompt that must not be cut have a step to itself, even if lack of memory has left smaller steps than that."""
@@ -308,6 +310,8 @@ class Scheduler:
                 seq.draft_token_ids = []
             if seq.prefix_copies:
                 self.blocks.copies_launched(seq)
+            if count > 1 or seq.restored_from is not None:
+                self.blocks.states_kept(seq)
             if samples:
                 seq.num_pending += 1
                 seq.newest_at = context_len + count
@@ -331,6 +335,7 @@ class Scheduler:
         if seq.num_unverified:  # else there were no drafts, or the sequence was preempted meanwhile and is computed again
             seq.num_computed -= seq.num_unverified + 1 - len(tokens)
             seq.newest_at = seq.num_computed
+            seq.state_index = max(len(tokens) - 1, 0)  # a step with drafts keeps the state after each of its tokens
             seq.num_unverified = 0
         for count, token in enumerate(tokens, start=1):
             seq.append(token)

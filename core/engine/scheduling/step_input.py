@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -15,8 +16,27 @@ from headway.core.engine.state.step import NEWEST, NewPages, PageCopy, StartedRo
 from headway.core.sampling.row_needs import OF_TOKENS, need_of
 
 
-def prepare(step: ScheduledStep, groups: Sequence[CacheGroup]) -> StepInput:
-    """Turn a step into the executor's input. Changes of pages are reported once, so every prepared step must be launched."""
+def prepare(step: ScheduledStep, groups: Sequence[CacheGroup], states: bool = False) -> StepInput:
+    """Turn a step into the executor's input. Changes of pages are reported once, so every prepared step must be launched.
+
+    states: whether layers of the model keep states.
+    """
+    found = _without_states(step, groups)
+    if not states:
+        return found
+    seqs = [each.seq for each in step.individual]
+    return replace(
+        found,
+        state_indices=_joined([seq.state_index for seq in seqs], step.state_indices),
+        restored=tuple((seq.restored_from, seq.row) for seq in seqs if seq.restored_from is not None and seq.row is not None),
+        checkpoints=numpy.array(
+            [(index, kept.num_tokens, kept.slot) for index, seq in enumerate(seqs) for kept in seq.checkpoints], dtype=numpy.int32
+        ).reshape(-1, 3),
+    )
+
+
+def _without_states(step: ScheduledStep, groups: Sequence[CacheGroup]) -> StepInput:
+    """The step as layers with keys and values see it."""
     started: list[StartedRow] = []
     new_pages: list[NewPages] = []
     for seq in step.changed:

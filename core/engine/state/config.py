@@ -37,9 +37,14 @@ class EngineConfig:
     attn_options: Annotated[Mapping[str, Mapping[str, str]], "Options of backends: NAME -> key -> value."] = field(
         default_factory=dict
     )
+    state_backend: Annotated[
+        str | BackendRequest, 'Backend of layers that keep a state: auto, NAME, or "prefill=NAME,decode=NAME".'
+    ] = "auto"
     workload: Annotated[str, "What auto expects to serve: chat, long, batch, or BATCHxINPUT+OUTPUT such as 16x1024+256."] = "chat"
-    kv_layout: Annotated[str, "Layout of the cache: auto, nhd, hnd, vllm_5d, or a plugin's."] = "auto"
-    kv_cache_dtype: Annotated[str, "Element type of the cache: auto (the model's), or fp8_e4m3, which halves it."] = "auto"
+    kv_layout: Annotated[str, "Layout of the cache: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's."] = "auto"
+    kv_cache_dtype: Annotated[str, "Type of the cache: auto (the model's), or in 8 bits fp8_e4m3 or int8_per_token_head."] = (
+        "auto"
+    )
     block_size: Annotated[int | None, "Tokens in a cache block, a multiple of 8. Default: auto decides."] = None
     max_model_len: Annotated[
         int | None, "Most tokens of prompt and output together. Default: the model's limit, or less where the cache is smaller."
@@ -96,6 +101,7 @@ class EngineConfig:
 
         check_kinds(self)
         self._set("attn_backend", BackendRequest.parse(self.attn_backend))
+        self._set("state_backend", BackendRequest.parse(self.state_backend, "state_backend"))
         options = self.attn_options
         if not isinstance(options, Mapping) or not all(isinstance(own, Mapping) for own in options.values()):
             raise ConfigError("attn_options", 'a mapping such as {"BACKEND": {"option": "value"}}', shown(options))
@@ -167,6 +173,12 @@ class EngineConfig:
         """The option `attn_backend`, parsed."""
         assert not isinstance(self.attn_backend, str)
         return self.attn_backend
+
+    @property
+    def state_request(self) -> BackendRequest:
+        """The option `state_backend`, parsed."""
+        assert not isinstance(self.state_backend, str)
+        return self.state_backend
 
     @property
     def offload_bytes(self) -> tuple[int, int]:

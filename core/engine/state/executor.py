@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headway.core.engine.state.page_mover import PageMover
 from headway.core.engine.state.pool import PoolSize
+from headway.core.engine.state.state_slots import StateSlots
 from headway.core.engine.state.step import Sampled, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.selection import Selection
@@ -28,6 +29,8 @@ class Capacity:
     """Sequences that may run at once; each has a row in the executor's buffers."""
     max_model_len: int
     """Tokens of the longest sequence, prompt and output."""
+    states: StateSlots | None = None
+    """Slots of the layers with a state; None: the model has none."""
 
 
 class InFlight(Protocol):

@@ -116,8 +116,7 @@ def page_format(
 
 def _block_bytes(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> dict[str, int]:
     """Bytes of one block of a layer, by tensor."""
-    geometry = CacheGeometry.of(spec, 1, block_size)
-    return {name: math.prod(layout.shape(name, geometry)) * geometry.dtype.itemsize for name in layout.tensors}
+    return dict(layout.tensor_bytes(CacheGeometry.of(spec, 1, block_size)))
 
 
 def _window(spec: AttentionSpec, max_model_len: int) -> int | None:
@@ -133,7 +132,7 @@ def _obstacle(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], by
         return f"blocks are not one piece of memory in one layout ({', '.join(sorted({each.name for each in layouts}))})"
     first = bytes_of[0]
     if any(each[name] * first["key"] != first[name] * each["key"] for each in bytes_of for name in first):
-        return "the layers' keys and values are in different proportions"
+        return "the tensors of the layers' caches are in different proportions"
     return ""
 
 

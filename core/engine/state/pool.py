@@ -64,8 +64,8 @@ def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, ch
         longest = longest_that_fits(page_format, chunk, budget, max_model_len)
         raise ConfigError(
             "kv_cache_memory",
-            f"{_size((one + reserved) * page_bytes, math.ceil)} for one sequence of max_model_len={max_model_len}",
-            f"{_size(budget)}, room for {longest} tokens",
+            f"{size_text((one + reserved) * page_bytes, math.ceil)} for one sequence of max_model_len={max_model_len}",
+            f"{size_text(budget)}, room for {longest} tokens",
             f"raise kv_cache_memory or set max_model_len to at most {longest}" if longest else "raise kv_cache_memory",
         )
     most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs
@@ -108,7 +108,8 @@ def allocate_layers(
     kinds: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, str]]] = {}
     for layer, (layout, geometry) in enumerate(zip(layouts, geometries, strict=True)):
         for name in layout.tensors:
-            kinds.setdefault((layout.shape(name, geometry), geometry.dtype), []).append((layer, name))
+            dtype = layout.dtype_of(name, geometry.dtype)
+            kinds.setdefault((layout.shape(name, geometry), dtype), []).append((layer, name))
     tensors: list[dict[str, Tensor]] = [{} for _ in specs]
     for (shape, dtype), places in kinds.items():
         for (layer, name), tensor in zip(places, zeros((len(places), *shape), dtype, specs[0].device), strict=True):
@@ -145,7 +146,7 @@ def _view(
     geometry = CacheGeometry.of(spec, num_blocks, block_size)
     tensors = {}
     for name, flat in memory.items():
-        cells = flat.view(geometry.dtype).view(-1, *layout.shape(name, geometry)[1:])
+        cells = flat.view(layout.dtype_of(name, geometry.dtype)).view(-1, *layout.shape(name, geometry)[1:])
         tensors[name] = cells[place : place + num_blocks]
     return LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
 
@@ -155,7 +156,7 @@ def _default_memory(one_sequence: int) -> int:
     return min(most, max(_DEFAULT_BYTES, one_sequence))
 
 
-def _size(num_bytes: int, rounded: Callable[[float], int] = math.floor) -> str:
+def size_text(num_bytes: int, rounded: Callable[[float], int] = math.floor) -> str:
     """Bytes in a readable unit; a need is rounded up, so that asking for what is printed is enough."""
     unit, name = next(
         (unit, name) for unit, name in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB"), (1, "B")) if num_bytes >= unit / 10

@@ -80,14 +80,14 @@ class RequestLimits:
             )
         self.check_ids(prompt_token_ids)
 
-    def check_ids(self, token_ids: Sequence[int]) -> None:
-        """Check that the vocabulary has these tokens.
+    def check_ids(self, token_ids: Sequence[int], what: str = "prompt") -> None:
+        """Check that the vocabulary has these tokens. what: the argument that brings them.
 
         :raises PromptError: an id is outside of the vocabulary.
         """
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self.vocab_size:
-                raise PromptError("prompt", f"token ids from 0 to {self.vocab_size - 1}", shown(token))
+                raise PromptError(what, f"token ids from 0 to {self.vocab_size - 1}", shown(token))
 
     def check_params(self, params: SamplingParams) -> None:
         """Check the parameters that depend on the model.

@@ -36,6 +36,8 @@ class DecodeBatch:
         """[members]: steps after which the member's pages are full, or its last token is on its way."""
         self._boundaries: _Counts = self._offsets
         """[members]: steps after which a page of the member may be named or given back."""
+        self.state_indices: NDArray[numpy.int32] = numpy.zeros(0, dtype=numpy.int32)
+        """[members]: `Sequence.state_index` of each, which stays while a sequence decodes without drafts."""
         self._changed: list[Sequence] = []
 
     def __len__(self) -> int:
@@ -91,6 +93,8 @@ class DecodeBatch:
         self._offsets = numpy.concatenate([self._offsets, offsets])
         self._due = numpy.concatenate([self._due, due])
         self._boundaries = numpy.concatenate([self._boundaries, boundaries])
+        indices = numpy.array([seq.state_index for seq in seqs], dtype=numpy.int32)
+        self.state_indices = numpy.concatenate([self.state_indices, indices])
 
     def remove(self, leaving: Iterable[Sequence]) -> None:
         """Take members out; others are left alone."""
@@ -100,7 +104,7 @@ class DecodeBatch:
         kept = numpy.array([seq not in gone for seq in self.members], dtype=numpy.bool_)
         self.members = [seq for seq in self.members if seq not in gone]
         self.rows, self._offsets = self.rows[kept], self._offsets[kept]
-        self._due, self._boundaries = self._due[kept], self._boundaries[kept]
+        self._due, self._boundaries, self.state_indices = self._due[kept], self._boundaries[kept], self.state_indices[kept]
         self._changed = [seq for seq in self._changed if seq not in gone]
         for seq in gone:
             seq.leave()
@@ -140,6 +144,8 @@ class ScheduledStep:
         """int32 [members]: row of each."""
         self.context_lens: NDArray[numpy.int32] = _NO_MEMBERS if batch is None else batch.context_lens()
         """int32 [members]: tokens that the cache holds before the step."""
+        self.state_indices: NDArray[numpy.int32] = _NO_MEMBERS if batch is None else batch.state_indices
+        """int32 [members]: which slot of its row holds each member's state."""
         self.changed: list[Sequence] = [] if batch is None else batch.take_changed()
         """Members whose tables have changed since the step before."""
 

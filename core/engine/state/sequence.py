@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from headway.core.engine.state.config import MAX_DRAFT_TOKENS
+from headway.core.engine.state.state_slots import Checkpoint
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 
@@ -114,6 +115,16 @@ class Sequence:
     block_hashes: list[bytes]
     """Chained hash of each full block of `token_ids`, as far as computed."""
 
+    # Of a model whose layers keep states:
+    state_index: int
+    """Which slot of its row holds its state: not the first one where drafts have been verified."""
+    restored_from: int | None
+    """The slot of a checkpoint that the next step must copy to the row before anything else."""
+    junction: int
+    """Tokens at which its prompt leaves another one that the cache holds: a state is worth keeping there."""
+    checkpoints: list[Checkpoint]
+    """What the next step must keep, in slots that are reserved for it."""
+
     def __init__(
         self,
         request_id: str,
@@ -145,6 +156,7 @@ class Sequence:
         self.draft_token_ids, self.num_unverified = [], 0
         self.tables, self.capacity, self.next_boundary = [], 0, 0
         self.prefix_copies, self.table_changes, self.block_hashes = [], [], []
+        self.state_index, self.restored_from, self.junction, self.checkpoints = 0, None, 0, []
 
     @property
     def num_tokens(self) -> int:

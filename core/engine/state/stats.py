@@ -26,6 +26,12 @@ class EngineStats:
     """Prompt tokens of sequences that were admitted, each counted once."""
     num_cached_tokens: int = 0
     """Prompt tokens among them that the prefix cache spared."""
+    num_checkpoints: int = 0
+    """States that were kept for prefix hits, of a model whose layers keep states."""
+    num_checkpoint_hits: int = 0
+    """Sequences that began with such a state."""
+    num_checkpoint_evictions: int = 0
+    """States that gave their slot to a newer one."""
     num_preemptions: int = 0
     preemptions_by_kind: Counter[str] = field(default_factory=Counter)
     """"recompute" or "swap"."""
@@ -150,5 +156,9 @@ class EngineSnapshot:
     """Blocks that no sequence holds and an equal prefix would find again."""
     totals: EngineStats
     """Counters since the start: subtract those of an earlier snapshot to see a stretch of time."""
+    num_kept_states: int = 0
+    """States that an equal prefix would find again, of a model whose layers keep states."""
+    kept_state_bytes: int = 0
+    """Bytes of these."""
     num_offloaded_blocks: int = 0
     """Blocks, never pages, that the host's memory keeps, whatever the pool holds of them; none without `kv_offload_size`."""

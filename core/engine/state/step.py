@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy
@@ -74,6 +74,12 @@ class StepInput:
     started: tuple[StartedRow, ...] = ()
     new_pages: tuple[NewPages, ...] = ()
     copies: tuple[PageCopy, ...] = ()
+    state_indices: NDArray[numpy.int32] | None = None
+    """[num_seqs], where layers keep states: which slot of its row holds each sequence's."""
+    restored: tuple[tuple[int, int], ...] = ()
+    """(slot of a checkpoint, row): states to be copied before the step runs."""
+    checkpoints: NDArray[numpy.int32] = field(default_factory=lambda: numpy.zeros((0, 3), dtype=numpy.int32))
+    """[num_checkpoints, 3]: see `StateMetadata.checkpoints`."""
 
     @property
     def num_seqs(self) -> int:

@@ -13,7 +13,7 @@ from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
 from headway.backends import layouts
 from headway.core.contract.errors import BackendError, ConfigError
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheGeometry, CacheLayout
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheGeometry, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cases import Case, make_case, parse_case
@@ -72,6 +72,13 @@ def test_matches_float64(case_name: str, spec_name: str) -> None:
     assert error_of(case_of(case_name, LAYERS[spec_name])) < 2e-6
 
 
+@pytest.mark.parametrize("splits", [{}, {"extend_splits": "3"}], ids=str)
+@pytest.mark.parametrize("window", [None, rare(1), 37, rare(90)])
+def test_queries_that_see_later_keys(window: int | None, splits: dict[str, str]) -> None:
+    layer = spec(causal=False, dense=True, sliding_window=window)
+    assert error_of(case_of("1q100_1q5_1q1", layer), **splits) < 2e-6
+
+
 @pytest.mark.parametrize("case_name", ["mixed", rare("verify")])
 @pytest.mark.parametrize("block_size", [rare(16), 48])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -112,6 +119,7 @@ SPLIT_EXTENDS = {
     "window": {"sliding_window": 70},
     "softcap alibi sinks": {"softcap": 2.0, "alibi_slopes": (0.5, 0.25, 0.125, 0.0625), "sinks": (0.3, -1.0, 2.0, 0.0)},
     "fp8": {"kv_dtype": FP8, "k_scale": 0.02, "v_scale": 0.05},
+    "int8": {"kv_dtype": torch.int8, "softcap": 2.0},
 }
 
 
@@ -121,6 +129,7 @@ SPLIT_EXTENDS = {
 )
 @pytest.mark.parametrize("layout", [NHD, rare(HND), rare(VLLM_5D)], ids=lambda layout: layout.name)
 def test_programs_that_share_the_keys_of_a_query_tile_give_the_same(layout: CacheLayout, name: str, extend_splits: str) -> None:
+    layout = NHD_INT8 if name == "int8" else layout
     case = case_of("1q30s300_1q3s17_1q9s9_1q1s1", spec(**SPLIT_EXTENDS[name]), layout, 16)
     backend = TritonAttention(case.spec, layout, 16, {"extend_splits": extend_splits})
     assert (backend.plan(case.metadata.prefill).schedule.merges > 0) == (extend_splits != "1")
@@ -173,6 +182,7 @@ def test_more_query_heads_than_a_tile_holds_write_one_token() -> None:
 def test_decode_writes_where_it_keeps_cache_and_bits() -> None:
     assert TritonAttention(spec(), NHD, 16).decode_writes
     assert not TritonAttention(spec(kv_dtype=FP8), NHD, 16).decode_writes
+    assert not TritonAttention(spec(kv_dtype=torch.int8), NHD_INT8, 16).decode_writes
     assert not TritonAttention(spec(batch_invariant=True), NHD, 16).decode_writes
 
 
@@ -181,6 +191,52 @@ def test_decode_writes_where_it_keeps_cache_and_bits() -> None:
 def test_fp8_cache(layout: CacheLayout, case_name: str) -> None:
     layer = spec(kv_dtype=FP8, k_scale=0.02, v_scale=0.05)
     assert error_of(case_of(case_name, layer, layout)) < 2e-6
+
+
+INT8_LAYERS = {
+    "plain": {},
+    "window softcap alibi": {"sliding_window": 9, "softcap": 2.0, "alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
+    "sinks, head_dim 80, longer value": {"sinks": (0.3, -1.0, 2.0, 0.0), "head_dim": 80, "v_head_dim": 96},
+}
+
+
+@pytest.mark.parametrize("block_size", [16, rare(48)])
+@pytest.mark.parametrize("case_name", ["mixed", "verify", rare("prefill"), rare("decode ragged"), rare("extend")])
+@pytest.mark.parametrize("name", INT8_LAYERS)
+def test_int8_cache(name: str, case_name: str, block_size: int) -> None:
+    layer = spec(kv_dtype=torch.int8, **INT8_LAYERS[name])
+    error, lse = errors_of(TritonAttention, case_of(case_name, layer, NHD_INT8, block_size))
+    assert error < 2e-6
+    assert lse < 2e-5
+
+
+@pytest.mark.parametrize("values", [1.0, 1e-3], ids="values of {}".format)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_int8_cache_in_half_precision(dtype: torch.dtype, values: float) -> None:
+    """Small values have small scales, which weights in float16 could not take without losing their digits."""
+    lens = parse_case("1q30s300_2q1s200", 1)
+    write = layouts.write_rows
+    case = make_case(
+        lens,
+        spec(dtype=dtype, kv_dtype=torch.int8),
+        NHD_INT8,
+        16,
+        lambda k, v, *rest: write(k, v * values, *rest),
+        poison=math.nan,
+    )
+    assert error_of(case) < TritonAttention.tolerance[dtype]
+
+
+def test_int8_scales_are_read_by_strides_and_any_split() -> None:
+    """Another order of the scales, the 5-d cache, and programs that share a sequence's keys."""
+    tokens = ("block", "slot", "head")
+    layout = CacheLayout(
+        "mine", {**VLLM_5D.tensors, "key_scale": ("block", "head", "slot"), "value_scale": tokens}, 16, NHD_INT8.dtypes
+    )
+    case = case_of("2q1s70_1q1s300_1q5s40", spec(kv_dtype=torch.int8), layout)
+    for splits in ("1", "5"):
+        backend = TritonAttention(case.spec, layout, 16, {"num_splits": splits})
+        assert relative_error(run_backend(backend, case), reference(case), case) < 2e-6
 
 
 def test_the_scales_of_an_fp8_cache_matter() -> None:
@@ -216,6 +272,29 @@ def test_writer_writes_what_the_readable_one_writes(layout: CacheLayout, dtype: 
     for ours, theirs in ((caches[0].key, caches[1].key), (caches[0].value, caches[1].value)):
         assert torch.equal(ours.float(), theirs.float())
     assert tokens == 1 or caches[0].key.float().abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, rare(torch.bfloat16), rare(torch.float16)], ids=str)
+def test_writers_leave_the_same_bits_in_an_int8_cache(dtype: torch.dtype) -> None:
+    """Ties between two numbers, rows of zeros, of the smallest numbers and of none that is finite among them."""
+    generator = torch.Generator().manual_seed(1)
+    geometry = CacheGeometry(24, 16, 2, 80, torch.int8, torch.device("cpu"))
+    k, v = (
+        torch.randn(300, 2, 80, generator=generator) * 10.0 ** torch.randint(-4, 4, (300, 2, 1), generator=generator)
+        for _ in "kv"
+    )
+    k[::7], v[::5] = 0.0, torch.randint(-254, 255, v[::5].shape, generator=generator) / 2
+    v[::5, :, 0] = 127.0
+    k[3, 0, 5], k[4, 1, 79], v[9, 0, 0], v[11] = math.nan, math.inf, -math.inf, 1e-40
+    k, v = k.to(dtype), v.to(dtype)
+    slots = torch.randperm(24 * 16, generator=generator)[:300]
+    slots[150] = -1
+    caches = [NHD_INT8.allocate(geometry) for _ in range(2)]
+    Writer()(k, v, caches[0], slots)
+    layouts.write_rows(k, v, caches[1], slots)
+    for name, tensor in caches[0].tensors.items():
+        assert torch.equal(tensor, caches[1].tensors[name]), name
+    assert caches[0].gather(slots[3:4])[0][0, 0].isnan().all()
 
 
 def test_writer_saturates() -> None:

@@ -14,15 +14,23 @@ from headway.backends.triton.prefill_schedule import TileSchedule, schedule_tile
 BLOCK_M, BLOCK_N = 16, 16
 
 
-def work_of(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None, whole: int = 0) -> TileSchedule:
+def work_of(
+    lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None, whole: int = 0, causal: bool = True
+) -> TileSchedule:
     starts = numpy.cumsum([0, *(query_len for query_len, _ in lens)], dtype=numpy.int32)
     kv_lens = numpy.array([kv_len for _, kv_len in lens], numpy.int32)
-    return schedule_tiles(starts, kv_lens, group, BLOCK_M, BLOCK_N, window, lambda tiles: (whole, -(-int(tiles.max()) // parts)))
+
+    def cut(tiles: numpy.ndarray) -> tuple[int, int]:
+        return whole, -(-int(tiles.max()) // parts)
+
+    return schedule_tiles(starts, kv_lens, group, BLOCK_M, BLOCK_N, window, cut, causal)
 
 
-def check(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None, whole: int = 0) -> TileSchedule:
+def check(
+    lens: list[tuple[int, int]], parts: int, group: int = 4, window: int | None = None, whole: int = 0, causal: bool = True
+) -> TileSchedule:
     """That the programs of each query tile cover the keys its rows see, in order, and that merges name their slots."""
-    work = work_of(lens, parts, group, window, whole)
+    work = work_of(lens, parts, group, window, whole, causal)
     starts = numpy.cumsum([0] + [query_len for query_len, _ in lens])
     slots_of: dict[tuple[int, int], list[int]] = {}
     runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -40,7 +48,10 @@ def check(lens: list[tuple[int, int]], parts: int, group: int = 4, window: int |
             seen = 0 if window is None else max(oldest - window + 1, 0)
             mine = runs[seq, number]
             assert seen - BLOCK_N < mine[0][0] <= seen
-            assert mine[-1][1] == newest + 1
+            last = newest if causal else kv_len - 1 if window is None else newest + window - 1
+            assert newest < mine[-1][1]
+            assert min(last, kv_len - 1) <= mine[-1][1] - 1 < last + BLOCK_M
+            assert mine[-1][1] <= (newest + 1 if causal else kv_len)
             assert all(end == following for (_, end), (following, _) in pairwise(mine))
             assert all(first < end for first, end in mine)
             assert len(mine) <= parts
@@ -61,6 +72,12 @@ def test_every_row_meets_every_key_it_sees_once(parts: int, window: int | None) 
     for group in (1, 3, 4, 32):
         lens = [(query_len, query_len + draw.choice([0, 1, draw.randrange(400)])) for query_len in (1, 5, 33, 70)]
         check([*lens, (1, 1), (17, 17)], parts, group, window)
+
+
+@pytest.mark.parametrize("window", [None, 40, 1])
+def test_a_row_that_is_not_causal_meets_later_keys_too(window: int | None) -> None:
+    for group, parts in ((1, 1), (3, 2), (32, 7)):
+        check([(length, length) for length in (1, 5, 33, 70, 200)], parts, group, window, causal=False)
 
 
 def test_nothing_is_merged_where_nothing_is_split() -> None:

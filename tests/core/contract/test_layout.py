@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend_cases import DTYPES, LAYOUTS
-from headway.backends.layouts import write_rows
+from headway.backends.layouts import quantised, write_rows
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry
 
@@ -138,6 +138,12 @@ def test_heads_interleaved_with_another_engines_are_no_contiguous_blocks() -> No
         ({"key": ("block", "slot", "dim")}, "axes of key: needs each of block, slot, head, dim once"),
         ({"key": ("block", "slot", "head", "dim", "x")}, "pack_bytes: needs the bytes of the axis x"),
         ({"key": ("block", "slot", "head", "dim"), "scale": ("block",)}, "got key, scale"),
+        ({"key": ("block", "slot", "head", "dim"), "value_scale": ("block", "slot")}, "got key, value_scale"),
+        ({"key": ("block", "slot", "head", "dim"), "key_scale": ("block",)}, "axes of key_scale: needs each of block, slot once"),
+        (
+            {"key": ("block", "slot", "head", "dim"), "key_scale": ("block", "slot")},
+            "dtypes: needs an element type of each scale",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(tensors: dict[str, tuple[str, ...]], said: str) -> None:
@@ -155,3 +161,65 @@ def test_a_new_pool_is_zero_in_every_dtype() -> None:
         cache = NHD.allocate(geometry(dtype))
         assert cache.key.dtype == dtype
         assert not cache.key.any()
+
+
+INT8 = AttentionSpec(6, 3, 32, 0.2, torch.bfloat16, kv_dtype=torch.int8)
+
+
+def test_a_layout_keeps_scales_beside_its_numbers() -> None:
+    cache = NHD_INT8.allocate(CacheGeometry.of(INT8, 5, 8))
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in cache.tensors.items()} == {
+        "key": ((5, 8, 3, 32), torch.int8),
+        "value": ((5, 8, 3, 32), torch.int8),
+        "key_scale": ((5, 3, 8), torch.float32),
+        "value_scale": ((5, 3, 8), torch.float32),
+    }
+    assert NHD_INT8.bytes_per_block(cache.geometry) == 8 * INT8.cache_row_bytes == 8 * 3 * 2 * (32 + 4)
+    assert len({NHD, NHD_INT8, CacheLayout("mine", NHD_INT8.tensors, dtypes=NHD_INT8.dtypes)}) == 2
+    assert CacheLayout("halves", NHD_INT8.tensors, dtypes={**NHD_INT8.dtypes, "key_scale": torch.float16}) != NHD_INT8
+
+
+def test_a_cache_of_whole_numbers_and_a_layout_with_scales_need_each_other() -> None:
+    plain = AttentionSpec(6, 3, 32, 0.2, torch.bfloat16)
+    latent = AttentionSpec(8, 1, 48, 0.2, v_head_dim=32, value_in_key=True, kv_dtype=torch.int8)
+    assert NHD_INT8.check(INT8, 16)
+    assert "needs a layout that holds a cache of int8_per_token_head" in str(NHD.check(INT8, 16))
+    assert "(--kv-layout nhd_int8)" in str(HND.check(INT8, 16))
+    assert "got nhd_int8, which holds int8_per_token_head (--kv-layout nhd)" in str(NHD_INT8.check(plain, 16))
+    assert "kv_cache_dtype: needs auto or fp8_e4m3, as values lie in keys" in str(LATENT.check(latent, 16))
+
+
+@pytest.mark.parametrize("scale_axes", [("block", "head", "slot"), ("block", "slot")], ids=["each head", "all heads"])
+def test_rows_come_back_as_numbers_times_their_scales(scale_axes: tuple[str, ...]) -> None:
+    """Rows are a multiple of their largest over 127, so that nothing is lost."""
+    layout = CacheLayout(
+        "mine",
+        {**VLLM_5D.tensors, "key_scale": scale_axes, "value_scale": scale_axes},
+        16,
+        {"key": torch.int8, "value": torch.int8, "key_scale": torch.float32, "value_scale": torch.float32},
+    )
+    cache = layout.allocate(CacheGeometry.of(INT8, 5, 8))
+    numbers = torch.randint(-127, 128, (2, 4, 3, 32))
+    numbers[..., 0] = 127
+    k, v = numbers.float() * torch.tensor([2.0, 0.25, 1.0, 64.0])[:, None, None]
+    slots = torch.tensor([3, 39, 16, 8])
+    write_rows(k, v, cache, slots)
+    assert torch.equal(cache.gather(slots)[0], k)
+    assert torch.equal(cache.gather(slots)[1], v)
+    assert torch.equal(cache.logical_key[0, 3].flatten(1), numbers[0, 0].to(torch.int8))
+    scales = cache.logical_scale("key")
+    assert scales is not None
+    assert scales.shape == (5, 8, 3)
+    assert scales[4, 7].tolist() == [0.25] * 3
+    assert not any(rows.any() for rows in cache.gather(torch.tensor([0, 9, 38])))
+
+
+def test_numbers_are_rounded_to_the_nearest_and_rows_of_zeros_are_safe() -> None:
+    rows = torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, -0.0], [1.0, math.nan, 0.0, 0.0], [math.inf, 1.0, 0.0, 0.0]])
+    numbers, scales = quantised(rows[:, None], torch.int8)
+    assert numbers[:2, 0].tolist() == [[127, 0, 2, -2], [0, 0, 0, 0]]
+    assert scales[:2, 0].tolist() == [1.0, 0.0]
+    assert (numbers * scales[..., None])[2:].isnan().all(), "a row that is not finite is not taken for one"
+    tiny = torch.tensor([[[3e-45, -1e-45]]])
+    numbers, scales = quantised(tiny, torch.int8)
+    assert (numbers * scales[..., None]).isfinite().all()

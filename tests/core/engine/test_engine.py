@@ -302,6 +302,13 @@ def test_a_cache_type_that_a_backend_does_not_read_is_refused_with_the_reason() 
     registry = create_registry([HalfPlugin()], load_entry_points=False)
     with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs the layer's dtype, got fp8_e4m3"):
         make_engine(model=TinyModel(), source=registry, config=replace(SMALL, attn_backend="half", kv_cache_dtype="fp8_e4m3"))
+    int8 = replace(SMALL, attn_backend="half", kv_cache_dtype="int8_per_token_head")
+    with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs the layer's dtype, got int8_per_token_head") as caught:
+        make_engine(model=TinyModel(), source=registry, config=int8)
+    assert "--attn-backend auto --kv-layout nhd_int8" in str(caught.value)
+    plain = replace(int8, attn_backend="sdpa", kv_layout="hnd")
+    with pytest.raises(UnsupportedError, match="with a scale for each token and head, got hnd"):
+        make_engine(model=TinyModel(), source=registry, config=plain)
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
@@ -334,7 +341,9 @@ def test_drafts_change_no_token_and_spare_steps(registry: Registry, params: Samp
     assert engine.stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize(("layout", "kv_cache_dtype"), [("nhd", "fp8_e4m3"), ("hnd", "auto"), ("vllm_5d", "auto")])
+@pytest.mark.parametrize(
+    ("layout", "kv_cache_dtype"), [("nhd", "fp8_e4m3"), ("hnd", "auto"), ("vllm_5d", "auto"), ("nhd_int8", "int8_per_token_head")]
+)
 def test_prefix_hit_of_part_of_a_block_changes_no_token(registry: Registry, layout: str, kv_cache_dtype: str) -> None:
     """Prompts that share beginnings of all lengths, of finished and of running sequences, in a pool that is short."""
     random = Random(0)
@@ -344,7 +353,7 @@ def test_prefix_hit_of_part_of_a_block_changes_no_token(registry: Registry, layo
         SMALL, block_size=32, kv_layout=layout, kv_cache_dtype=kv_cache_dtype, max_num_seqs=5, max_num_batched_tokens=64
     )
     whole = make_engine(model=TinyModel(), source=registry, config=replace(config, enable_prefix_caching=False))
-    short = 8 * 32 * (256 if kv_cache_dtype == "auto" else 64)
+    short = 8 * 32 * {"auto": 256, "fp8_e4m3": 64, "int8_per_token_head": 96}[kv_cache_dtype]
     engine = make_engine(model=TinyModel(), source=registry, config=replace(config, kv_cache_memory=short, max_model_len=128))
     params = SamplingParams(temperature=0, max_tokens=12)
     written = generate(engine, prompts, params)

@@ -170,6 +170,12 @@ def test_what_an_fp8_cache_holds_is_what_prompts_see(registry: Registry) -> None
     assert written[0] == written[1]
 
 
+def test_latents_have_no_int8_cache(registry: Registry) -> None:
+    config = replace(CONFIG, attn_backend="sdpa", kv_cache_dtype="int8_per_token_head")
+    with pytest.raises(UnsupportedError, match="kv_cache_dtype: needs auto or fp8_e4m3, as values lie in keys"):
+        make_engine(model=LatentModel(), source=registry, config=config)
+
+
 class NoLatents(SDPAMath):
     """Serves what is expanded, and nothing that lies in a key."""
 

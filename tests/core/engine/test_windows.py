@@ -75,6 +75,24 @@ def test_giving_pages_back_behind_windows_changes_no_token(registry: Registry, n
     assert [usage.given_back for usage in kept.blocks.usage([])] == [0]
 
 
+def test_windowed_layers_share_the_pages_of_an_int8_cache(registry: Registry) -> None:
+    """A page's numbers and its scales belong together, whichever group has it; a lone request is what all are held to."""
+    model, config = MODELS["two windows"], replace(CONFIG, kv_cache_dtype="int8_per_token_head")
+    whole = replace(config, enable_prefix_caching=False, free_window_blocks=False, max_num_batched_tokens=512)
+    alone = make_engine(model=model, source=registry, config=whole)
+    expected = [tokens(generate(alone, [each], GREEDY))[0] for each in PROMPTS]
+    engine = make_engine(model=model, source=registry, config=config)
+    assert [tokens(generate(engine, PROMPTS, GREEDY)) for _ in range(2)] == [expected, expected]
+    pages = engine.capacity.pool.page_format
+    assert set(pages.column_bytes) == {"key", "value", "key_scale", "value_scale"}
+    assert pages.page_bytes == pages.columns * sum(pages.column_bytes.values())
+    assert sum(usage.given_back for usage in engine.blocks.usage([])) > 40
+    tight = replace(config, kv_cache_memory=(pages.pages_for(192, 55) + 2) * pages.page_bytes, max_model_len=192)
+    short = make_engine(model=model, source=registry, config=replace(tight, async_scheduling=True))
+    assert tokens(generate(short, PROMPTS, GREEDY)) == expected
+    assert short.stats.num_preemptions > 0
+
+
 class Uniform(PlainBackend):
     graph_level = GraphLevel.UNIFORM
 

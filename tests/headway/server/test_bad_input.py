@@ -39,10 +39,10 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "too many logprobs": (TEXT, {"prompt": "a", "logprobs": 1000}, "logprobs"),
     "top_logprobs alone": (CHAT, {"messages": ASK, "top_logprobs": 3}, "top_logprobs"),
     "no prompt": (TEXT, {}, "prompt"),
-    "an empty prompt": (TEXT, {"prompt": ""}, "prompt 0"),
-    "no prompts": (TEXT, {"prompt": []}, "prompt 0"),
+    "an empty prompt": (TEXT, {"prompt": ""}, "prompt"),
+    "no prompts": (TEXT, {"prompt": []}, "prompt"),
     "a prompt of mixed things": (TEXT, {"prompt": ["a", 5]}, "prompt"),
-    "tokens beyond the vocabulary": (TEXT, {"prompt": [999999]}, "prompt 0"),
+    "tokens beyond the vocabulary": (TEXT, {"prompt": [999999]}, "prompt"),
     "no messages": (CHAT, {}, "messages"),
     "an empty conversation": (CHAT, {"messages": []}, "messages"),
     "a message without a role": (CHAT, {"messages": [{"content": "a"}]}, "messages"),
@@ -74,7 +74,10 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a suffix": (TEXT, {"prompt": "a", "suffix": "z"}, "suffix"),
     "a seed beyond 64 bits": (TEXT, {"prompt": "a", "seed": 2**70}, "seed"),
     "neither text nor messages": ("/tokenize", {}, "prompt"),
-    "no such tokens": ("/detokenize", {"tokens": [-1]}, "prompt"),
+    "no such tokens": ("/detokenize", {"tokens": [-1]}, "tokens"),
+    "a long conversation": (CHAT, {"messages": [{"role": "user", "content": "a b " * 300}]}, "messages"),
+    "an unknown kind of form": (TEXT, {"prompt": "a", "structured_outputs": {"xml": "a"}}, "structured_outputs"),
+    "an argument of a form's class": (TEXT, {"prompt": "a", "structured_outputs": {"self": 1}}, "structured_outputs"),
 }
 
 

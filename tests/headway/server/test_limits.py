@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import openai
@@ -14,6 +15,7 @@ import pytest
 from openai import OpenAI
 
 from headway import LLM
+from headway.core.contract.errors import ConfigError
 from headway.server import launch, protocol
 from headway.server.options import ServerOptions, is_local
 from server_thread import raw, running
@@ -32,6 +34,18 @@ def test_api_key_is_required_if_set(llm: LLM) -> None:
         with pytest.raises(openai.AuthenticationError):
             OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()
         assert OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0).models.list().data
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e300, -1.0])
+@pytest.mark.parametrize("name", ["request_timeout", "read_timeout", "write_timeout", "step_timeout", "shutdown_timeout"])
+def test_a_time_that_no_clock_can_wait_for_is_refused(name: str, seconds: float) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: needs seconds"):
+        ServerOptions(**{name: seconds})
+
+
+def test_an_empty_name_of_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--served-model-name: needs a name that is not empty"):
+        ServerOptions(served_model_names=("tiny", ""))
 
 
 def test_full_queue_answers_429_with_retry_after(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +249,28 @@ def test_second_sigterm_ends_the_process_at_once(llm: LLM, monkeypatch: pytest.M
             assert (raised, signal.getsignal(signal.SIGTERM)) == ([signal.SIGTERM], signal.SIG_DFL)
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def test_requests_that_uvicorn_cancels_log_no_traceback(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """As it does with requests that go on after the second Ctrl-C."""
+
+    def ask(stream: bool) -> None:
+        with suppress(httpx.HTTPError):
+            httpx.post(f"{served.url}{TEXT}", json={**LONG, "n": 64, "stream": stream}, timeout=20)
+
+    with running(llm) as served:
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        while served.llm.num_unfinished_requests < 2:
+            time.sleep(0.001)
+        for task in list(served.server.server_state.tasks):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+        served.wait_idle(2)  # 12,800 tokens take longer
+        served.server.should_exit = True
+        for thread in threads:
+            thread.join()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_health_answers_503_for_a_dead_engine(llm: LLM) -> None:

@@ -63,6 +63,25 @@ def tokens_of(body: bytes) -> int:
     return sum(len(json.loads(each[6:])["choices"][0].get("token_ids", ())) for each in events[:-2])
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("wish", ["h2c", "websocket", "TLS/1.0"])
+def test_a_request_that_would_rather_speak_another_protocol_keeps_its_body(pipelined: Running, wish: str, parts: int) -> None:
+    """Java's HTTP client asks for HTTP/2 in every request; a server that does not speak it answers in HTTP/1.1."""
+    body = json.dumps({"prompt": [3], "max_tokens": 4, "ignore_eos": True}).encode()
+    wished = raw(
+        "POST", TEXT, body, connection="Upgrade, HTTP2-Settings", upgrade=wish, http2_settings="AAMAAABkAAQAoAAAAAIAAAAA"
+    )
+    chunked = wished.replace(b"content-length: %d" % len(body), b"transfer-encoding: chunked")
+    chunked = chunked.replace(body, b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+    last = raw("GET", "/health", connection="close")
+    sent = wished + chunked + ask(2, return_token_ids=True) + last
+    size = -(-len(sent) // parts)
+    found = answers_to(pipelined, *(sent[start : start + size] for start in range(0, len(sent), size)), pause=0.02)
+    assert [status for status, _ in found] == [200] * 4
+    assert [json.loads(text)["usage"]["completion_tokens"] for _, text in found[:2]] == [4, 4]
+    assert tokens_of(found[2][1]) == 2
+
+
 @pytest.mark.parametrize("pause", [0.0, 0.05])
 def test_pipelined_requests_get_whole_answers_in_order(pipelined: Running, pause: float) -> None:
     streams = [ask(tokens, return_token_ids=True) for tokens in (100, 7, 30)]

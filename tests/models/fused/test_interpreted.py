@@ -39,6 +39,8 @@ MODELS = {
         "rotated": False,
         "activation": "relu",
     },
+    "qwen3_next": {"qk_norm": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden": 64, "gate_heads": 4},
+    "nemotron_h": {"rotated": False, "activation": "relu2"},
     "olmo2": {"qk_norm": True, "whole_norm": True, "num_kv_heads": 3, "head_dim": 16},
     "normed, not rotated": {"qk_norm": True, "rotated": False},
     "wide": {"hidden": 2100, "inner": 1030, "num_heads": 9, "num_kv_heads": 3, "head_dim": 80, "qk_norm": True},
@@ -49,7 +51,7 @@ THETAS = {"gemma": (1e4, 1e6)}
 CASES = [(name, rows, dtype) for name in ("llama", "qwen2", "qwen3") for rows in (1, 2, 9, 17) for dtype in TOLERANCE]
 TILED = ("tiles", "tiles, split", "tiles, gated and split")
 CASES += [(name, rows, dtype) for name in TILED for rows in (17, 70) for dtype in (torch.float16, torch.bfloat16)]
-FAMILIES = ("gemma", "gpt2", "gpt2, tiles", "olmo2", "normed, not rotated")
+FAMILIES = ("gemma", "gpt2", "gpt2, tiles", "nemotron_h", "olmo2", "normed, not rotated", "qwen3_next")
 CASES += [(name, rows, dtype) for name in FAMILIES for rows in (1, 9, 17) for dtype in (torch.float32, torch.bfloat16)]
 CASES += [("llama, head_dim 16", 5, torch.bfloat16), ("wide", 1, torch.float16), ("wide", 3, torch.bfloat16)]
 EVERYDAY = [
@@ -62,6 +64,9 @@ EVERYDAY = [
     ("gemma", 1, torch.bfloat16),
     ("gpt2, tiles", 17, torch.bfloat16),
     ("olmo2", 17, torch.float32),
+    ("nemotron_h", 9, torch.bfloat16),
+    ("qwen3_next", 1, torch.bfloat16),
+    ("qwen3_next", 17, torch.bfloat16),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import NHD
+from headway.core.contract.layout import NHD, NHD_INT8
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state import pool
@@ -35,7 +35,8 @@ def small(model: Any, **options: Any) -> EngineConfig:
     """A cache for little more than one sequence."""
     config = replace(CONFIG, **options)
     specs = LayerSpecs.of(model, config.kv_cache_dtype).cached
-    pages = page_format(specs, [NHD] * len(specs), 8, 160)
+    layout = NHD_INT8 if config.kv_cache_dtype == "int8_per_token_head" else NHD
+    pages = page_format(specs, [layout] * len(specs), 8, 160)
     return replace(config, kv_cache_memory=(pages.pages_for(160, 64) + 4) * pages.page_bytes)
 
 
@@ -84,11 +85,19 @@ def test_swapping_changes_no_token(registry: Registry) -> None:
         assert (engine.stats.blocks_swapped > 0) == (engine.stats.preemptions_by_kind["swap"] > 0)
 
 
-def test_offloading_an_fp8_cache_changes_no_token(registry: Registry) -> None:
-    options = {"attn_backend": "sdpa.math", "kv_cache_dtype": "fp8_e4m3", "enable_prefix_caching": True}
-    config = small(PLAIN, **options)
-    expected = tokens(make_engine(model=PLAIN, source=registry, config=replace(config, kv_cache_memory=2**20)))
-    engine = make_engine(model=PLAIN, source=registry, config=replace(config, kv_offload_size="4MiB", preemption_mode="swap"))
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"),
+    [
+        ("plain", "fp8_e4m3"),
+        ("two windows", "int8_per_token_head"),
+        pytest.param("plain", "int8_per_token_head", marks=pytest.mark.slow),
+    ],
+)
+def test_offloading_a_cache_of_8_bits_changes_no_token(registry: Registry, name: str, kv_cache_dtype: str) -> None:
+    model = MODELS.get(name, PLAIN)
+    config = small(model, attn_backend="sdpa.math", kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=True)
+    expected = tokens(make_engine(model=model, source=registry, config=replace(config, kv_cache_memory=2**20)))
+    engine = make_engine(model=model, source=registry, config=replace(config, kv_offload_size="4MiB", preemption_mode="swap"))
     first = tokens(engine)
     assert tokens(engine) == first == expected
     assert engine.stats.offload_hits > 0

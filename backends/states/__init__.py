@@ -1,0 +1,1 @@
+"""Backends for layers that keep a state."""

@@ -1,0 +1,152 @@
+"""Recurrences over whole prompts in chunks: products of matrices inside a chunk, and one product a chunk for the state.
+
+With G_i the sum of the logarithms of decays up to token i of a chunk, the state after token i is
+
+    S_i = exp(G_i) S_0 + sum over j <= i of exp(G_i - G_j) k_j d_j^T,
+
+so a chunk's output and last state are products of [C, C] matrices of decayed scores with d. Where d itself depends on the state
+(the delta rule), d = u - w S_0 with u and w from one solve of a unit triangular matrix (the WY form of Yang et al. 2024,
+arXiv 2406.06484); else d = v (the state space dual of Dao and Gu 2024, arXiv 2405.21060). A decay is only ever the exponential
+of a difference that is not positive, so nothing overflows however strong the decays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.backends.states.operands import Operands
+
+
+class _Scores(NamedTuple):
+    """What a chunk's tokens do to each other and to the state; n sequences, H heads, J chunks of C tokens."""
+
+    queries: Tensor
+    """[n, H, J, C, C]: q_i . k_j, decayed from j to i; 0 for j > i."""
+    keys: Tensor | None
+    """[n, H, J, C, C]: k_i . k_j, decayed; right below the diagonal. None where the rule is not the delta rule."""
+    from_start: Tensor
+    """Decays from the chunk's start through each token, [n, H, J, C, 1 or K]."""
+    to_end: Tensor
+    """Decays after each token to the chunk's end, [n, H, J, C, 1 or K]."""
+    whole: Tensor
+    """Decay over the chunk, [n, H, J, 1 or K, 1]."""
+
+
+def scan_chunks(chunk: int, inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> tuple[Tensor, Tensor]:
+    """Run the recurrence and return the output [n, L, H, V] and the last state, a new tensor; all float32.
+
+    chunk: tokens of a chunk, a power of two that divides L; state: [n, H, K, V], with which the sequences begin;
+    after(j, state) is called with the state after chunk j, which must not be kept.
+    """
+    heads = inputs.v.shape[2]
+    # A decay for each head lets the heads of a key head share their scores; one for each channel of the key does not.
+    widened = heads if inputs.g.dim() == 4 else inputs.k.shape[2]
+    q, k = (_in_chunks(widen(part, widened), chunk) for part in (inputs.q, inputs.k))
+    v, g = _in_chunks(inputs.v, chunk), _in_chunks(inputs.g if inputs.g.dim() == 4 else inputs.g[..., None], chunk)
+    delta = inputs.beta is not None
+    scores = _scores_by_channel(q, k, g, delta) if inputs.g.dim() == 4 else _scores_by_head(q, k, g, delta)
+    q, k = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (q, k))
+    reads, values = q * scores.from_start, v
+    corrections = None
+    if inputs.beta is not None:
+        assert scores.keys is not None
+        beta = _in_chunks(inputs.beta[..., None], chunk)
+        both = torch.cat((v * beta, k * scores.from_start * beta), dim=-1)
+        # The solver takes the diagonal for 1 and reads nothing above it.
+        solved = torch.linalg.solve_triangular(scores.keys * beta, both, upper=False, unitriangular=True)
+        values, corrections = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    writes = (k * scores.to_end).transpose(-1, -2)
+    out, last = _over_chunks(scores, reads, writes, values, corrections, state, after)
+    out = out.permute(0, 2, 3, 1, 4).flatten(1, 2)
+    return (out if inputs.skip is None else out + inputs.skip), last
+
+
+def _over_chunks(
+    scores: _Scores,
+    reads: Tensor,
+    writes: Tensor,
+    values: Tensor,
+    corrections: Tensor | None,
+    state: Tensor,
+    after: Callable[[int, Tensor], None],
+) -> tuple[Tensor, Tensor]:
+    """Carry the state from chunk to chunk; returns the output [n, H, J, C, V] and the last state."""
+    shape, chunks = values.shape, values.shape[2]
+    state = state.flatten(0, 1)
+    out = torch.empty_like(values).flatten(0, 1)
+    queries, whole, reads, writes, values = (part.flatten(0, 1) for part in (scores.queries, scores.whole, reads, writes, values))
+    corrections = None if corrections is None else corrections.flatten(0, 1)
+    for j in range(chunks):
+        added = values[:, j] if corrections is None else torch.baddbmm(values[:, j], corrections[:, j], state, alpha=-1)
+        out[:, j] = torch.baddbmm(torch.bmm(reads[:, j], state), queries[:, j], added)
+        state = torch.baddbmm(state * whole[:, j], writes[:, j], added)
+        after(j, state.view(*shape[:2], *state.shape[1:]))
+    return out.view(shape), state.view(*shape[:2], *state.shape[1:])
+
+
+def _in_chunks(rows: Tensor, chunk: int) -> Tensor:
+    """[n, L, heads, dim] as [n, heads, J, C, dim]."""
+    return torch.unflatten(rows, 1, (-1, chunk)).permute(0, 3, 1, 2, 4).contiguous()
+
+
+def widen(rows: Tensor, heads: int) -> Tensor:
+    """Repeat key heads [..., key heads, dim] so that each of `heads` has its own."""
+    return rows if rows.shape[-2] == heads else rows.repeat_interleave(heads // rows.shape[-2], dim=-2)
+
+
+def _scores_by_head(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:
+    """Scores where a decay is one number for each head; q, k: [n, key heads, J, C, K]; g: [n, H, J, C, 1]."""
+    sums = g.double().squeeze(-1).cumsum(-1)  # double: a difference of two large sums must be right to float32's last bit
+    below = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=g.device).tril()
+    between = (sums[..., :, None] - sums[..., None, :]).float().masked_fill_(~below, -torch.inf).exp_()
+    groups = torch.unflatten(between, 1, (q.shape[1], -1))  # [n, key heads, heads of each, J, C, C]
+    keys = k.transpose(-1, -2)
+    return _Scores(
+        ((q @ keys)[:, :, None] * groups).flatten(1, 2),
+        ((k @ keys)[:, :, None] * groups).flatten(1, 2) if delta else None,
+        sums.float().exp_()[..., None],
+        (sums[..., -1:] - sums).float().exp_()[..., None],
+        sums[..., -1:].float().exp_()[..., None],
+    )
+
+
+def _scores_by_channel(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:
+    """Scores where every channel of the key has a decay of its own; all [n, H, J, C, K].
+
+    exp(G_i - G_j) is exp(G_i - R) exp(R - G_j) for any R between the two, which keeps both factors at most 1. Pairs of tokens are
+    sorted by the largest power of two that lies between them: halves of blocks of 2, 4, ..., C tokens, R at each block's middle.
+    """
+    n, heads, chunks, chunk = k.shape[:4]
+    scores = k.new_zeros(n, heads, chunks, 2 if delta else 1, chunk, chunk)
+    rows = torch.stack((q, k), dim=3) if delta else q[:, :, :, None]  # [n, H, J, 2 or 1, C, K]
+    scores[:, :, :, 0].diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+    half = 1
+    while half < chunk:
+        halves = (chunk // (2 * half), 2, half)
+        earlier, later = torch.unflatten(g, 3, halves).unbind(4)  # [n, H, J, blocks, half, K]
+        through = later.cumsum(-2).exp_()
+        upper = torch.unflatten(rows, 4, halves)[..., 1, :, :] * through[:, :, :, None]
+        lower = torch.unflatten(k, 3, halves)[..., 0, :, :] * _sums_after(earlier).exp_()
+        products = upper @ lower[:, :, :, None].transpose(-1, -2)  # [n, H, J, 2 or 1, blocks, half, half]
+        blocks = torch.unflatten(torch.unflatten(scores, -1, halves), -4, halves)  # [..., blocks, 2, half, blocks, 2, half]
+        blocks[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).copy_(products.movedim(-3, -1))
+        half *= 2
+    sums = g.cumsum(-2)
+    return _Scores(
+        scores[:, :, :, 0],
+        scores[:, :, :, 1] if delta else None,
+        sums.exp(),
+        _sums_after(g).exp_(),
+        sums[..., -1, :, None].exp(),
+    )
+
+
+def _sums_after(g: Tensor) -> Tensor:
+    """Sums over the tokens after each, along the axis before the last."""
+    after = torch.zeros_like(g)
+    after[..., :-1, :] = g[..., 1:, :].flip(-2).cumsum(-2).flip(-2)
+    return after

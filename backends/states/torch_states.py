@@ -1,0 +1,246 @@
+"""Layers with a state in plain PyTorch: every kind, every layout, CPU and CUDA, float32 inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from headway.backends.states.chunks import scan_chunks
+from headway.backends.states.convolution import convolve, remembered
+from headway.backends.states.operands import operands
+from headway.backends.states.plans import (
+    Room,
+    ScanPlan,
+    Segment,
+    SequenceBlock,
+    StepBlock,
+    StepPlan,
+    Writes,
+    plan_scan,
+    plan_step,
+)
+from headway.backends.states.selective import scan_selective, selective_operands, step_selective
+from headway.backends.states.slots import read_slots, write_known_later, write_slots
+from headway.backends.states.steps import step_tokens
+from headway.core.contract.backend import GraphLevel
+from headway.core.contract.metadata import Phase
+from headway.core.contract.state import (
+    CHECKPOINT_TOKENS,
+    MAMBA1,
+    STATE_KINDS,
+    StateCache,
+    StateLayout,
+    StateMetadata,
+    StateParameters,
+    StateSpec,
+)
+from headway.core.contract.state_backend import StateBackend, StateCapabilities
+
+_AT_ONCE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+"""Bytes, about, of the float32 tensors that are computed at once: on a CPU they should stay near its caches."""
+_ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
+"""Elements of the states that `mamba1` moves on at once: on a CPU chunks side by side cost more and win nothing."""
+
+
+class TorchStates(StateBackend):
+    """The readable backend for layers with a state: chunks of 64 tokens as batched products, steps token by token."""
+
+    name = "torch"
+    graph_level = GraphLevel.UNIFORM
+    capabilities = StateCapabilities(
+        kinds=frozenset(STATE_KINDS),
+        state_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        devices=("cpu", "cuda"),
+    )
+
+    def __init__(self, spec: StateSpec, layout: StateLayout) -> None:
+        super().__init__(spec, layout)
+        state = 4 * spec.num_heads * spec.key_dim * spec.value_dim + 4 * spec.conv_channels * spec.conv_width
+        at_once = _AT_ONCE[spec.device.type]
+        tokens = at_once // _bytes_per_token(spec)
+        if spec.kind == MAMBA1:
+            tokens = _ELEMENTS[spec.device.type] // (spec.num_heads * spec.key_dim) * CHECKPOINT_TOKENS
+        self._room = Room(max(tokens, CHECKPOINT_TOKENS), max(at_once // (4 * state), 1))
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """See `StateBackend.workspace_bytes`."""
+        tokens = max(self._room.tokens, CHECKPOINT_TOKENS * min(self._room.sequences, max_num_seqs))
+        return 2 * tokens * _bytes_per_token(self.spec) + 2 * _AT_ONCE[self.spec.device.type]
+
+    def plan(self, metadata: StateMetadata) -> ScanPlan | StepPlan:
+        """See `StateBackend.plan`."""
+        if metadata.step.phase is Phase.DECODE:
+            return plan_step(metadata, self._room, captured=False)
+        return plan_scan(metadata, self.spec.conv_width, self._room)
+
+    def plan_for_capture(self, metadata: StateMetadata) -> StepPlan:
+        """See `StateBackend.plan_for_capture`."""
+        return plan_step(metadata, self._room, captured=True)
+
+    def scan(
+        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: ScanPlan, out: Tensor
+    ) -> None:
+        """See `StateBackend.scan`."""
+        history = None
+        if self.spec.conv_channels:
+            history = read_slots(cache.logical_conv, plan.slots, plan.empty).transpose(1, 2)
+            if plan.remembered is not None:
+                kept = remembered(history.to(x.dtype), x, plan.remembered.at, plan.remembered.from_history)
+                write_slots(cache.logical_conv, plan.remembered.slots, kept)
+        for block in plan.blocks:
+            past = None if history is None else history.index_select(0, block.sequences)
+            self._scan_block(block, past, x, gates, parameters, cache, out)
+
+    def _scan_block(
+        self,
+        block: SequenceBlock,
+        history: Tensor | None,
+        x: Tensor,
+        gates: Sequence[Tensor],
+        parameters: StateParameters,
+        cache: StateCache,
+        out: Tensor,
+    ) -> None:
+        """Run the segments of one block; history: float32 [n, conv_width - 1, channels], the inputs before the block's first."""
+        state = read_slots(cache.logical_recurrent, block.slots, block.empty) if self.spec.recurrent else None
+        for segment in block.segments:
+            taken = _taken(x, segment)
+            inputs = taken.float()
+            if history is not None:
+                joined = torch.cat((history, inputs), dim=1)
+                inputs, history = convolve(self.spec, parameters, joined), joined[:, segment.length :]
+            if state is None:
+                result = inputs
+            else:
+                taken_gates = [_taken(gate, segment) for gate in gates]
+                result, state = self._scan_segment(block.chunk, segment, inputs, taken_gates, parameters, cache, state)
+            rows = result.reshape(-1, out.shape[-1])
+            rows = rows if segment.places is None else rows.index_select(0, segment.places)
+            out.index_copy_(0, segment.targets, rows.to(out.dtype))
+        if state is not None:
+            self._write_rows(cache, block.last, state)
+
+    def _scan_segment(
+        self,
+        chunk: int,
+        segment: Segment,
+        x: Tensor,
+        gates: Sequence[Tensor],
+        parameters: StateParameters,
+        cache: StateCache,
+        state: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the recurrence of one segment; returns the output and the state after it."""
+        spec, selective = self.spec, self.spec.kind == MAMBA1
+
+        def after(index: int, reached: Tensor) -> None:
+            if index in segment.checkpoints:
+                self._write_rows(cache, segment.checkpoints[index], _by_channel(reached) if selective else reached)
+
+        if selective:
+            read = selective_operands(parameters, x, gates, segment.valid)
+            result, last = scan_selective(chunk, read, _by_element(state), after)
+            return result, _by_channel(last)
+        return scan_chunks(chunk, operands(spec, parameters, x, gates, segment.valid), state, after)
+
+    def step(
+        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: StepPlan, out: Tensor
+    ) -> None:
+        """See `StateBackend.step`."""
+        rows = (len(plan.metadata.slots), plan.length)
+        x, *gates = (torch.unflatten(_unpacked(part, plan.tokens), 0, rows) for part in (x, *gates))
+        result = torch.unflatten(out, 0, rows) if plan.tokens is None else out.new_empty(*rows, out.shape[-1])
+        for block in plan.blocks:
+            some = block.rows
+            self._step_block(plan, block, x[some], [gate[some] for gate in gates], parameters, cache, result[some])
+        if plan.places is not None:
+            out.copy_(result.flatten(0, 1).index_select(0, plan.places))
+
+    def _step_block(
+        self,
+        plan: StepPlan,
+        block: StepBlock,
+        x: Tensor,
+        gates: Sequence[Tensor],
+        parameters: StateParameters,
+        cache: StateCache,
+        out: Tensor,
+    ) -> None:
+        """Run some sequences of a step; x, gates, out: [n, L, ...]."""
+        spec, metadata = self.spec, plan.metadata
+        slots = metadata.slots[block.rows]
+        empty = block.empty if not plan.captured else metadata.step.context_lens[block.rows] == 0
+        keep = self._kept_later(plan, block) if plan.captured else self._kept(block)
+        inputs = x.float()
+        if spec.conv_channels:
+            history = read_slots(cache.logical_conv, slots, empty).transpose(1, 2)
+            joined = torch.cat((history, inputs), dim=1)
+            inputs = convolve(spec, parameters, joined)
+            for token in range(plan.length):
+                keep(cache.logical_conv, token, joined[:, token + 1 : token + spec.conv_width].transpose(1, 2))
+        if not spec.recurrent:
+            out.copy_(inputs)
+            return
+        state = read_slots(cache.logical_recurrent, slots, empty)
+
+        def after(token: int, reached: Tensor) -> None:
+            keep(cache.logical_recurrent, token, _by_channel(reached) if spec.kind == MAMBA1 else reached)
+
+        if spec.kind == MAMBA1:
+            out.copy_(step_selective(selective_operands(parameters, inputs, gates, None), _by_element(state), after))
+        else:
+            out.copy_(step_tokens(operands(spec, parameters, inputs, gates, None), state, after).flatten(2))
+
+    @staticmethod
+    def _kept(block: StepBlock) -> Callable[[Tensor, int, Tensor], None]:
+        def keep(states: Tensor, token: int, values: Tensor) -> None:
+            writes = block.writes[token]
+            if len(writes.rows):
+                rows = values if len(writes.rows) == len(values) else values.index_select(0, writes.rows)
+                write_slots(states, writes.slots, rows)
+
+        return keep
+
+    @staticmethod
+    def _kept_later(plan: StepPlan, block: StepBlock) -> Callable[[Tensor, int, Tensor], None]:
+        metadata = plan.metadata
+        columns = torch.where(metadata.slots[block.rows, None] < 0, -1, metadata.out_slots[block.rows])
+
+        def keep(states: Tensor, token: int, values: Tensor) -> None:
+            if token < columns.shape[1]:
+                write_known_later(states, columns[:, token], values)
+
+        return keep
+
+    @staticmethod
+    def _write_rows(cache: StateCache, writes: Writes, state: Tensor) -> None:
+        if len(writes.rows):
+            write_slots(cache.logical_recurrent, writes.slots, state.index_select(0, writes.rows))
+
+
+def _taken(rows: Tensor, segment: Segment) -> Tensor:
+    """Rows [num_tokens, ...] as [n, L, ...] of a segment."""
+    return torch.unflatten(rows.index_select(0, segment.tokens), 0, (-1, segment.length))
+
+
+def _unpacked(rows: Tensor, tokens: Tensor | None) -> Tensor:
+    return rows if tokens is None else rows.index_select(0, tokens)
+
+
+def _by_element(state: Tensor) -> Tensor:
+    """States [n, H, K, 1] of `mamba1` as its recurrence has them, [n, K, H]."""
+    return state.squeeze(-1).transpose(1, 2).contiguous()
+
+
+def _by_channel(state: Tensor) -> Tensor:
+    return state.transpose(1, 2)[..., None]
+
+
+def _bytes_per_token(spec: StateSpec) -> int:
+    """About what a token of a scan takes while it is computed."""
+    if spec.kind == MAMBA1:
+        return 4 * spec.num_heads * (8 + 4 * spec.key_dim // CHECKPOINT_TOKENS) + 12 * spec.conv_channels
+    per_head = 6 * spec.key_dim + 6 * spec.value_dim + 4 * CHECKPOINT_TOKENS
+    return 4 * spec.num_heads * per_head + 12 * spec.conv_channels

@@ -1,0 +1,78 @@
+"""What the kernels take of a layer with a state: compile-time constants of its spec and of where its states lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from headway.backends.triton.launch import Launcher, aligned, specialised
+from headway.core.contract.state import StateCache, StateParameters, StateSpec
+
+
+def convolution_constants(spec: StateSpec, cache: StateCache, parameters: StateParameters) -> Mapping[str, Any]:
+    """Constants of a layer's convolution; WIDTH 0: it has none."""
+    strides = cache.logical_conv.stride() if spec.conv_channels else (0, 0, 0)
+    return {
+        "CONV_SLOT": strides[0],
+        "CONV_CHANNEL": strides[1],
+        "CONV_TIME": strides[2],
+        "WIDTH": spec.conv_width,
+        "BLOCK_W": triton.next_power_of_2(max(spec.conv_width, 1)),
+        "HAS_BIAS": parameters.conv_bias is not None,
+        "SILU": spec.activation == "silu",
+    }
+
+
+def head_constants(spec: StateSpec, cache: StateCache) -> Mapping[str, Any]:
+    """Constants of a recurrence of heads: every kind but `mamba1`."""
+    slot, head, key, value = cache.logical_recurrent.stride()
+    return {
+        "KIND": spec.kind,
+        "HEADS": spec.num_heads,
+        "KEY_HEADS": spec.num_key_heads,
+        "KEY_DIM": spec.key_dim,
+        "VALUE_DIM": spec.value_dim,
+        "STATE_SLOT": slot,
+        "STATE_HEAD": head,
+        "STATE_KEY": key,
+        "STATE_VALUE": value,
+    }
+
+
+def channel_constants(spec: StateSpec, cache: StateCache) -> Mapping[str, Any]:
+    """Constants of a layer whose channels know nothing of each other: `mamba1`, and a convolution alone."""
+    strides = cache.logical_recurrent.stride() if spec.recurrent else (0, 0, 0, 0)
+    return {
+        "CHANNELS": spec.num_heads if spec.recurrent else spec.conv_channels,
+        "KEY_DIM": spec.key_dim,
+        "BLOCK_K": triton.next_power_of_2(max(spec.key_dim, 1)),
+        "STATE_SLOT": strides[0],
+        "STATE_CHANNEL": strides[1],
+        "STATE_KEY": strides[2],
+    }
+
+
+def weights(parameters: StateParameters, instead: Tensor) -> tuple[Tensor, ...]:
+    """The five tensors of a layer's parameters in the kernels' order; instead: stands for those that there are not."""
+    listed = (parameters.conv_weight, parameters.conv_bias, parameters.A_log, parameters.dt_bias, parameters.D)
+    return tuple(instead if each is None else each for each in listed)
+
+
+def states(cache: StateCache, instead: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrent and the convolution's states; instead: stands for those that there are not."""
+    return cache.tensors.get("recurrent", instead), cache.tensors.get("conv", instead)
+
+
+def launch(
+    launcher: Launcher, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: Sequence[float],
+    constants: Mapping[str, Any], num_warps: int, num_stages: int = 3,
+) -> None:  # fmt: skip
+    """Launch a kernel that takes tensors, then numbers."""
+    key = (
+        *constants.values(), num_warps, num_stages, *(each.dtype for each in tensors),
+        aligned(*(each.data_ptr() for each in tensors)), specialised(*(each for each in numbers if isinstance(each, int))),
+    )  # fmt: skip
+    launcher(key, grid, (*tensors, *numbers), constants, num_warps=num_warps, num_stages=num_stages)

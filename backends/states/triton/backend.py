@@ -1,0 +1,78 @@
+"""The state backend `triton`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headway.backends.states.triton.scan import StateScan
+from headway.backends.states.triton.scan_plan import plan_scan
+from headway.backends.states.triton.step import StateStep
+from headway.backends.states.triton.tuning import StateTuning
+from headway.backends.triton.launch import Workspace
+from headway.backends.triton.layer import INTERPRETED
+from headway.core.contract.backend import GraphLevel, Plan
+from headway.core.contract.metadata import Phase
+from headway.core.contract.state import STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
+from headway.core.contract.state_backend import StateBackend, StateCapabilities
+from headway.core.contract.support import YES, Support
+
+LONGEST_KEY = 256
+"""Elements of a key: the kernels hold a whole column of the state in registers."""
+
+
+class TritonStates(StateBackend):
+    """Convolution and recurrence of a decode in one launch, prompts in chunks; every kind, every layout; needs no build."""
+
+    name = "triton"
+    capabilities: ClassVar[StateCapabilities] = StateCapabilities(
+        kinds=frozenset(STATE_KINDS),
+        state_dtypes=(torch.float32, torch.bfloat16),
+        devices=("cpu", "cuda") if INTERPRETED else ("cuda",),
+    )
+    graph_level = GraphLevel.UNIFORM
+
+    def __init__(self, spec: StateSpec, layout: StateLayout) -> None:
+        super().__init__(spec, layout)
+        self.tuning = StateTuning()
+        cuda = spec.device.type == "cuda"
+        multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
+        self._step, self._scan = StateStep(spec, Workspace(spec.device)), StateScan(spec, multiprocessors)
+
+    @classmethod
+    def available(cls) -> Support:
+        """Return whether Triton can run kernels here: a GPU with a driver, or the interpreter."""
+        if INTERPRETED or torch.cuda.is_available():
+            return YES
+        return Support.no("device", "a CUDA GPU", "none", "TRITON_INTERPRET=1 runs the kernels slowly on a CPU, for tests")
+
+    @classmethod
+    def supports(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
+        """Return the claim, and what hangs on the length of a key."""
+        support = super().supports(spec, layout, phase)
+        if spec.key_dim > LONGEST_KEY:
+            support &= Support.no("key_dim", f"at most {LONGEST_KEY}", spec.key_dim)
+        return support
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Return what a prompt's chunks leave to one another."""
+        return self._scan.workspace_bytes(max_num_tokens, max_num_seqs)
+
+    def plan(self, metadata: StateMetadata) -> Plan:
+        """Plan one step's view."""
+        return self._step.plan(metadata) if metadata.step.num_decodes else plan_scan(metadata, self.spec.device)
+
+    def scan(
+        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
+    ) -> None:
+        """Run several new tokens per sequence."""
+        self._scan(x, gates, parameters, cache, plan, out, self.tuning)
+
+    def step(
+        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
+    ) -> None:
+        """Run the newest tokens of sequences that decode."""
+        self._step(x, gates, parameters, cache, plan, out, self.tuning)

@@ -1,0 +1,187 @@
+"""The kernel within a chunk: gates summed up, products of its queries and keys, and the inverse of the delta rule's triangle."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headway.backends.states.triton.prepare_kernels import CHUNK_FIELDS
+from headway.backends.states.triton.window_kernels import softplus
+
+
+@triton.jit
+def diagonal(blocks):
+    """A matrix [64, 64] that has four blocks [4, 16, 16] on its diagonal."""
+    b = tl.arange(0, 4)
+    same = b[:, None, None, None] == b[None, None, :, None]
+    spread = tl.where(same, tl.broadcast_to(blocks[:, :, None, :], (4, 16, 4, 16)), 0.0)
+    return tl.reshape(spread, (64, 64))
+
+
+@triton.jit
+def inverse_of(a, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangle [64, 64].
+
+    The four blocks of 16 on the diagonal are inverted by forward substitution. With D their inverses and N = D times what lies
+    below them, the whole is (I + N)^-1 D, and since N^4 = 0, (I + N)^-1 = (I - N)(I + N^2). To double so from the start would
+    raise a to the 32nd power, whose elements overflow where keys are alike.
+    """
+    b = tl.arange(0, 4)
+    same = b[:, None, None, None] == b[None, None, :, None]
+    own = tl.sum(tl.where(same, tl.reshape(a, (4, 16, 4, 16)), 0.0), 2)
+    r = tl.arange(0, 16)
+    x = tl.broadcast_to(tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :], (4, 16, 16))
+    for i in range(1, 16):
+        at = (r == i)[None, :, None]
+        row = tl.sum(tl.where(at, own, 0.0), 1)
+        x -= tl.where(at, tl.sum(x * row[:, :, None], 1)[:, None, :], 0.0)
+    d = diagonal(x)
+    n64 = tl.arange(0, 64) // 16
+    below = tl.where(n64[:, None] > n64[None, :], a, 0.0)
+    d_dot = d.to(DOT)
+    n = tl.dot(d_dot, below.to(DOT), input_precision=PRECISION)
+    n_dot = n.to(DOT)
+    square = tl.dot(n_dot, n_dot, input_precision=PRECISION)
+    rest = square - n - tl.dot(n_dot, square.to(DOT), input_precision=PRECISION)
+    return d + tl.dot(rest.to(DOT), d_dot, input_precision=PRECISION)
+
+
+@triton.jit
+def channel_products(
+    q,  # [64, K] float32, as all here
+    k,
+    sums,  # decays' logarithms, summed up
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Products k k^T and q k^T [64, 64] of a chunk whose every channel decays by itself, with exp(sum_i - sum_j) inside.
+
+    A decay over many tokens has no inverse in float32. Between blocks of 16 both factors are taken from where the later block
+    begins, so that neither grows; within a block each pair has its own.
+    """
+    row = tl.arange(0, 64)
+    kk = tl.zeros([64, 64], tl.float32)
+    qk = tl.zeros([64, 64], tl.float32)
+    for block in tl.static_range(1, 4):
+        edge = tl.sum(tl.where((row == 16 * block - 1)[:, None], sums, 0.0), 0)[None, :]
+        mine = (row // 16 == block)[:, None]
+        from_edge = tl.where(mine, tl.exp(tl.where(mine, sums - edge, 0.0)), 0.0)
+        earlier = (row < 16 * block)[:, None]
+        to_edge = tl.where(earlier, tl.exp(tl.where(earlier, edge - sums, 0.0)), 0.0)
+        right = tl.trans((k * to_edge).to(DOT))
+        kk += tl.dot((k * from_edge).to(DOT), right, input_precision=PRECISION)
+        qk += tl.dot((q * from_edge).to(DOT), right, input_precision=PRECISION)
+    r = tl.arange(0, 16)
+    k4, q4, sums4 = tl.reshape(k, (4, 16, K)), tl.reshape(q, (4, 16, K)), tl.reshape(sums, (4, 16, K))
+    kk4 = tl.zeros([4, 16, 16], tl.float32)
+    qk4 = tl.zeros([4, 16, 16], tl.float32)
+    for j in range(16):
+        at = (r == j)[None, :, None]
+        later = (r >= j)[None, :, None]
+        sums_j = tl.sum(tl.where(at, sums4, 0.0), 1)[:, None, :]
+        k_j = tl.sum(tl.where(at, k4, 0.0), 1)[:, None, :]
+        decayed = tl.where(later, tl.exp(tl.where(later, sums4 - sums_j, 0.0)), 0.0) * k_j
+        column = (r == j)[None, None, :]
+        kk4 += tl.where(column, tl.sum(k4 * decayed, 2)[:, :, None], 0.0)
+        qk4 += tl.where(column, tl.sum(q4 * decayed, 2)[:, :, None], 0.0)
+    return kk + diagonal(kk4), qk + diagonal(qk4)
+
+
+@triton.jit(do_not_specialize=["stride_a", "stride_b", "beta_scale", "dt_least", "dt_most"])
+def cut_chunks(
+    x_ptr,  # [num_tokens, channels], convolved, normed and scaled
+    a_ptr,
+    b_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    chunks_ptr,  # see CHUNK_FIELDS
+    sums_ptr,  # float32 [chunks, HEADS, 64]: decays' logarithms up to a token; kda: [chunks, HEADS, KEY_DIM], of the chunk
+    put_ptr,  # float32 [chunks, HEADS, 64]: dt of mamba2
+    inverse_ptr,  # [chunks, HEADS, 64, 64]: (I + A)^-1 diag(beta), of gated_delta and kda
+    inner_ptr,  # [chunks, HEADS, 64, 64]: q k^T with decays
+    rows_ptr,  # kda: [3, chunks, HEADS, 64, KEY_DIM]: k decayed from the chunk's start, k to its end, q from its start
+    stride_x,
+    stride_a,
+    stride_b,
+    beta_scale,
+    dt_least,
+    dt_most,
+    KIND: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+    INVERSE_DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (HEADS, chunks)."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    first = tl.load(chunks_ptr + chunk * CHUNK_FIELDS + 1).to(tl.int64)
+    count = tl.load(chunks_ptr + chunk * CHUNK_FIELDS + 3)
+    key_head = head // (HEADS // KEY_HEADS)
+    row = tl.arange(0, 64)
+    i = tl.arange(0, BLOCK_K)
+    live = row < count
+    in_key = i < KEY_DIM
+    inside = live[:, None] & in_key[None, :]
+    if KIND == "mamba2":
+        k_at = HEADS * VALUE_DIM + key_head * KEY_DIM
+        q_at = k_at + KEY_HEADS * KEY_DIM
+    else:
+        q_at = key_head * KEY_DIM
+        k_at = q_at + KEY_HEADS * KEY_DIM
+    lines = x_ptr + (first + row)[:, None] * stride_x + i[None, :]
+    k = tl.load(lines + k_at, mask=inside, other=0.0).to(DOT)
+    q = tl.load(lines + q_at, mask=inside, other=0.0).to(DOT)
+    slope = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    place = (chunk * HEADS + head).to(tl.int64)
+
+    if KIND == "kda":
+        a = tl.load(a_ptr + (first + row)[:, None] * stride_a + head * KEY_DIM + i[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
+        dt_bias = tl.load(dt_bias_ptr + head * KEY_DIM + i, mask=in_key, other=0.0)
+        sums = tl.cumsum(tl.where(inside, -slope * softplus(a + dt_bias[None, :]), 0.0), 0)
+        whole = tl.sum(tl.where((row == 63)[:, None], sums, 0.0), 0)
+        tl.store(sums_ptr + place * KEY_DIM + i, whole, mask=in_key)
+        q32, k32 = q.to(tl.float32), k.to(tl.float32)
+        kk, qk = channel_products(q32, k32, sums, DOT, PRECISION, BLOCK_K)
+        size = tl.num_programs(1).to(tl.int64) * HEADS * 64 * KEY_DIM
+        there = rows_ptr + place * 64 * KEY_DIM + row[:, None] * KEY_DIM + i[None, :]
+        tl.store(there, (k32 * tl.exp(sums)).to(rows_ptr.dtype.element_ty), mask=in_key[None, :])
+        tl.store(there + size, (k32 * tl.exp(whole[None, :] - sums)).to(rows_ptr.dtype.element_ty), mask=in_key[None, :])
+        tl.store(there + 2 * size, (q32 * tl.exp(sums)).to(rows_ptr.dtype.element_ty), mask=in_key[None, :])
+    else:
+        if KIND == "lightning":
+            steps = tl.where(live, -slope, 0.0)
+        else:
+            dt = softplus(
+                tl.load(a_ptr + (first + row) * stride_a + head, mask=live, other=0.0).to(tl.float32)
+                + tl.load(dt_bias_ptr + head)
+            )
+            if KIND == "mamba2":
+                dt = tl.minimum(tl.maximum(dt, dt_least), dt_most)
+                tl.store(put_ptr + place * 64 + row, tl.where(live, dt, 0.0))
+            steps = tl.where(live, -slope * dt, 0.0)
+        sums = tl.cumsum(steps, 0)
+        tl.store(sums_ptr + place * 64 + row, sums)
+        k_turned = tl.load(
+            x_ptr + (first + row)[None, :] * stride_x + (k_at + i)[:, None], mask=live[None, :] & in_key[:, None], other=0.0
+        ).to(DOT)
+        earlier = row[:, None] >= row[None, :]
+        decay = tl.where(earlier, tl.exp(tl.where(earlier, sums[:, None] - sums[None, :], 0.0)), 0.0)
+        qk = tl.dot(q, k_turned, input_precision=PRECISION) * decay
+        if KIND == "gated_delta":
+            kk = tl.dot(k, k_turned, input_precision=PRECISION) * decay
+    square = place * 64 * 64 + row[:, None] * 64 + row[None, :]
+    tl.store(inner_ptr + square, qk.to(inner_ptr.dtype.element_ty))
+    if KIND == "gated_delta" or KIND == "kda":
+        b = tl.load(b_ptr + (first + row) * stride_b + head, mask=live, other=0.0).to(tl.float32)
+        beta = tl.where(live, beta_scale * tl.sigmoid(b), 0.0)
+        lower = tl.where(row[:, None] > row[None, :], kk * beta[:, None], 0.0)
+        inverse = inverse_of(lower, INVERSE_DOT, PRECISION) * beta[None, :]
+        tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty))

@@ -1,0 +1,169 @@
+"""`scan` of the Triton state backend: convolution, products within chunks, and a walk from chunk to chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.backends.states.triton.arguments import (
+    channel_constants,
+    convolution_constants,
+    head_constants,
+    launch,
+    states,
+    weights,
+)
+from headway.backends.states.triton.chunk_kernels import cut_chunks
+from headway.backends.states.triton.prepare_kernels import convolve_chunks, leave_inputs
+from headway.backends.states.triton.scan_kernels import walk_chunks, walk_tokens
+from headway.backends.states.triton.scan_plan import CHUNK, ChunkedPlan
+from headway.backends.states.triton.tuning import StateTuning
+from headway.backends.triton.launch import Launcher, shared_memory
+from headway.backends.triton.layer import INTERPRETED
+from headway.core.contract.state import GATED_DELTA, KDA, LIGHTNING, MAMBA1, StateCache, StateParameters, StateSpec
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class StateScan:
+    """Launches the prompts of one kind of layer."""
+
+    def __init__(self, spec: StateSpec, multiprocessors: int) -> None:
+        self._spec, self._multiprocessors = spec, multiprocessors
+        self._shared = shared_memory(spec.device)
+        kernels = convolve_chunks, leave_inputs, cut_chunks, walk_chunks, walk_tokens
+        self._convolve, self._leave, self._cut, self._walk, self._walk_tokens = map(Launcher, kernels)
+        whole = spec.dtype == torch.float32
+        exact = whole or INTERPRETED
+        self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
+        self._inverse_dot = tl.float32 if exact else tl.float16  # its elements are at most about 2, and float16 has more digits
+
+    def workspace_bytes(self, num_tokens: int, num_seqs: int) -> int:
+        """Bytes that a call takes from torch's allocator."""
+        spec, chunks = self._spec, num_tokens // CHUNK + num_seqs
+        size = spec.dtype.itemsize
+        total = num_tokens * spec.input_channels * size
+        if spec.recurrent and spec.kind != MAMBA1:
+            rows = 3 * spec.key_dim if spec.kind == KDA else 0
+            total += chunks * spec.num_heads * (CHUNK * (2 * CHUNK + rows) * size + 4 * (CHUNK + max(CHUNK, spec.key_dim)))
+        return total
+
+    def __call__(
+        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: ChunkedPlan,
+        out: Tensor, tuning: StateTuning,
+    ) -> None:  # fmt: skip
+        """Run a layer; see `StateBackend.scan`."""
+        spec = self._spec
+        if not plan.num_chunks:
+            return
+        mixed = torch.empty_like(x, memory_format=torch.contiguous_format) if spec.recurrent else out
+        self._run_convolution(x, parameters, cache, plan, mixed, tuning)
+        if spec.kind == MAMBA1:
+            self._run_tokens(mixed, gates, parameters, cache, plan, out, tuning)
+        elif spec.recurrent:
+            self._run_chunks(mixed, gates, parameters, cache, plan, out, tuning)
+
+    def _run_convolution(
+        self, x: Tensor, parameters: StateParameters, cache: StateCache, plan: ChunkedPlan, mixed: Tensor, tuning: StateTuning
+    ) -> None:
+        spec = self._spec
+        convolution = dict(convolution_constants(spec, cache, parameters))
+        block_w = convolution.pop("BLOCK_W")
+        heads = spec.kind in (GATED_DELTA, KDA, LIGHTNING)
+        unit = spec.value_dim if heads else tuning.channels
+        key_units = 2 * spec.num_key_heads if heads else 0
+        constants = {
+            "CHANNELS": spec.input_channels,
+            "KEY_UNITS": key_units,
+            "KEY_DIM": spec.key_dim,
+            "UNIT": unit,
+            "BLOCK_C": triton.next_power_of_2(max(unit, spec.key_dim if heads else 1)),
+            "ROWS": tuning.rows,
+            **convolution,
+            "QK_NORM": spec.qk_norm,
+        }
+        _, conv = states(cache, x)
+        weight, bias, *_ = weights(parameters, x)
+        units = key_units + triton.cdiv(spec.input_channels - key_units * spec.key_dim, unit)
+        grid = units, plan.num_chunks, CHUNK // tuning.rows
+        numbers = x.stride(0), mixed.stride(0), float(spec.scale)
+        launch(self._convolve, grid, (x, conv, weight, bias, mixed, plan.chunks), numbers, constants, tuning.row_warps)
+        if spec.conv_channels and plan.num_places:
+            names = ("CONV_SLOT", "CONV_CHANNEL", "CONV_TIME", "WIDTH")
+            constants = {
+                "CHANNELS": spec.conv_channels,
+                "BLOCK_C": tuning.channels,
+                **{name: convolution[name] for name in names},
+                "BLOCK_W": block_w,
+            }
+            grid = triton.cdiv(spec.conv_channels, tuning.channels), plan.num_places, 1
+            launch(self._leave, grid, (x, conv, plan.places), (x.stride(0),), constants, tuning.channel_warps)
+
+    def _run_chunks(
+        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: ChunkedPlan,
+        out: Tensor, tuning: StateTuning,
+    ) -> None:  # fmt: skip
+        spec, pairs = self._spec, (plan.num_chunks, self._spec.num_heads)
+        sizes = {name: value for name, value in head_constants(spec, cache).items() if not name.startswith("STATE_")}
+        block_k = max(16, triton.next_power_of_2(spec.key_dim))
+        shared = {**sizes, "BLOCK_K": block_k}
+        delta, per_key = spec.kind in (GATED_DELTA, KDA), spec.kind == KDA
+        sums = torch.empty(*pairs, spec.key_dim if per_key else CHUNK, dtype=torch.float32, device=x.device)
+        put = torch.empty_like(sums)
+        inner = x.new_empty(*pairs, CHUNK, CHUNK)
+        inverse = torch.empty_like(inner) if delta else inner
+        rows = x.new_empty(3, *pairs, CHUNK, spec.key_dim) if per_key else inner
+        first, second = (*gates, x, x)[:2]
+        _, _, a_log, dt_bias, d = weights(parameters, x)
+        tensors = x, first, second, a_log, dt_bias, plan.chunks, sums, put, inverse, inner, rows
+        numbers = x.stride(0), first.stride(0), second.stride(0), float(spec.beta_scale), *map(float, spec.dt_limits)
+        constants: dict[str, Any] = {**shared, "DOT": self._dots["DOT"], "INVERSE_DOT": self._inverse_dot}
+        constants["PRECISION"] = self._dots["PRECISION"]
+        warps = tuning.chunk_warps or (8 if per_key else 4)
+        launch(self._cut, (spec.num_heads, plan.num_chunks, 1), tensors, numbers, constants, warps)
+
+        block_v, stages = self._walk_cut(plan, block_k, tuning)
+        recurrent, _ = states(cache, x)
+        strides = {name: value for name, value in head_constants(spec, cache).items() if name.startswith("STATE_")}
+        constants = {**shared, "BLOCK_V": block_v, **strides, "HAS_D": parameters.D is not None, **self._dots}
+        tensors = x, out, recurrent, d, plan.seqs, plan.parts, sums, put, inverse, inner, rows
+        numbers = x.stride(0), out.stride(0), plan.num_chunks
+        grid = triton.cdiv(spec.value_dim, block_v), spec.num_heads, plan.num_seqs
+        launch(self._walk, grid, tensors, numbers, constants, tuning.walk_warps, stages)
+
+    def _walk_cut(self, plan: ChunkedPlan, block_k: int, tuning: StateTuning) -> tuple[int, int]:
+        """Elements of the value that a program takes, and how many chunks are on their way from memory at a time."""
+        spec = self._spec
+        whole = max(16, triton.next_power_of_2(spec.value_dim))
+        block_v = tuning.walk_value or 32
+        if tuning.walk_value is None and plan.num_seqs * spec.num_heads * (whole // 64) >= 2 * self._multiprocessors:
+            block_v = 64
+        block_v = min(block_v, whole)
+        keys = 3 if spec.kind == KDA else 2
+        stage = CHUNK * (keys * block_k + block_v + 2 * CHUNK) * spec.dtype.itemsize
+        rest = (block_k + 2 * CHUNK) * block_v * spec.dtype.itemsize  # the state and the values as operands of products
+        fitting = max(1, (self._shared - rest) // stage)
+        return block_v, tuning.walk_stages or min(3, fitting)
+
+    def _run_tokens(
+        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: ChunkedPlan,
+        out: Tensor, tuning: StateTuning,
+    ) -> None:  # fmt: skip
+        spec = self._spec
+        dt, b, c = gates
+        recurrent, _ = states(cache, x)
+        _, _, a_log, dt_bias, d = weights(parameters, x)
+        constants = {
+            **channel_constants(spec, cache),
+            "BLOCK_C": tuning.token_channels,
+            "HAS_D": parameters.D is not None,
+        }
+        tensors = x, dt, b, c, out, recurrent, a_log, dt_bias, d, plan.seqs, plan.parts
+        numbers = tuple(each.stride(0) for each in (x, dt, b, c, out))
+        grid = triton.cdiv(spec.num_heads, tuning.token_channels), plan.num_seqs, 1
+        launch(self._walk_tokens, grid, tensors, numbers, constants, 1)

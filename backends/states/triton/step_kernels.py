@@ -1,0 +1,288 @@
+"""The kernels of a decode: convolution, gates and recurrence of the newest tokens in one launch, states in place."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headway.backends.states.triton.window_kernels import convolved, leave_windows, out_slot_of, softplus
+
+
+@triton.jit(do_not_specialize=["stride_x", "stride_a", "stride_b", "stride_out", "stride_slots"])
+def step_heads(
+    x_ptr,  # [num_tokens, channels]: q | k | v, mamba2: v | k | q, where k is B and q is C
+    a_ptr,  # gate a, or dt: [num_tokens, heads], kda: [num_tokens, heads, KEY_DIM]
+    b_ptr,  # gate b: [num_tokens, heads]
+    out_ptr,  # [num_tokens, heads * VALUE_DIM]
+    state_ptr,
+    conv_ptr,
+    weight_ptr,
+    bias_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    d_ptr,
+    slots_ptr,  # int32 [num_seqs], -1: a padding row
+    out_slots_ptr,  # int32 [num_seqs, OUT_WIDTH]
+    query_start_ptr,  # int32 [num_seqs + 1]
+    arrived_ptr,  # int32 [num_seqs, key heads], zero between launches
+    stride_x,
+    stride_a,
+    stride_b,
+    stride_out,
+    stride_slots,  # of the rows of out_slots
+    scale,
+    beta_scale,
+    dt_least,
+    dt_most,
+    KIND: tl.constexpr,
+    SINGLE: tl.constexpr,  # every sequence has one new token
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # KEY_DIM rounded up to a power of two
+    BLOCK_V: tl.constexpr,  # elements of the value that a program owns
+    STATE_SLOT: tl.constexpr,  # strides of the states
+    STATE_HEAD: tl.constexpr,
+    STATE_KEY: tl.constexpr,
+    STATE_VALUE: tl.constexpr,
+    CONV_SLOT: tl.constexpr,
+    CONV_CHANNEL: tl.constexpr,
+    CONV_TIME: tl.constexpr,
+    WIDTH: tl.constexpr,  # taps; 0: the input is convolved already
+    BLOCK_W: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    HAS_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program keeps a tile [BLOCK_K, BLOCK_V] of a state in registers.
+
+    Both products with the state, S^T k and S^T q, are taken of the state as it was read: with decay a, S' = aS + k d^T, so
+    S'^T q = S^T (aq) + (k . q) d. Nothing waits for one before the other begins.
+
+    The programs of a key head all read its channels' conv state, which may be written in place: each adds 1 to the key head's
+    counter once it has read, and the one that finds itself the last writes, for all.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    GROUP: tl.constexpr = HEADS // KEY_HEADS
+    head = tl.program_id(0) // TILES
+    seq = tl.program_id(1)
+    slot = tl.load(slots_ptr + seq)
+    if slot < 0:
+        return
+    key_head = head // GROUP
+    i = tl.arange(0, BLOCK_K)
+    j = (tl.program_id(0) % TILES) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_key = i < KEY_DIM
+    in_value = j < VALUE_DIM
+    inside = in_key[:, None] & in_value[None, :]
+    within = head * STATE_HEAD + i[:, None] * STATE_KEY + j[None, :] * STATE_VALUE
+    state = tl.load(state_ptr + slot.to(tl.int64) * STATE_SLOT + within, mask=inside, other=0.0).to(tl.float32)
+
+    first = tl.load(query_start_ptr + seq)
+    if SINGLE:
+        count = 1
+    else:
+        count = tl.load(query_start_ptr + seq + 1) - first
+    rows_ptr = x_ptr + first.to(tl.int64) * stride_x
+    base_ptr = conv_ptr + slot.to(tl.int64) * CONV_SLOT
+    out_slots_ptr += seq * stride_slots
+    if KIND == "mamba2":
+        v_at = j + head * VALUE_DIM
+        k_at = i + HEADS * VALUE_DIM + key_head * KEY_DIM
+        q_at = k_at + KEY_HEADS * KEY_DIM
+    else:
+        q_at = i + key_head * KEY_DIM
+        k_at = q_at + KEY_HEADS * KEY_DIM
+        v_at = j + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    slope = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    if KIND == "kda":
+        dt_bias = tl.load(dt_bias_ptr + head * KEY_DIM + i, mask=in_key, other=0.0)
+    elif KIND != "lightning":
+        dt_bias = tl.load(dt_bias_ptr + head)
+
+    for t in range(count):
+        token = (first + t).to(tl.int64)
+        if WIDTH:
+            q = convolved(
+                rows_ptr, base_ptr, weight_ptr, bias_ptr, t, q_at, in_key, stride_x,
+                CONV_CHANNEL, CONV_TIME, WIDTH, HAS_BIAS, SILU,
+            )  # fmt: skip
+            k = convolved(
+                rows_ptr, base_ptr, weight_ptr, bias_ptr, t, k_at, in_key, stride_x,
+                CONV_CHANNEL, CONV_TIME, WIDTH, HAS_BIAS, SILU,
+            )  # fmt: skip
+            v = convolved(
+                rows_ptr, base_ptr, weight_ptr, bias_ptr, t, v_at, in_value, stride_x,
+                CONV_CHANNEL, CONV_TIME, WIDTH, HAS_BIAS, SILU,
+            )  # fmt: skip
+        else:
+            row_ptr = x_ptr + token * stride_x
+            q = tl.load(row_ptr + q_at, mask=in_key, other=0.0).to(tl.float32)
+            k = tl.load(row_ptr + k_at, mask=in_key, other=0.0).to(tl.float32)
+            v = tl.load(row_ptr + v_at, mask=in_value, other=0.0).to(tl.float32)
+        if QK_NORM:
+            q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+            k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        if KIND != "mamba2":
+            q *= scale
+        shared = tl.sum(q * k, 0)
+
+        if KIND == "kda":
+            a = tl.load(a_ptr + token * stride_a + head * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
+            decay = tl.exp(-slope * softplus(a + dt_bias))
+        elif KIND == "lightning":
+            decay = tl.zeros([BLOCK_K], tl.float32) + tl.exp(-slope)
+        else:
+            dt = softplus(tl.load(a_ptr + token * stride_a + head).to(tl.float32) + dt_bias)
+            if KIND == "mamba2":
+                dt = tl.minimum(tl.maximum(dt, dt_least), dt_most)
+            decay = tl.zeros([BLOCK_K], tl.float32) + tl.exp(-slope * dt)
+        decayed = tl.sum(state * (decay * q)[:, None], 0)
+        if KIND == "gated_delta" or KIND == "kda":
+            beta = beta_scale * tl.sigmoid(tl.load(b_ptr + token * stride_b + head).to(tl.float32))
+            added = beta * (v - tl.sum(state * (decay * k)[:, None], 0))
+        elif KIND == "mamba2":
+            added = dt * v
+        else:
+            added = v
+        state = state * decay[:, None] + k[:, None] * added[None, :]
+        y = decayed + shared * added
+        if HAS_D:
+            y += tl.load(d_ptr + head) * v
+        y_ptrs = out_ptr + token * stride_out + head * VALUE_DIM + j
+        tl.store(y_ptrs, y.to(out_ptr.dtype.element_ty), mask=in_value)
+        target = out_slot_of(out_slots_ptr, t, count, OUT_WIDTH)
+        if target >= 0:
+            there = state_ptr + target.to(tl.int64) * STATE_SLOT + within
+            tl.store(there, state.to(state_ptr.dtype.element_ty), mask=inside)
+
+    if WIDTH:
+        tl.debug_barrier()  # every thread has read its windows
+        last = True
+        if GROUP * TILES > 1:
+            counter = arrived_ptr + seq * KEY_HEADS + key_head
+            # What each has read has arrived, since it computed with it; no write of one needs be seen by another: `relaxed` does.
+            last = tl.atomic_add(counter, 1, sem="relaxed") == GROUP * TILES - 1
+        leave_windows(
+            rows_ptr, conv_ptr, out_slots_ptr, slot, count, v_at, in_value, stride_x,
+            SINGLE, OUT_WIDTH, CONV_SLOT, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W,
+        )  # fmt: skip
+        if last:
+            leave_windows(
+                rows_ptr, conv_ptr, out_slots_ptr, slot, count, q_at, in_key, stride_x,
+                SINGLE, OUT_WIDTH, CONV_SLOT, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W,
+            )  # fmt: skip
+            leave_windows(
+                rows_ptr, conv_ptr, out_slots_ptr, slot, count, k_at, in_key, stride_x,
+                SINGLE, OUT_WIDTH, CONV_SLOT, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W,
+            )  # fmt: skip
+            if GROUP * TILES > 1:
+                tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_b", "stride_c", "stride_out", "stride_slots"])
+def step_channels(
+    x_ptr,  # [num_tokens, CHANNELS]
+    dt_ptr,  # [num_tokens, CHANNELS]
+    b_ptr,  # [num_tokens, KEY_DIM]
+    c_ptr,  # [num_tokens, KEY_DIM]
+    out_ptr,  # [num_tokens, CHANNELS]
+    state_ptr,
+    conv_ptr,
+    weight_ptr,
+    bias_ptr,
+    a_log_ptr,  # [CHANNELS, KEY_DIM]
+    dt_bias_ptr,
+    d_ptr,
+    slots_ptr,  # int32 [num_seqs], -1: a padding row
+    out_slots_ptr,  # int32 [num_seqs, OUT_WIDTH]
+    query_start_ptr,  # int32 [num_seqs + 1]
+    stride_x,
+    stride_dt,
+    stride_b,
+    stride_c,
+    stride_out,
+    stride_slots,  # of the rows of out_slots
+    SINGLE: tl.constexpr,  # every sequence has one new token
+    CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr,  # channels of a program
+    KEY_DIM: tl.constexpr,  # 0: the convolution alone
+    BLOCK_K: tl.constexpr,
+    STATE_SLOT: tl.constexpr,
+    STATE_CHANNEL: tl.constexpr,
+    STATE_KEY: tl.constexpr,
+    CONV_SLOT: tl.constexpr,
+    CONV_CHANNEL: tl.constexpr,
+    CONV_TIME: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (cdiv(CHANNELS, BLOCK_C), num_seqs). Channels that know nothing of each other: a convolution, and mamba1 after it."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    seq = tl.program_id(1)
+    slot = tl.load(slots_ptr + seq)
+    if slot < 0:
+        return
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    live = c < CHANNELS
+    first = tl.load(query_start_ptr + seq)
+    if SINGLE:
+        count = 1
+    else:
+        count = tl.load(query_start_ptr + seq + 1) - first
+    rows_ptr = x_ptr + first.to(tl.int64) * stride_x
+    out_slots_ptr += seq * stride_slots
+    if WIDTH:
+        base_ptr = conv_ptr + slot.to(tl.int64) * CONV_SLOT
+    if KEY_DIM:
+        n = tl.arange(0, BLOCK_K)
+        inside = live[:, None] & (n < KEY_DIM)[None, :]
+        within = c[:, None] * STATE_CHANNEL + n[None, :] * STATE_KEY
+        state = tl.load(state_ptr + slot.to(tl.int64) * STATE_SLOT + within, mask=inside, other=0.0).to(tl.float32)
+        rate = tl.exp(tl.load(a_log_ptr + c[:, None] * KEY_DIM + n[None, :], mask=inside, other=0.0).to(tl.float32))
+        dt_bias = tl.load(dt_bias_ptr + c, mask=live, other=0.0).to(tl.float32)
+
+    for t in range(count):
+        token = (first + t).to(tl.int64)
+        if WIDTH:
+            y = convolved(
+                rows_ptr, base_ptr, weight_ptr, bias_ptr, t, c, live, stride_x,
+                CONV_CHANNEL, CONV_TIME, WIDTH, HAS_BIAS, SILU,
+            )  # fmt: skip
+        else:
+            y = tl.load(x_ptr + token * stride_x + c, mask=live, other=0.0).to(tl.float32)
+        if KEY_DIM:
+            x = y
+            dt = softplus(tl.load(dt_ptr + token * stride_dt + c, mask=live, other=0.0).to(tl.float32) + dt_bias)
+            put = tl.load(b_ptr + token * stride_b + n, mask=n < KEY_DIM, other=0.0).to(tl.float32)
+            get = tl.load(c_ptr + token * stride_c + n, mask=n < KEY_DIM, other=0.0).to(tl.float32)
+            state = state * tl.exp(-rate * dt[:, None]) + (dt * x)[:, None] * put[None, :]
+            y = tl.sum(state * get[None, :], 1)
+            if HAS_D:
+                y += tl.load(d_ptr + c, mask=live, other=0.0) * x
+            target = out_slot_of(out_slots_ptr, t, count, OUT_WIDTH)
+            if target >= 0:
+                there = state_ptr + target.to(tl.int64) * STATE_SLOT + within
+                tl.store(there, state.to(state_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + token * stride_out + c, y.to(out_ptr.dtype.element_ty), mask=live)
+
+    if WIDTH:
+        leave_windows(
+            rows_ptr, conv_ptr, out_slots_ptr, slot, count, c, live, stride_x,
+            SINGLE, OUT_WIDTH, CONV_SLOT, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W,
+        )  # fmt: skip

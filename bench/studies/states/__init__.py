@@ -1,0 +1,1 @@
+"""Layers with a state: right answers first, then times, for every cut that the kernels of a backend can be given."""

@@ -1,0 +1,293 @@
+"""Layers that keep a state instead of keys and values: their specs, where states lie, and the slots of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import zeros
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import DTYPE_NAMES
+
+GATED_DELTA, KDA, MAMBA2, MAMBA1, LIGHTNING, CONV = STATE_KINDS = (
+    "gated_delta",
+    "kda",
+    "mamba2",
+    "mamba1",
+    "lightning",
+    "conv",
+)
+"""Recurrences that a layer may ask for. `StateBackend.scan` has the formula of each; `conv` is a convolution without one."""
+CHECKPOINT_TOKENS = 64
+"""A checkpoint lies this many new tokens, or a multiple of them, after the first new token of its sequence in the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One kind of layer with a state: a short causal convolution, a recurrence over what it returns, or both. Hashable."""
+
+    kind: str
+    """One of STATE_KINDS."""
+    num_heads: int
+    """Heads of the state, of v and of the output; of `mamba1` its channels, of `conv` 0."""
+    num_key_heads: int
+    """Heads of q and k (`mamba2`: groups of B and C); state head h reads key head h // (num_heads // num_key_heads)."""
+    key_dim: int
+    """Elements of a head of q and k (`mamba2`, `mamba1`: of B and C, the size of the state)."""
+    value_dim: int
+    """Elements of a head of v and of the output; of `mamba1` 1."""
+    conv_channels: int = 0
+    """Channels that the convolution runs over; 0: the layer has none, and its inputs are those of the recurrence."""
+    conv_width: int = 0
+    """Taps of the convolution: a token's output depends on it and on the conv_width - 1 tokens before it."""
+    activation: str = "silu"
+    """What follows the convolution: silu, or none."""
+    dtype: torch.dtype = torch.float32
+    """Element type of inputs, output and the convolution's states."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where the layer runs."""
+    state_dtype: torch.dtype = torch.float32
+    """Element type in which the recurrence's states are kept. A backend computes in float32 whatever it is."""
+    scale: float = 1.0
+    """Multiplies q (`gated_delta`, `kda`, `lightning`)."""
+    qk_norm: bool = False
+    """Whether q and k are divided by their L2 norm, head by head, before anything else: x / sqrt(sum(x^2) + 1e-6)."""
+    beta_scale: float = 1.0
+    """Multiplies beta (`gated_delta`, `kda`): 2 lets the state's eigenvalues be negative."""
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+    """Range to which dt is clamped after its softplus (`mamba2`)."""
+
+    def __post_init__(self) -> None:
+        fault = _fault_of(self)
+        assert not fault, fault
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether there is a recurrence: every kind but `conv`."""
+        return self.kind != CONV
+
+    @property
+    def input_channels(self) -> int:
+        """Channels of the layer's input x; see `StateBackend.scan`."""
+        return self.conv_channels or _recurrence_channels(self)
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the layer's output."""
+        return self.num_heads * self.value_dim if self.recurrent else self.conv_channels
+
+    @property
+    def convolution(self) -> StateSpec:
+        """The layer's convolution alone, as a layer of kind `conv`."""
+        assert self.conv_channels
+        return StateSpec(
+            CONV, 0, 0, 0, 0, self.conv_channels, self.conv_width, self.activation, self.dtype, self.device, self.state_dtype
+        )
+
+    @property
+    def recurrence(self) -> StateSpec:
+        """The layer's recurrence alone: its input is what the convolution returns."""
+        assert self.recurrent
+        return replace(self, conv_channels=0, conv_width=0, activation="silu")
+
+    def __str__(self) -> str:
+        dtype, state = DTYPE_NAMES.get(self.dtype, str(self.dtype)), DTYPE_NAMES.get(self.state_dtype, str(self.state_dtype))
+        conv = f"convolution of {self.conv_channels} x {self.conv_width}" if self.conv_channels else ""
+        if not self.recurrent:
+            return f"{conv} {dtype} on {self.device.type}"
+        heads = f"{self.kind} {self.num_heads}/{self.num_key_heads} heads x {self.key_dim}/{self.value_dim} {dtype}"
+        return f"{heads}, {state} states{f', {conv}' if conv else ''} on {self.device.type}"
+
+
+def _recurrence_channels(spec: StateSpec) -> int:
+    """Channels that a recurrence reads beside its gates."""
+    if spec.kind == MAMBA1:
+        return spec.num_heads
+    return 2 * spec.num_key_heads * spec.key_dim + spec.num_heads * spec.value_dim
+
+
+def _fault_of(spec: StateSpec) -> str:
+    """Return the first rule that a layer breaks, or an empty string."""
+    if spec.kind not in STATE_KINDS:
+        return f"kind must be one of {', '.join(STATE_KINDS)}: {spec.kind}"
+    sizes = (spec.num_heads, spec.num_key_heads, spec.key_dim, spec.value_dim)
+    rules = {
+        "a recurrence has heads and elements": min(sizes) > 0 if spec.recurrent else not any(sizes),
+        "num_heads must be a multiple of num_key_heads": not spec.recurrent or spec.num_heads % spec.num_key_heads == 0,
+        "a convolution has at least two taps": spec.conv_width >= 2 if spec.conv_channels else spec.conv_width == 0,
+        "a layer of kind conv has channels": spec.recurrent or spec.conv_channels > 0,
+        "activation must be silu or none": spec.activation in ("silu", "none"),
+        "a convolution reads what its recurrence reads": not (spec.recurrent and spec.conv_channels)
+        or spec.conv_channels == _recurrence_channels(spec),
+    }
+    return next((rule for rule, kept in rules.items() if not kept), "")
+
+
+@dataclass(frozen=True)
+class StateParameters:
+    """The weights of one layer with a state. Those that its kind has no use for are None; `StateBackend.scan` uses them."""
+
+    conv_weight: Tensor | None = None
+    """[conv_channels, conv_width]: a channel's taps, the newest token's last; dtype of the layer."""
+    conv_bias: Tensor | None = None
+    """[conv_channels], dtype of the layer."""
+    A_log: Tensor | None = None
+    """float32 [num_heads] (`mamba1`: [num_heads, key_dim]; `lightning`: the logarithm of each head's slope)."""
+    dt_bias: Tensor | None = None
+    """float32 [num_heads] (`kda`: [num_heads, key_dim])."""
+    D: Tensor | None = None
+    """float32 [num_heads] (`mamba2`, `mamba1`): the share of the input that goes straight to the output."""
+
+
+_STATE_AXES = ("slot", "head", "key", "value")
+_CONV_AXES = ("slot", "channel", "time")
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where the elements of a slot's state lie, as named axes; two layouts with equal axes are the same."""
+
+    name: str = field(compare=False)
+    recurrent: tuple[str, ...] = _STATE_AXES
+    """Order of slot, head, key and value in memory, outermost first. The slot comes first."""
+    conv: tuple[str, ...] = _CONV_AXES
+    """Order of slot, channel and time. A slot holds the last conv_width - 1 inputs, the newest last."""
+
+    def __post_init__(self) -> None:
+        for what, axes, known in (("recurrent", self.recurrent, _STATE_AXES), ("conv", self.conv, _CONV_AXES)):
+            if axes[:1] != ("slot",) or sorted(axes) != sorted(known):
+                need = f"slot first, and then {', '.join(known[1:])} in some order"
+                raise ConfigError(f"state layout {self.name!r}, axes of {what}", need, ", ".join(axes) or "none")
+
+    def shapes(self, spec: StateSpec, num_slots: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and element type of each tensor that a layer's states need: "recurrent", "conv", or both."""
+        sizes = {
+            "slot": num_slots,
+            "head": spec.num_heads,
+            "key": spec.key_dim,
+            "value": spec.value_dim,
+            "channel": spec.conv_channels,
+            "time": spec.conv_width - 1,
+        }
+        found = {"recurrent": (tuple(sizes[axis] for axis in self.recurrent), spec.state_dtype)} if spec.recurrent else {}
+        if spec.conv_channels:
+            found["conv"] = tuple(sizes[axis] for axis in self.conv), spec.dtype
+        return found
+
+    def bytes_per_slot(self, spec: StateSpec) -> int:
+        """Bytes that one slot of one layer takes."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(spec, 1).values())
+
+    def allocate(self, spec: StateSpec, num_slots: int) -> StateCache:
+        """Allocate the states of one layer, zeroed."""
+        shapes = self.shapes(spec, num_slots)
+        return StateCache({name: zeros(shape, dtype, spec.device) for name, (shape, dtype) in shapes.items()}, self, spec)
+
+
+KEY_VALUE = StateLayout("key_value")
+"""States as transformers and flash-linear-attention hold them: [slot, head, key, value]."""
+VALUE_KEY = StateLayout("value_key", ("slot", "head", "value", "key"))
+"""States as vLLM, FlashInfer and Mamba's kernels hold them: [slot, head, value, key]."""
+
+
+@dataclass(frozen=True)
+class StateCache:
+    """The states of one layer, one in each slot.
+
+    :raises ConfigError: a tensor is missing, or its shape or element type is not what layout and spec say.
+    """
+
+    tensors: Mapping[str, Tensor]
+    """"recurrent", "conv", or both; see `StateLayout.shapes`."""
+    layout: StateLayout
+    spec: StateSpec
+
+    def __post_init__(self) -> None:
+        what = f"states in layout {self.layout.name}"
+        shapes = self.layout.shapes(self.spec, self.num_slots)
+        if set(self.tensors) != set(shapes):
+            raise ConfigError(what, f"the tensors {', '.join(shapes)}", ", ".join(self.tensors) or "none")
+        for name, tensor in self.tensors.items():
+            shape, dtype = shapes[name]
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise ConfigError(f"{what}, {name}", f"{dtype} {list(shape)}", f"{tensor.dtype} {list(tensor.shape)}")
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool."""
+        return next(iter(self.tensors.values())).shape[0]
+
+    @cached_property
+    def logical_recurrent(self) -> Tensor:
+        """View [num_slots, num_heads, key_dim, value_dim]: its strides address every layout alike."""
+        axes = self.layout.recurrent
+        return self.tensors["recurrent"].permute([axes.index(axis) for axis in _STATE_AXES])
+
+    @cached_property
+    def logical_conv(self) -> Tensor:
+        """View [num_slots, conv_channels, conv_width - 1] of the convolution's last inputs, the newest last."""
+        axes = self.layout.conv
+        return self.tensors["conv"].permute([axes.index(axis) for axis in _CONV_AXES])
+
+
+@dataclass(frozen=True)
+class StateMetadata:
+    """One step of layers with states: the lengths that all layers share, and the slots of its sequences.
+
+    A sequence whose context is empty begins with a state of zeros, whatever its slot holds. With drafts, the state after each
+    new token is kept, because it is not known yet how many of them hold.
+    """
+
+    step: AttentionMetadata
+    """Lengths, packing and phases. Its block table and slot mapping belong to layers with a cache."""
+    slots: Tensor
+    """int32 [num_seqs]: the slot that holds a sequence's state before the step; -1: a padding row, of which nothing is read and
+    nothing written."""
+    out_slots: Tensor
+    """int32 [num_seqs, width]: where states are written. Column 0 of a sequence without drafts gets the state after its last
+    new token, column i of one with drafts that after its i-th; -1: nowhere. May name the slot that is read; no other
+    sequence of the step reads a slot that is written."""
+    slots_cpu: Tensor
+    out_slots_cpu: Tensor
+    checkpoints: Tensor | None = None
+    """int32 [num_checkpoints, 3], of sequences that prefill or extend: index of the sequence, its new tokens up to there (a
+    multiple of CHECKPOINT_TOKENS), and the slot that gets the state after them. None: there are none."""
+    checkpoints_cpu: Tensor | None = None
+
+    @cached_property
+    def prefill(self) -> StateMetadata | None:
+        """View of the sequences that prefill or extend, which `scan` serves; None where there are none."""
+        view, count = self.step.prefill, self.step.num_prefills
+        if view is None or view is self.step:
+            return None if view is None else self
+        return replace(
+            self,
+            step=view,
+            slots=self.slots[:count],
+            out_slots=self.out_slots[:count],
+            slots_cpu=self.slots_cpu[:count],
+            out_slots_cpu=self.out_slots_cpu[:count],
+        )
+
+    @cached_property
+    def decode(self) -> StateMetadata | None:
+        """View of the sequences that decode, which `step` serves; None where there are none."""
+        view, first = self.step.decode, self.step.num_prefills
+        if view is None or view is self.step:
+            return None if view is None else self
+        return replace(
+            self,
+            step=view,
+            slots=self.slots[first:],
+            out_slots=self.out_slots[first:],
+            slots_cpu=self.slots_cpu[first:],
+            out_slots_cpu=self.out_slots_cpu[first:],
+            checkpoints=None,
+            checkpoints_cpu=None,
+        )

@@ -1,0 +1,181 @@
+"""The engine of models that are pooled: packs texts into batches, runs the model once over each, and pools the hidden states."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import Backends, StepLimits, fits, powers
+from headway.core.contract.errors import HeadwayError
+from headway.core.contract.metadata import Phase
+from headway.core.contract.model import Attention
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.transfer import upload
+from headway.core.pooling.attention import DenseAttention
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selector import Selector
+
+log = logging.getLogger("headway")
+
+
+class EncodedText(NamedTuple):
+    """A text, or a pair of texts, as tokens."""
+
+    token_ids: Sequence[int]
+    token_types: Sequence[int] | None = None
+    """Which text of a pair each token belongs to, where the model was trained to be told; None: 0 everywhere."""
+
+
+class PooledNetwork(Protocol):
+    """What the engine needs of a model."""
+
+    @property
+    def attention_specs(self) -> Sequence[AttentionSpec]:
+        """One spec per layer, all of them dense."""
+
+    @property
+    def size(self) -> int:
+        """Numbers that a text becomes: elements of an embedding, or labels."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
+        """Return hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
+
+    def pool(self, hidden: Tensor, starts: Tensor) -> Tensor:
+        """Return float32 [texts, size]. hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token."""
+
+
+@dataclass
+class PoolingStats:
+    """What an engine has done since its start."""
+
+    num_texts: int = 0
+    num_tokens: int = 0
+    num_batches: int = 0
+    batches_by_backend: dict[str, int] = field(default_factory=dict)
+
+
+class PoolingEngine:
+    """Runs one model over whole texts. Not for several threads at a time: the caller has a lock.
+
+    A batch holds texts of similar lengths, the longest first, packed one after the other: nothing is padded. The backends are the
+    selector's, as for prompts of a decoder.
+    """
+
+    def __init__(self, network: PooledNetwork, layers: LayerSpecs, selector: Selector, limits: StepLimits) -> None:
+        """limits: tokens and texts of a batch, and tokens of the longest text, which may be more than those of a batch."""
+        self.network, self.selector, self.limits = network, selector, limits
+        self.attention = DenseAttention(layers, selector)
+        self.device = layers.device
+        self.stats = PoolingStats()
+
+    @torch.inference_mode()
+    def run(self, texts: Sequence[EncodedText], finished: Callable[[int], None] = lambda count: None) -> Tensor:
+        """Return float32 [texts, size] on the CPU, in the order of the texts, each of 1 to `limits.max_model_len` tokens.
+
+        finished: called after each batch with its number of texts.
+
+        :raises BackendError: a backend raised.
+        """
+        found = torch.empty((len(texts), self.network.size), dtype=torch.float32)
+        in_flight: list[tuple[list[int], Tensor]] = []  # a batch is read after the next one was launched
+        for batch in pack([len(text.token_ids) for text in texts], self.limits.max_num_tokens, self.limits.max_num_seqs):
+            in_flight.append((batch, self._pooled([texts[index] for index in batch])))
+            if len(in_flight) > 1:
+                _read(found, *in_flight.pop(0), finished)
+        for batch, pooled in in_flight:
+            _read(found, batch, pooled, finished)
+        return found
+
+    def _pooled(self, texts: Sequence[EncodedText]) -> Tensor:
+        lens = [len(text.token_ids) for text in texts]
+        self.attention.begin(lens)
+        stats = self.stats
+        stats.num_texts += len(lens)
+        stats.num_tokens += sum(lens)
+        stats.num_batches += 1
+        name = self.attention.serving
+        stats.batches_by_backend[name] = stats.batches_by_backend.get(name, 0) + 1
+        return self._forward(lens, texts)
+
+    def _forward(self, lens: Sequence[int], texts: Sequence[EncodedText]) -> Tensor:
+        """Run the model over a batch that `attention` has planned."""
+        counts = torch.tensor(lens)
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(counts)
+        token_ids = torch.tensor(list(chain.from_iterable(text.token_ids for text in texts)))
+        types = None
+        if any(text.token_types is not None for text in texts):
+            types = torch.tensor(
+                list(chain.from_iterable(text.token_types or [0] * n for text, n in zip(texts, lens, strict=True)))
+            )
+            types = upload(types, self.device)
+        hidden = self.network(upload(token_ids, self.device), upload(positions, self.device), self.attention, types)
+        return self.network.pool(hidden, upload(starts, self.device))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run every kind of batch once on a GPU, so that no text waits for a compiler; a CPU compiles nothing.
+
+        The log names a backend that raises: its first such batch will raise again.
+        """
+        if self.device.type != "cuda":
+            return
+        for backends in self.selector.instances:
+            for lens in self._steps(backends):
+                try:
+                    self.attention.begin_with(backends, lens)
+                    for layer in self.attention.firsts:
+                        self.attention(layer, *self._blank(layer, sum(lens)))
+                except HeadwayError as error:
+                    log.warning("warm-up: %s", error)
+                    break
+        for count in powers(min(self.limits.max_num_tokens, self.limits.max_model_len)):
+            self.attention.begin([count])
+            self._forward([count], [EncodedText([0] * count)])
+        torch.cuda.synchronize(self.device)
+        self.selector.forget()
+
+    def _steps(self, backends: Backends) -> Iterator[list[int]]:
+        seen = set()
+        for backend in backends.values():
+            for step in backend.warmup_steps(Phase.PREFILL, self.limits):
+                lens = tuple(each.query_len for each in step)
+                if fits(step, self.limits) and lens not in seen:
+                    seen.add(lens)
+                    yield list(lens)
+
+    def _blank(self, layer: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.attention.layers.cached[layer]
+        heads = spec.num_heads + spec.num_kv_heads
+        qk = torch.zeros((tokens, heads, spec.head_dim), dtype=spec.dtype, device=self.device)
+        v = torch.zeros((tokens, spec.num_kv_heads, spec.v_head_dim), dtype=spec.dtype, device=self.device)
+        return qk[:, : spec.num_heads], qk[:, spec.num_heads :], v
+
+
+def _read(found: Tensor, batch: list[int], pooled: Tensor, finished: Callable[[int], None]) -> None:
+    """Wait for a batch and put its rows where its texts are."""
+    found[batch] = pooled.cpu()
+    finished(len(batch))
+
+
+def pack(lens: Sequence[int], max_tokens: int, max_texts: int) -> Iterator[list[int]]:
+    """Yield batches of texts as lists of their numbers: the longest texts first, so that neighbours in a batch are alike.
+
+    lens: tokens of each text. A text that is longer than max_tokens has a batch of its own.
+    """
+    batch: list[int] = []
+    tokens = 0
+    for index in sorted(range(len(lens)), key=lambda index: -lens[index]):
+        if batch and (tokens + lens[index] > max_tokens or len(batch) == max_texts):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(index)
+        tokens += lens[index]
+    if batch:
+        yield batch

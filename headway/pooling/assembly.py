@@ -1,0 +1,114 @@
+"""The start of a model that is pooled: from options to a loaded model and an engine for it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from headway.backends.compile_ahead import compile_ahead
+from headway.core.contract.backend import StepLimits
+from headway.core.contract.errors import ConfigError
+from headway.core.pooling.engine import PoolingEngine
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selector import Selector
+from headway.core.select.startup import check_names
+from headway.core.select.workload import Workload
+from headway.machine.memory import bound_kernel_caches, freeze_heap
+from headway.machine.threads import set_threads
+from headway.models.pooling.loader import LoadedPoolingModel, load_pooling_model
+from headway.pooling.find import PoolingModel
+from headway.registry import Registry
+from headway.tuning.autotune import TableRequest, costs_for
+from headway.tuning.measure.device import resolve_device
+from headway.tuning.measure.self_test import check_named
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.engine_args import EngineArgs
+
+log = logging.getLogger("headway")
+
+_GENERATING = {
+    "deterministic": False,
+    "kv_cache_dtype": "auto",
+    "kv_offload_size": None,
+    "model_impl": ("auto", "headway"),
+    "speculate": None,
+}
+"""Options that ask for what only a model that generates text has -> the values that ask for nothing."""
+
+
+class PoolingAssembly(NamedTuple):
+    """A loaded model with an engine that is ready for texts."""
+
+    registry: Registry
+    device: torch.device
+    num_threads: int | None
+    """CPU threads; None on a GPU."""
+    model: LoadedPoolingModel
+    engine: PoolingEngine
+
+
+def assemble_pooling(args: EngineArgs, found: PoolingModel) -> PoolingAssembly:
+    """Load a model and make its engine.
+
+    :raises HeadwayError: a mistake that the caller can put right, in one line.
+    """
+    _refuse_generating(args)
+    config = args.engine_config()
+    registry = args.make_registry()
+    for failure in registry.failures:
+        log.warning("plugin left out: %s", failure)
+    request = config.backend_request
+    check_names(registry, request, config.kv_layout, config.attn_options)
+    device = resolve_device(args.device)
+    ahead, num_threads = compile_ahead(device), None
+    if device.type == "cpu":
+        bound_kernel_caches()
+        num_threads = set_threads(args.num_threads)
+    model = load_pooling_model(
+        found.folder,
+        found.task,
+        name=args.model,
+        dtype=args.dtype,
+        device=device,
+        load_format=args.load_format,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+    )
+    model = replace(model, max_length=_max_length(args.max_model_len, model))
+    layers = LayerSpecs(list(model.network.attention_specs))
+    check_named(registry, request.names, layers.cached)
+    table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
+    selector = Selector(
+        registry,
+        layers,
+        request,
+        kv_layout=config.kv_layout,
+        block_size=config.block_size,
+        options=config.attn_options,
+        costs=costs_for(layers, registry, request, table, ahead),
+        workload=Workload.parse(config.workload),
+    )
+    log.info("attention: %s", selector.selection)
+    limits = StepLimits(config.for_device(device).step_tokens, config.max_num_seqs, model.max_length)
+    engine = PoolingEngine(model.network, layers, selector, limits)
+    engine.warm_up()
+    freeze_heap()
+    return PoolingAssembly(registry, device, num_threads, model, engine)
+
+
+def _max_length(asked: int | None, model: LoadedPoolingModel) -> int:
+    if asked is not None and asked > model.max_length:
+        raise ConfigError("max_model_len", f"at most {model.max_length}, which {model.name} was made for", asked)
+    return asked or model.max_length
+
+
+def _refuse_generating(args: EngineArgs) -> None:
+    """:raises ConfigError: an option that a model which is pooled does not have."""
+    for name, neutral in _GENERATING.items():
+        value = getattr(args, name)
+        if value not in (neutral if isinstance(neutral, tuple) else (neutral,)):
+            raise ConfigError(name, "a model that generates text", f"{args.model}, which is pooled", f"leave {name} out")

@@ -1,0 +1,39 @@
+"""A model that is pooled in the hands of one process: calls of any thread, one after the other."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from headway.core.contract.errors import ConfigError
+from headway.pooling.assembly import PoolingAssembly
+from headway.pooling.jobs import PoolingJob, PoolingJobs
+
+Output = TypeVar("Output")
+
+
+class PoolingClient:
+    """Runs the jobs of an `LLM`."""
+
+    def __init__(self, assembly: PoolingAssembly) -> None:
+        self.assembly = assembly
+        self.model, self.engine = assembly.model, assembly.engine
+        self.jobs = PoolingJobs(assembly.model)
+        self._lock = Lock()
+
+    def run(self, job: PoolingJob[Output], use_tqdm: bool = False) -> list[Output]:
+        """Run a job to its end.
+
+        :raises BackendError: a backend raised.
+        """
+        with self._lock, tqdm(total=len(job.texts), desc="Processed texts", disable=not use_tqdm) as bar:
+            rows = self.engine.run(job.texts, bar.update)
+        return job.finish(rows)
+
+    def generates_not(self) -> ConfigError:
+        """The error of a call that only a model which generates text can answer."""
+        does, methods = ("embeds texts", "embed and score") if self.model.task == "embed" else ("scores documents", "score")
+        got = f"{self.model.name}, which {does}"
+        return ConfigError("LLM", "a model that generates text", got, f"{methods} answer for it; runner='generate' insists")

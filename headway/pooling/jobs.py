@@ -1,0 +1,192 @@
+"""From the arguments of a call to texts that an engine takes, tokenised and checked once, and from its rows to outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.pooling.engine import EncodedText
+from headway.core.system.text import shown
+from headway.models.pooling.loader import LoadedPoolingModel
+from headway.outputs import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
+from headway.requests.prompts import Prompt, parse_prompts, whole_text
+
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True)
+class PoolingJob(Generic[Output]):
+    """The texts of a call, and what becomes of their rows."""
+
+    texts: Sequence[EncodedText]
+    finish: Callable[[Tensor], list[Output]]
+    """Called with float32 [texts, size]."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(len(text.token_ids) for text in self.texts)
+
+
+class PoolingJobs:
+    """Makes the jobs of one model. Any thread may call it, several at a time."""
+
+    def __init__(self, model: LoadedPoolingModel) -> None:
+        self.model = model
+        self._numbers = map(str, count())
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
+    ) -> PoolingJob[EmbeddingRequestOutput]:
+        """Embed prompts; see `LLM.embed`.
+
+        :raises PromptError: an empty or too long prompt.
+        :raises ConfigError: a model that scores, or a length that its embeddings may not be cut to.
+        """
+        self._check_embeds("embed")
+        self._check_dimensions(dimensions)
+        texts = self._texts(prompts, truncate_prompt_tokens)
+
+        def finish(rows: Tensor) -> list[EmbeddingRequestOutput]:
+            if dimensions is not None and dimensions < rows.shape[1]:
+                rows = normalize(rows[:, :dimensions], dim=-1)
+            return [
+                EmbeddingRequestOutput(next(self._numbers), EmbeddingOutput(row), list(text.token_ids))
+                for row, text in zip(rows.tolist(), texts, strict=True)
+            ]
+
+        return PoolingJob(texts, finish)
+
+    def score(
+        self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
+    ) -> PoolingJob[ScoringRequestOutput]:
+        """Score documents for queries; see `LLM.score`.
+
+        :raises PromptError: a pair that is too long.
+        :raises ConfigError: no texts, or numbers of them that do not fit.
+        """
+        pairs = _pairs(queries, documents)
+        if self.model.task == "embed":
+            return self._similarities(pairs, truncate_prompt_tokens)
+        texts = self._encoded_pairs(pairs, self._most(truncate_prompt_tokens))
+        for number, text in enumerate(texts):
+            self._check(text.token_ids, f"pair {number}")
+
+        def finish(rows: Tensor) -> list[ScoringRequestOutput]:
+            return [self._scored(score, text.token_ids) for score, text in zip(rows[:, 0].tolist(), texts, strict=True)]
+
+        return PoolingJob(texts, finish)
+
+    def _similarities(self, pairs: Sequence[tuple[str, str]], truncate: int | None) -> PoolingJob[ScoringRequestOutput]:
+        """Cosines of the embeddings of both texts of each pair; each text is embedded once."""
+        listed = list(dict.fromkeys(text for pair in pairs for text in pair))
+        texts = self._texts(listed, truncate)
+        place = {text: number for number, text in enumerate(listed)}
+
+        def finish(rows: Tensor) -> list[ScoringRequestOutput]:
+            rows = normalize(rows, dim=-1)
+            first, second = (torch.tensor([place[pair[side]] for pair in pairs]) for side in (0, 1))
+            cosines = (rows[first] * rows[second]).sum(-1).tolist()
+            ids = [[*texts[place[query]].token_ids, *texts[place[document]].token_ids] for query, document in pairs]
+            return [self._scored(score, token_ids) for score, token_ids in zip(cosines, ids, strict=True)]
+
+        return PoolingJob(texts, finish)
+
+    def _scored(self, score: float, token_ids: Sequence[int]) -> ScoringRequestOutput:
+        return ScoringRequestOutput(next(self._numbers), ScoringOutput(score), list(token_ids))
+
+    def _check_embeds(self, method: str) -> None:
+        if self.model.task != "embed":
+            got = f"{self.model.name}, which scores a query and a document"
+            raise ConfigError(method, "a model that embeds texts", got, "use score, or rerank")
+
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        size, allowed = self.model.network.size, self.model.dimensions
+        if dimensions is None or dimensions == size:
+            return
+        if allowed is None:
+            hint = "is_matryoshka or matryoshka_dimensions in its config.json allow others"
+            raise ConfigError("dimensions", f"{size}, the length of this model's embeddings", shown(dimensions), hint)
+        if not 1 <= dimensions < size or (allowed and dimensions not in allowed):
+            need = f"one of {', '.join(map(str, allowed))}" if allowed else f"a whole number from 1 to {size}"
+            raise ConfigError("dimensions", need, shown(dimensions))
+
+    def _texts(self, prompts: Prompt | Sequence[Prompt], truncate: int | None) -> list[EncodedText]:
+        parsed, most = parse_prompts(prompts), self._most(truncate)
+        untokenised = [prompt.text or "" for prompt in parsed if prompt.token_ids is None]
+        tokenised = iter(self._tokenised(untokenised, most))
+        texts = []
+        for number, prompt in enumerate(parsed):
+            ids = next(tokenised) if prompt.token_ids is None else prompt.token_ids[:most]
+            self._check(ids, f"prompt {number}")
+            texts.append(EncodedText(ids))
+        return texts
+
+    def _tokenised(self, texts: Sequence[str], most: int | None) -> list[list[int]]:
+        if not texts:
+            return []
+        cut = {} if most is None else {"truncation": True, "max_length": most}
+        found = self._tokenizer("prompt")([whole_text(text) for text in texts], **cut)
+        return [list(ids) for ids in found["input_ids"]]
+
+    def _encoded_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None) -> list[EncodedText]:
+        tokenizer = self._tokenizer("score")
+        pairs = [(whole_text(query, "query"), whole_text(document, "document")) for query, document in pairs]
+        prompt = self.model.score_prompt
+        if prompt is not None:
+            return [EncodedText(prompt.encode(tokenizer, query, document, most)) for query, document in pairs]
+        cut: Mapping[str, Any] = {} if most is None else {"truncation": True, "max_length": most}
+        found = tokenizer([query for query, _ in pairs], [document for _, document in pairs], **cut)
+        types = found.get("token_type_ids") or [None] * len(pairs)
+        return [EncodedText(list(ids), kinds) for ids, kinds in zip(found["input_ids"], types, strict=True)]
+
+    def _tokenizer(self, what: str) -> Any:
+        if self.model.tokenizer is None:
+            raise PromptError(what, "token ids", "a text", f"{self.model.name} was loaded without a tokenizer")
+        return self.model.tokenizer
+
+    def _most(self, truncate: int | None) -> int | None:
+        """Tokens that a text is cut to; None: it is not cut."""
+        if truncate is None:
+            return None
+        longest = self.model.max_length
+        if truncate != -1 and not 1 <= truncate <= longest:
+            raise ConfigError("truncate_prompt_tokens", f"-1 or a whole number from 1 to {longest}", shown(truncate))
+        return longest if truncate == -1 else truncate
+
+    def _check(self, token_ids: Sequence[int], what: str) -> None:
+        longest, vocab_size = self.model.max_length, self.model.network.vocab_size
+        if not token_ids:
+            raise PromptError(what, "at least one token", "an empty text")
+        if len(token_ids) > longest:
+            hint = "truncate_prompt_tokens=-1 cuts longer ones"
+            raise PromptError(what, f"at most {longest} tokens (max_model_len={longest})", f"{len(token_ids)} tokens", hint)
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < vocab_size:
+                raise PromptError(what, f"token ids from 0 to {vocab_size - 1}", shown(token))
+
+
+def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
+    """A query for all documents, or one for each.
+
+    :raises ConfigError: no texts, or another number of queries.
+    """
+    listed: list[list[str]] = []
+    for name, given in (("queries", queries), ("documents", documents)):
+        texts = [given] if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else None
+        if texts is None or not texts or not all(isinstance(text, str) for text in texts):
+            raise ConfigError(name, "a text or a list of texts", shown(given))
+        listed.append(texts)
+    first, second = listed
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise ConfigError("queries", f"one, or one for each of the {len(second)} documents", len(first))
+    return list(zip(first, second, strict=True))

@@ -1,0 +1,177 @@
+"""The routes of a model that is pooled: /v1/embeddings as OpenAI's, /rerank and /score as vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from functools import partial
+from typing import Any, Final
+from uuid import uuid4
+
+import numpy
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from openai.types import Model
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.core.contract.errors import BackendError, ConfigError
+from headway.hosting.host import EngineDeadError
+from headway.outputs import EmbeddingRequestOutput
+from headway.pooling.async_pooling import AsyncPooling
+from headway.server.admission import Admission
+from headway.server.errors import ApiError, api_error
+from headway.server.options import ServerOptions
+from headway.server.pooling_metrics import PoolingMetrics
+from headway.server.pooling_requests import EmbeddingRequest, PooledRequest, RerankRequest, ScoreRequest
+from headway.server.routing import Endpoint, endpoint, read_body
+from headway.version import __version__
+
+GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
+"""Paths that a server of a model which generates text has."""
+
+
+class PoolingRoutes:
+    """The routes of one model, whichever of them it can answer."""
+
+    def __init__(self, pooling: AsyncPooling, options: ServerOptions) -> None:
+        self._pooling = pooling
+        self.service = Admission([*options.served_model_names] or [pooling.model.name], options)
+        self._metrics = PoolingMetrics(self.service.names[0])
+        self._started = int(time.time())
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes and the error handlers to an application."""
+        posts: list[tuple[str, Endpoint, type[PooledRequest]]] = [
+            ("/v1/embeddings", self.embeddings, EmbeddingRequest),
+            *((path, self.rerank, RerankRequest) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+            *((path, self.score, ScoreRequest) for path in ("/score", "/v1/score")),
+        ]
+        for path, answer, kind in posts:
+            schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
+            app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
+        for path in GENERATING:
+            app.add_api_route(path, endpoint(self.generates_not), methods=["POST"])
+        for path, told in (
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),
+            ("/health", self.health),
+            ("/ping", self.health),
+            ("/version", self.version),
+            ("/metrics", self.metrics),
+        ):
+            app.add_api_route(path, endpoint(told), methods=["GET"])
+        for error in (HTTPException, RequestValidationError, Exception, ApiError, EngineDeadError, ConfigError, ValueError):
+            app.add_exception_handler(error, self.refuse)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Embed texts."""
+        body = await self._body(request, EmbeddingRequest)
+        make = partial(self._pooling.jobs.embed, body.prompts, body.dimensions, body.truncate_prompt_tokens)
+        outputs, tokens = await self._run(make)
+        data = [
+            {"object": "embedding", "index": index, "embedding": _encoded(output, body.encoding_format)}
+            for index, output in enumerate(outputs)
+        ]
+        return self._answer("embd", {"object": "list", "data": data}, body, tokens)
+
+    async def score(self, request: Request) -> Response:
+        """Score pairs of texts."""
+        body = await self._body(request, ScoreRequest)
+        make = partial(self._pooling.jobs.score, *body.texts, body.truncate_prompt_tokens)
+        outputs, tokens = await self._run(make)
+        data = [{"object": "score", "index": index, "score": output.outputs.score} for index, output in enumerate(outputs)]
+        return self._answer("score", {"object": "list", "data": data}, body, tokens)
+
+    async def rerank(self, request: Request) -> Response:
+        """Order documents by how well they fit a query."""
+        body = await self._body(request, RerankRequest)
+        make = partial(self._pooling.jobs.score, body.query, body.documents, body.truncate_prompt_tokens)
+        outputs, tokens = await self._run(make)
+        order = sorted(range(len(outputs)), key=lambda index: -outputs[index].outputs.score)
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": outputs[index].outputs.score} for index in order]
+        if body.return_documents:
+            results = [{**each, "document": {"text": body.documents[each["index"]]}} for each in results]
+        return self._answer("rerank", {"results": results[: body.top_n or None]}, body, tokens)
+
+    async def generates_not(self) -> Response:
+        """Refuse: the model generates no text."""
+        task = self._pooling.model.task
+        paths = "/v1/embeddings" if task == "embed" else "/rerank and /score"
+        need = f"a model that generates text, got {self._pooling.model.name}, whose server has {paths}"
+        raise ApiError(404, f"this path: needs {need}", code="wrong_model")
+
+    async def models(self) -> Response:
+        """List the names of the model."""
+        return _json({"object": "list", "data": [self._model(name) for name in self.service.names]})
+
+    async def model(self, name: str) -> Response:
+        """Describe the model, by one of its names."""
+        self.service.check_model(name)
+        return _json(self._model(name))
+
+    async def health(self) -> Response:
+        """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
+        self._pooling.check_health(self.service.options.step_timeout)
+        return Response()
+
+    async def version(self) -> Response:
+        """Headway's version."""
+        return _json({"version": __version__})
+
+    async def metrics(self) -> Response:
+        """The figures, for Prometheus."""
+        return self._metrics.page(self._pooling.stats, self.service.num_queued)
+
+    async def _body(self, request: Request, kind: Any) -> Any:
+        self.service.check_room()  # before the work of reading it
+        body = await read_body(request, kind, self.service.options)
+        self.service.check_model(body.model)
+        return body
+
+    async def _run(self, make: Any) -> Any:
+        """Outputs and tokens of a job that takes a place in the queue."""
+        with self.service.queued():
+            started = time.perf_counter()
+            limit = self.service.options.request_timeout
+            try:
+                async with asyncio.timeout(limit):
+                    found = await self._pooling.run(make)
+            except BackendError as error:
+                raise ApiError(500, str(error)) from error
+            except TimeoutError:
+                raise ApiError(504, f"the request has taken longer than {limit:g} s (request_timeout)") from None
+            seconds = time.perf_counter() - started
+            self.service.took(seconds)
+            self._metrics.answered(seconds, found[1])
+            return found
+
+    def _answer(self, prefix: str, fields: dict[str, Any], body: PooledRequest, tokens: int) -> Response:
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        made = {"id": f"{prefix}-{uuid4().hex}", "created": int(time.time()), "model": body.model or self.service.names[0]}
+        return _json({**made, **fields, "usage": usage})
+
+    def _model(self, name: str) -> dict[str, Any]:
+        model = Model(id=name, object="model", created=self._started, owned_by="headway")
+        return {**model.model_dump(), "root": self._pooling.model.name, "max_model_len": self._pooling.model.max_length}
+
+    async def refuse(self, _: Request, error: Exception) -> Response:
+        """Answer a request that has failed."""
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, str(error.detail))
+        told = api_error(error)
+        self._metrics.refused[str(told.status)] += 1
+        return told.response()
+
+
+def _encoded(output: EmbeddingRequestOutput, encoding: str) -> list[float] | str:
+    """base64: little-endian float32, as OpenAI's client asks for and reads."""
+    vector = output.outputs.embedding
+    return vector if encoding == "float" else base64.b64encode(numpy.array(vector, dtype="<f4").tobytes()).decode()
+
+
+def _json(data: object) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json")

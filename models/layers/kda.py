@@ -1,0 +1,54 @@
+"""Kimi delta attention with its surroundings in a layer (Kimi Team 2025, arXiv 2510.26692): a decay for each channel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from headway.core.contract.model import Attention, StateLayer
+from headway.core.contract.state import StateSpec
+from headway.models.config import DecoderConfig, StateConfig
+from headway.models.layers.state_part import StatePart
+from headway.models.layers.tensors import LayerTensors
+from headway.models.linear import Linear
+from headway.models.names import StateNames
+from headway.models.operations import Operations, Rope
+
+
+class KimiDelta(StatePart):
+    """One product gives q, k, v and beta, and the first halves of two products of low rank: the decay's, the output gate's."""
+
+    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
+        """See StatePart."""
+        super().__init__(config, place, tensors, batch_invariant)
+        spec, (decay, gate) = self.spec, config.names.state.low_rank
+        self.decay_proj = tensors.linear({decay: spec.num_heads * spec.key_dim}, spec.value_dim, False)
+        self.gate_proj = tensors.linear({gate: spec.out_channels}, spec.value_dim, False)
+
+    @staticmethod
+    def sections(spec: StateSpec) -> Mapping[str, int]:
+        """q, k, v; b, of which beta is made; f and g, of rank value_dim: of the decay and of the gate."""
+        keys, values, rank = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim, spec.value_dim
+        return {"q": keys, "k": keys, "v": values, "b": spec.num_heads, "f": rank, "g": rank}
+
+    def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
+        """A_log has axes of size 1 in checkpoints, and dt_bias a single one for heads and channels."""
+        heads, channels = self.spec.num_heads, self.spec.key_dim
+        (layer,) = super()._layers(state, replace(names, A_log="", dt_bias=""), tensors)
+        A_log = tensors.take_float(names.A_log, 1, 1, heads, 1).view(heads)
+        dt_bias = tensors.take_float(names.dt_bias, heads * channels).view(heads, channels)
+        return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log, dt_bias=dt_bias))]
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Products of the part."""
+        return [self.in_proj, self.decay_proj, self.gate_proj, self.out_proj]
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        qkv, parts = self._split(x, ops)
+        a = ops.norm_product(parts["f"], None, self.decay_proj, None).view(len(x), self.spec.num_heads, self.spec.key_dim)
+        out = attention.state(self._place, qkv, [a, parts["b"]])
+        return ops.gate(out, ops.norm_product(parts["g"], None, self.gate_proj, None), self.gate)

@@ -1,0 +1,77 @@
+"""State spaces with their surroundings in a layer: Mamba 2 (Dao and Gu 2024, arXiv 2405.21060) and Mamba (arXiv 2312.00752)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.model import Attention, StateLayer
+from headway.core.contract.state import StateParameters, StateSpec
+from headway.models.config import DecoderConfig, StateConfig
+from headway.models.layers.state_part import StatePart
+from headway.models.layers.tensors import LayerTensors
+from headway.models.linear import Linear
+from headway.models.names import StateNames
+from headway.models.operations import Operations, Rope
+
+
+class Mamba2(StatePart):
+    """One product gives x, B, C, dt and the gate of the output."""
+
+    @staticmethod
+    def sections(spec: StateSpec) -> Mapping[str, int]:
+        """x, B and C, which go through the convolution; dt; z, the gate of the output."""
+        inner, groups = spec.num_heads * spec.value_dim, spec.num_key_heads * spec.key_dim
+        return {"x": inner, "B": groups, "C": groups, "dt": spec.num_heads, "z": inner}
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        inputs, parts = self._split(x, ops)
+        return ops.gate(attention.state(self._place, inputs, [parts["dt"]]), parts["z"], self.gate)
+
+
+class Mamba1(StatePart):
+    """A convolution, a product that makes dt, B and C of what it returns, and the recurrence: two layers with a state (Jamba)."""
+
+    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
+        """See StatePart."""
+        super().__init__(config, place, tensors, batch_invariant)
+        assert config.state is not None
+        names, spec, rank = config.names.state, self.spec, config.state.dt_rank
+        self._sizes = [rank, spec.key_dim, spec.key_dim]
+        self.x_proj = tensors.linear({names.from_conv: sum(self._sizes)}, spec.num_heads, False)
+        self.norms = [tensors.norm(name, size) for name, size in zip(names.from_conv_norms, self._sizes, strict=True)]
+        self.dt_proj = tensors.linear({names.low_rank[0]: spec.num_heads}, rank, False)
+
+    @staticmethod
+    def sections(spec: StateSpec) -> Mapping[str, int]:
+        """x, which goes through the convolution; z, the gate of the output."""
+        return {"x": spec.num_heads, "z": spec.num_heads}
+
+    def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
+        """The convolution, and the recurrence behind it."""
+        spec, heads = self.spec, self.spec.num_heads
+        weight, bias = tensors.take_conv({names.conv[0]: spec.conv_channels}, spec.conv_width, state.conv_bias)
+        recurrence = StateParameters(
+            A_log=tensors.take_float(names.A_log, heads, spec.key_dim),
+            dt_bias=tensors.take_float(names.dt_bias, heads),
+            D=tensors.take_float(names.D, heads),
+        )
+        convolution = StateParameters(conv_weight=weight, conv_bias=bias)
+        return [StateLayer(spec.convolution, convolution), StateLayer(spec.recurrence, recurrence)]
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Products of the part."""
+        return [self.in_proj, self.x_proj, self.dt_proj, self.out_proj]
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        inputs, parts = self._split(x, ops)
+        inputs = attention.state(self._place, inputs, [])
+        made = torch.split(ops.product(inputs, self.x_proj), self._sizes, dim=1)
+        dt, B, C = (ops.norm(part.contiguous(), norm) for part, norm in zip(made, self.norms, strict=True))
+        out = attention.state(self._place + 1, inputs, [ops.product(dt, self.dt_proj), B, C])
+        return ops.gate(out, parts["z"], self.gate)

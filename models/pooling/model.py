@@ -1,0 +1,45 @@
+"""A model that is pooled: an encoder, or a decoder whose layers get no cache, with its head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from headway.core.contract.model import Attention
+from headway.core.contract.spec import AttentionSpec
+from headway.models.decoder import Decoder
+from headway.models.encoder import Encoder
+from headway.models.pooling.heads import PoolingHead
+
+
+class PooledModel:
+    """See `core.pooling.engine.PooledNetwork`."""
+
+    def __init__(self, body: Encoder | Decoder, head: PoolingHead, causal: bool) -> None:
+        """causal: whether a query sees no later key; an encoder's sees all."""
+        self._body, self.head = body, head
+        self.attention_specs: Sequence[AttentionSpec] = [
+            replace(spec, dense=True, causal=causal) for spec in body.attention_specs
+        ]
+
+    @property
+    def size(self) -> int:
+        """Numbers that a text becomes."""
+        return self.head.size
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._body.config.vocab_size
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
+        """Return hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
+        if isinstance(self._body, Encoder):
+            return self._body(input_ids, positions, attention, token_types)
+        return self._body(input_ids, positions, attention)
+
+    def pool(self, hidden: Tensor, starts: Tensor) -> Tensor:
+        """Return float32 [texts, size]. starts: int64 [texts + 1]."""
+        return self.head(hidden, starts)

@@ -1,0 +1,176 @@
+"""Steps of layers with states for tests and benchmarks: random inputs, parameters, and slots in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.state import (
+    CHECKPOINT_TOKENS,
+    CONV,
+    GATED_DELTA,
+    KDA,
+    LIGHTNING,
+    MAMBA1,
+    MAMBA2,
+    StateCache,
+    StateLayout,
+    StateMetadata,
+    StateParameters,
+    StateSpec,
+)
+from headway.core.contract.state_backend import StateBackend
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """A pool of states and one step over it: what a state backend is tested and timed on."""
+
+    spec: StateSpec
+    parameters: StateParameters
+    metadata: StateMetadata
+    cache: StateCache
+    x: Tensor
+    """[num_tokens, input_channels]"""
+    gates: Sequence[Tensor]
+
+
+def make_state_case(
+    lens: Sequence[tuple[int, int]],
+    spec: StateSpec,
+    layout: StateLayout,
+    *,
+    seed: int = 0,
+    padding_rows: int = 0,
+    spare_slots: int = 3,
+    checkpoints: bool = True,
+    in_place: bool = True,
+    strided: bool = False,
+) -> StateCase:
+    """Fill every slot with random numbers, and give each sequence its slots in shuffled order.
+
+    The slots of sequences without a context, and half of those that no sequence has, hold NaN, which shows a stray read.
+
+    lens: (query_len, kv_len) of each sequence, prompts and extensions first; one with a context and at most 8 new tokens decodes,
+    and has a slot for each of its tokens. padding_rows: rows without slots at the end, as a CUDA graph's unused rows are.
+    checkpoints: at every multiple of CHECKPOINT_TOKENS of every prompt. in_place: the first slot written is the one read.
+    strided: x and gates are slices of wider tensors.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    decodes = [kv > query and query <= 8 for query, kv in lens]
+    widths = [query if decode else 1 for (query, _), decode in zip(lens, decodes, strict=True)]
+    width = max(widths, default=1)
+    padding = width if padding_rows and any(decodes) and all(query == width for query, _ in lens) else 1
+    query_lens = [query for query, _ in lens] + [padding] * padding_rows
+    contexts = [kv - query for query, kv in lens] + [-padding] * padding_rows
+    drafts = [count - 1 for count in widths] + [padding - 1] * padding_rows
+    marks = [
+        (row, tokens)
+        for row, (query, _) in enumerate(lens)
+        if checkpoints and not decodes[row]
+        for tokens in range(CHECKPOINT_TOKENS, query + 1, CHECKPOINT_TOKENS)
+    ]
+    num_slots = len(lens) + sum(widths) + len(marks) + spare_slots
+    order = torch.randperm(num_slots, generator=generator).tolist()
+    slots = [order.pop() for _ in lens]
+    targets = [
+        [read if in_place and not i else order.pop() for i in range(count)] for read, count in zip(slots, widths, strict=True)
+    ]
+    checkpoint_rows = [(row, tokens, order.pop()) for row, tokens in marks]
+    block = max((kv for _, kv in lens), default=1) + 8
+    step = AttentionMetadata.build(
+        query_lens, contexts, [[0]] * len(lens) + [[]] * padding_rows, block, spec.device, num_draft_tokens=drafts
+    )
+    metadata = _metadata(step, slots + [-1] * padding_rows, targets + [[]] * padding_rows, width, checkpoint_rows)
+    cache = layout.allocate(spec, num_slots)
+    empty = [slot for slot, (query, kv) in zip(slots, lens, strict=True) if query == kv]
+    for tensor in cache.tensors.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        tensor[[*empty, *order[::2]]] = torch.nan
+    x, *gates = random_inputs(spec, step.num_tokens, generator, strided=strided)
+    return StateCase(spec, random_parameters(spec, generator), metadata, cache, x, gates)
+
+
+def _metadata(
+    step: AttentionMetadata,
+    slots: Sequence[int],
+    targets: Sequence[Sequence[int]],
+    width: int,
+    checkpoints: Sequence[tuple[int, int, int]],
+) -> StateMetadata:
+    device = step.query_start_loc.device
+    out = torch.full((len(slots), width), -1, dtype=torch.int32)
+    for row, own in enumerate(targets):
+        out[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
+    reads = torch.tensor(slots, dtype=torch.int32)
+    marks = torch.tensor(checkpoints, dtype=torch.int32).view(-1, 3) if checkpoints else None
+    return StateMetadata(step, reads.to(device), out.to(device), reads, out, None if marks is None else marks.to(device), marks)
+
+
+def random_inputs(spec: StateSpec, num_tokens: int, generator: torch.Generator, *, strided: bool = False) -> list[Tensor]:
+    """Return x and gates of some tokens, in the spec's dtype; keys are about as long as if they were normed."""
+    shapes = [(spec.input_channels,), *gate_shapes(spec)]
+    # Both sides of a slice hold NaN, which shows where a neighbour's element is read.
+    found = []
+    for number, shape in enumerate(shapes):
+        size = torch.Size(shape).numel()
+        wide = torch.full((num_tokens, size + 16), torch.nan)
+        spread = spec.key_dim**-0.5 if number == 0 and spec.kind in (GATED_DELTA, KDA, LIGHTNING) and not spec.qk_norm else 1.0
+        wide[:, 8:-8] = torch.randn(num_tokens, size, generator=generator) * spread
+        rows = wide.to(spec.device, spec.dtype)[:, 8:-8]
+        found.append(torch.unflatten(rows if strided else rows.contiguous(), 1, shape))
+    return found
+
+
+def gate_shapes(spec: StateSpec) -> list[tuple[int, ...]]:
+    """Return the shape of a token's row in each gate, by the kind."""
+    heads, keys = spec.num_heads, spec.key_dim
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        GATED_DELTA: [(heads,), (heads,)],
+        KDA: [(heads, keys), (heads,)],
+        MAMBA2: [(heads,)],
+        MAMBA1: [(heads,), (keys,), (keys,)],
+        LIGHTNING: [],
+        CONV: [],
+    }
+    return shapes[spec.kind]
+
+
+def random_parameters(spec: StateSpec, generator: torch.Generator, *, bias: bool = True) -> StateParameters:
+    """Return weights with decays from nearly none to strong ones."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(spec.device)
+
+    heads, keys, conv = spec.num_heads, spec.key_dim, spec.conv_channels
+    weights: dict[str, Tensor] = {}
+    if conv:
+        weights["conv_weight"] = (normal(conv, spec.conv_width) * spec.conv_width**-0.5).to(spec.dtype)
+        if bias:
+            weights["conv_bias"] = (normal(conv) * 0.3).to(spec.dtype)
+    if spec.recurrent:
+        weights["A_log"] = (
+            normal(heads, keys) if spec.kind == MAMBA1 else normal(heads) - (3.0 if spec.kind == LIGHTNING else 0.0)
+        )
+    if spec.kind in (GATED_DELTA, KDA, MAMBA1, MAMBA2):
+        weights["dt_bias"] = normal(heads, keys) - 1.0 if spec.kind == KDA else normal(heads) - 1.0
+    if spec.kind in (MAMBA1, MAMBA2):
+        weights["D"] = normal(heads)
+    return StateParameters(**weights)
+
+
+def run_states(backend: StateBackend, case: StateCase) -> Tensor:
+    """Run one step through one backend as the engine calls it, into an output filled with NaN so that a missed row shows."""
+    metadata, n = case.metadata, case.metadata.step.num_prefill_tokens
+    out = case.x.new_full((case.x.shape[0], case.spec.out_channels), torch.nan)
+    if metadata.prefill is not None:
+        plan = backend.plan(metadata.prefill)
+        backend.scan(case.x[:n], [gate[:n] for gate in case.gates], case.parameters, case.cache, plan, out[:n])
+    if metadata.decode is not None:
+        plan = backend.plan(metadata.decode)
+        backend.step(case.x[n:], [gate[n:] for gate in case.gates], case.parameters, case.cache, plan, out[n:])
+    return out

@@ -1,0 +1,125 @@
+"""The Triton kernels of layers with a state against float64 under the interpreter, started by test_state_kernels.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headway.bench.studies.states.case import errors, make_case
+from headway.core.contract.backend import Lengths
+from headway.core.contract.metadata import Phase
+from headway.core.contract.state import KEY_VALUE, STATE_KINDS, VALUE_KEY, StateSpec
+
+pytest.importorskip("triton")
+try:
+    from headway.backends.states.triton.backend import TritonStates
+    from headway.backends.triton.layer import INTERPRETED
+except RuntimeError as error:  # pragma: no cover - an old GPU driver
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_state_kernels.py runs these with TRITON_INTERPRET=1")
+
+
+def layer(kind: str, heads: int = 4, key_heads: int = 2, key_dim: int = 16, value_dim: int = 32, width: int = 4) -> StateSpec:
+    """A small layer of a kind; of `mamba1`, `heads * value_dim` channels."""
+    if kind == "conv":
+        return StateSpec(kind, 0, 0, 0, 0, conv_channels=200, conv_width=width, activation="none")
+    if kind == "mamba1":
+        channels = heads * value_dim
+        return StateSpec(kind, channels, 1, key_dim, 1, conv_channels=channels if width else 0, conv_width=width)
+    channels = 2 * key_heads * key_dim + heads * value_dim if width else 0
+    delta = kind in ("gated_delta", "kda")
+    return StateSpec(kind, heads, key_heads, key_dim, value_dim, channels, width, scale=0.3, qk_norm=delta)
+
+
+def check(
+    spec: StateSpec, lens: list[Lengths], layout=KEY_VALUE, changes: dict[str, object] | None = None, **options: object
+) -> None:
+    backend = TritonStates(spec, layout)
+    backend.tuning = replace(backend.tuning, **(changes or {}))
+    case = make_case(spec, layout, lens, **options)
+    for view in (case.metadata.prefill, case.metadata.decode):
+        if view is not None:
+            support = TritonStates.supports(spec, layout, view.step.phase)
+            assert support, str(support)
+    found = errors(case, backend)
+    bound = backend.tolerance[spec.dtype]
+    state_bound = max(bound, backend.tolerance[spec.state_dtype])
+    assert found[0] < bound, found
+    assert found[1] < state_bound, found
+
+
+ONE = [Lengths(1, 20), Lengths(1, 1), Lengths(1, 300)]
+DRAFTS = [Lengths(3, 20, 2), Lengths(1, 9), Lengths(8, 300, 7), Lengths(2, 5, 1)]
+
+
+@pytest.mark.parametrize("lens", [ONE, DRAFTS], ids=["one", "drafts"])
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_a_step_is_right(kind: str, lens: list[Lengths]) -> None:
+    check(layer(kind), lens, pad_rows=2)
+
+
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_a_step_reads_one_slot_and_writes_others(kind: str) -> None:
+    check(layer(kind), DRAFTS, VALUE_KEY, in_place=False, bias=False)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "mamba2"])
+def test_a_step_of_several_programs_a_key_head_is_right(kind: str) -> None:
+    check(layer(kind), ONE, changes={"step_value": 16})
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "kda"])
+def test_a_step_in_two_launches_is_right(kind: str) -> None:
+    check(layer(kind), DRAFTS, changes={"step_fused": False})
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "lightning", "mamba1"])
+def test_a_step_without_a_convolution_is_right(kind: str) -> None:
+    check(layer(kind, width=0), DRAFTS)
+
+
+def test_a_step_of_odd_sizes_is_right() -> None:
+    check(layer("gated_delta", 3, 1, 24, 40, 3), DRAFTS)
+    check(layer("conv", width=2), DRAFTS)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "mamba1"])
+def test_a_step_of_bfloat16_is_right(kind: str) -> None:
+    check(replace(layer(kind), dtype=torch.bfloat16, state_dtype=torch.bfloat16), DRAFTS)
+
+
+def test_a_key_that_is_too_long_is_refused() -> None:
+    support = TritonStates.supports(layer("gated_delta", key_dim=512), KEY_VALUE, Phase.DECODE)
+    assert not support
+    assert "key_dim: needs at most 256, got 512" in str(support)
+
+
+PROMPTS = [Lengths(70, 0), Lengths(129, 40), Lengths(2, 9), Lengths(64, 0)]
+LEFT = {0: [64], 1: [64, 128], 3: [64]}
+
+
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_a_scan_is_right(kind: str) -> None:
+    check(layer(kind), PROMPTS, checkpoints=LEFT)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "mamba2", "mamba1", "conv"])
+def test_a_scan_beside_a_step_is_right(kind: str) -> None:
+    check(layer(kind), [Lengths(66, 3), *ONE], VALUE_KEY, in_place=False, bias=False, checkpoints={0: [64]})
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "lightning"])
+def test_a_scan_without_a_convolution_is_right(kind: str) -> None:
+    check(layer(kind, width=0), [Lengths(70, 0)])
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "kda"])
+def test_a_scan_of_bfloat16_is_right(kind: str) -> None:
+    check(replace(layer(kind), dtype=torch.bfloat16), [Lengths(70, 8)], checkpoints={0: [64]})
+
+
+def test_a_scan_of_odd_sizes_is_right() -> None:
+    check(layer("gated_delta", 3, 1, 24, 40, 3), [Lengths(65, 8)], changes={"walk_value": 16, "rows": 16})

@@ -1,0 +1,16 @@
+"""Starts the tests of the state kernels under Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from triton_interpreter import passed_in_the_interpreter
+
+pytest.importorskip("triton")
+FILES = (Path(__file__).with_name("test_interpreted_states.py"),)
+
+
+def test_state_kernels_are_right_in_the_interpreter() -> None:
+    assert passed_in_the_interpreter(*FILES) > 20

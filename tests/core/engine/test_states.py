@@ -1,0 +1,152 @@
+"""Layers that keep states: chunks, prefix hits, preemption, drafts, graphs and aborts change no token, and no slot is lost."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from graph_backend import WalkPlugin
+from graph_stub import AsItIs
+from headway.core.contract.errors import ConfigError, UnknownBackendError
+from headway.core.engine.engine import make_engine
+from headway.core.engine.state.config import EngineConfig
+from headway.core.sampling.params import SamplingParams
+from headway.registry import Registry, create_registry
+from proposer_stub import told_of
+from run_engine import Written, drain, generate
+from stateful_model import MODELS
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+CONFIG = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**21, max_num_batched_tokens=80, max_num_seqs=6)
+_random = Random(5)
+SHARED = [_random.randrange(50) for _ in range(150)]
+PROMPTS = [
+    [1, 2, 3],
+    SHARED,
+    [_random.randrange(50) for _ in range(230)],
+    [7],
+    [*SHARED[:131], 9, 9],
+    [*SHARED, 4, 4, 4],
+    SHARED,
+    *([number, 49 - number] for number in range(3)),
+]
+
+
+def tokens(written: list[Written]) -> list[list[int]]:
+    return [each.token_ids for each in written]
+
+
+@functools.cache
+def expected_of(name: str) -> list[list[int]]:
+    return [MODELS[name].greedy(prompt, 20) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_a_lone_text(registry: Registry, name: str) -> None:
+    """Chunks of prompts beside decodes, prefix hits, more sequences than rows; then everything again, from the cache."""
+    engine = make_engine(model=MODELS[name], source=registry, config=CONFIG)
+    for _ in range(2):
+        assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
+    assert engine.stats.num_checkpoint_hits > 3
+    assert engine.stats.num_cached_tokens > 2 * 128
+
+
+def test_an_odd_budget_leaves_few_checkpoints_and_right_tokens(registry: Registry) -> None:
+    for budget in (7, 100):
+        config = replace(CONFIG, max_num_batched_tokens=budget)
+        engine = make_engine(model=MODELS["gated delta"], source=registry, config=config)
+        for _ in range(2):
+            assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+
+
+def test_preempted_sequences_begin_again_from_a_checkpoint(registry: Registry) -> None:
+    """Pages for few sequences: some are preempted, and compute what no checkpoint spares once more."""
+    model = MODELS["gated delta"]
+    config = replace(CONFIG, kv_cache_memory=90_000, max_model_len=256)
+    engine = make_engine(model=model, source=registry, config=config)
+    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+    assert engine.stats.num_preemptions > 0
+
+
+def test_without_a_prefix_cache_no_state_is_kept(registry: Registry) -> None:
+    engine = make_engine(model=MODELS["kda"], source=registry, config=replace(CONFIG, enable_prefix_caching=False))
+    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("kda")
+    assert engine.capacity.states is not None
+    assert engine.capacity.states.num_checkpoints == engine.stats.num_checkpoints == 0
+
+
+@pytest.mark.parametrize("name", ["gated delta", "mamba2 and a window"])
+def test_drafts_that_hold_in_part_leave_the_state_after_the_last_that_held(registry: Registry, name: str) -> None:
+    """Guesses that are right for a while and then wrong, at another place for each length."""
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected_of(name), strict=True)]
+    engine = make_engine(
+        model=MODELS[name],
+        source=registry,
+        config=replace(CONFIG, num_speculative_tokens=4),
+        proposer=told_of(texts),
+        measured=False,
+    )
+    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+
+
+def test_completions_of_one_prompt_share_its_checkpoint(registry: Registry) -> None:
+    engine = make_engine(model=MODELS["lightning"], source=registry, config=CONFIG)
+    params = SamplingParams(n=3, temperature=0, max_tokens=8)
+    engine.add_request("three", engine.limits.checked(SHARED, params))
+    written = drain(engine)
+    assert {tuple(each.token_ids) for each in written.values()} == {tuple(expected_of("lightning")[1][:8])}
+    assert engine.stats.num_checkpoint_hits == 2
+
+
+def test_an_aborted_sequence_gives_its_slots_back(registry: Registry) -> None:
+    engine = make_engine(model=MODELS["gated delta"], source=registry, config=CONFIG)
+    random = Random(1)
+    for number in range(30):
+        engine.add_request(str(number), engine.limits.checked(PROMPTS[number % len(PROMPTS)], GREEDY))
+        for _ in range(random.randrange(4)):
+            engine.step()
+        engine.abort(str(random.randrange(number + 1)))
+        engine.blocks.check_integrity(engine.scheduler.holders)
+    drain(engine)
+    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+
+
+def test_a_second_turn_begins_where_the_first_prompt_ended(registry: Registry) -> None:
+    engine = make_engine(model=MODELS["gated delta"], source=registry, config=CONFIG)
+    first = generate(engine, [SHARED], GREEDY)[0].token_ids
+    second = generate(engine, [[*SHARED, *first, 3, 4]], GREEDY)[0]
+    assert second.num_cached_tokens == 128
+    assert second.token_ids == MODELS["gated delta"].greedy([*SHARED, *first, 3, 4], 20)
+
+
+def test_the_place_where_prompts_part_is_kept(registry: Registry) -> None:
+    """The second prompt leaves the first at token 131 and ends at 230: the third, like it up to there, finds token 128."""
+    engine = make_engine(model=MODELS["kda"], source=registry, config=replace(CONFIG, max_num_batched_tokens=512))
+    others = [[*SHARED[:140], *(number for _ in range(120))] for number in (11, 12, 13)]
+    generate(engine, [[*SHARED[:140], *([10] * 130)]], GREEDY)
+    hits = [generate(engine, [prompt], GREEDY)[0].num_cached_tokens for prompt in others]
+    assert hits == [0, 128, 128]
+
+
+def test_states_that_leave_no_room_for_pages_are_refused(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs: needs states of .*iB a sequence .*set max_num_seqs to at most"):
+        make_engine(model=MODELS["mamba1"], source=registry, config=replace(CONFIG, max_num_seqs=2000))
+
+
+def test_an_unknown_state_backend_is_named(registry: Registry) -> None:
+    with pytest.raises(UnknownBackendError, match="nobody"):
+        make_engine(model=MODELS["mamba1"], source=registry, config=replace(CONFIG, state_backend="nobody"))
+
+
+def test_decodes_run_as_graphs_and_prompts_in_pieces() -> None:
+    registry = create_registry([WalkPlugin()], load_entry_points=False)
+    config = replace(CONFIG, attn_backend="prefill=sdpa,decode=walk", cudagraph_capture_sizes=(1, 2, 4, 6))
+    engine = make_engine(model=MODELS["gated delta"], source=registry, config=config)
+    engine.executor.capture(AsItIs())  # type: ignore[call-arg]
+    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+    assert engine.stats.num_graph_steps > 10
+    assert engine.stats.steps_in_pieces["a prompt in the step"] > 2

@@ -1,0 +1,207 @@
+"""A server of a model that is pooled: OpenAI's client for embeddings, vLLM's rerank and score, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+import httpx
+import numpy
+import pytest
+from openai import BadRequestError, NotFoundError, OpenAI
+
+from headway import LLM
+from headway.pooling.async_pooling import AsyncPooling
+from headway.server.launch import Server
+from headway.server.options import ServerOptions
+from tiny_encoders import LONGEST, TEXTS, embedder, scorer
+
+LONG = "the quick brown fox " * 40
+
+
+@contextmanager
+def serving(llm: LLM, **options: object) -> Iterator[tuple[str, AsyncPooling]]:
+    pooling = AsyncPooling(llm.pooling)
+    server = Server(pooling, ServerOptions(served_model_names=("tiny", "small"), **options), port=0)
+    thread = Thread(target=server.run, name="server")
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server has not started"
+            time.sleep(0.002)
+        yield f"http://127.0.0.1:{server.port}", pooling
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def load(folder: Path) -> LLM:
+    return LLM(str(folder), autotune_budget=0, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def embeds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, str]]:
+    folder = tmp_path_factory.mktemp("embedder")
+    embedder("bert", folder)
+    llm = load(folder)
+    with serving(llm) as (url, _):
+        yield llm, url
+
+
+@pytest.fixture(scope="module")
+def scores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, str]]:
+    folder = tmp_path_factory.mktemp("scorer")
+    scorer("bert", folder)
+    llm = load(folder)
+    with serving(llm) as (url, _):
+        yield llm, url
+
+
+@pytest.fixture
+def client(embeds: tuple[LLM, str]) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{embeds[1]}/v1", api_key="none", max_retries=0, timeout=30) as made:
+        yield made
+
+
+def expected(llm: LLM, texts: list[str]) -> list[list[float]]:
+    return [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
+
+
+def test_openais_client_gets_embeddings_with_their_usage(embeds: tuple[LLM, str], client: OpenAI) -> None:
+    """The client asks for base64 unless told otherwise, and reads both."""
+    llm, _ = embeds
+    tokens = sum(len(output.prompt_token_ids) for output in llm.embed(list(TEXTS), use_tqdm=False))
+    for more in ({}, {"encoding_format": "float"}):
+        answer = client.embeddings.create(model="tiny", input=list(TEXTS), **more)
+        assert [each.index for each in answer.data] == [*range(len(TEXTS))]
+        numpy.testing.assert_allclose([each.embedding for each in answer.data], expected(llm, list(TEXTS)), atol=1e-6)
+        assert (answer.model, answer.usage.prompt_tokens, answer.usage.total_tokens) == ("tiny", tokens, tokens)
+    ids = llm.get_tokenizer()(TEXTS[1])["input_ids"]
+    for given in (ids, [ids], TEXTS[1]):
+        (one,) = client.embeddings.create(model="small", input=given).data
+        numpy.testing.assert_allclose(one.embedding, expected(llm, [TEXTS[1]])[0], atol=1e-6)
+
+
+def test_base64_is_little_endian_float32(embeds: tuple[LLM, str]) -> None:
+    llm, url = embeds
+    body = {"input": TEXTS[1], "encoding_format": "base64"}
+    text = httpx.post(f"{url}/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    numpy.testing.assert_allclose(numpy.frombuffer(base64.b64decode(text), "<f4"), expected(llm, [TEXTS[1]])[0], atol=1e-6)
+
+
+def test_what_cannot_be_embedded_is_refused(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match=f"prompt 1: needs at most {LONGEST} tokens") as refused:
+        client.embeddings.create(model="tiny", input=["a", LONG])
+    assert refused.value.code == "context_length_exceeded"
+    assert (
+        client.embeddings.create(model="tiny", input=LONG, extra_body={"truncate_prompt_tokens": -1}).usage.prompt_tokens
+        == LONGEST
+    )
+    for given in ([], "a", [[]]):
+        more = {"dimensions": 8} if given == "a" else {}
+        with pytest.raises(BadRequestError):
+            client.embeddings.create(model="tiny", input=given, **more)
+    with pytest.raises(NotFoundError, match="this server has tiny, small"):
+        client.embeddings.create(model="other", input="a")
+    with pytest.raises(NotFoundError, match="needs a model that generates text"):
+        client.completions.create(model="tiny", prompt="a")
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
+def test_documents_are_ordered_by_their_scores(scores: tuple[LLM, str], path: str) -> None:
+    llm, url = scores
+    documents = [TEXTS[0], *TEXTS[3:6]]
+    found = [output.outputs.score for output in llm.score(TEXTS[1], documents, use_tqdm=False)]
+    order = sorted(range(4), key=lambda index: -found[index])
+    answer = httpx.post(f"{url}{path}", json={"model": "tiny", "query": TEXTS[1], "documents": documents, "top_n": 3}).json()
+    assert [each["index"] for each in answer["results"]] == order[:3]
+    assert [each["relevance_score"] for each in answer["results"]] == pytest.approx([found[index] for index in order[:3]])
+    assert answer["results"][0]["document"] == {"text": documents[order[0]]}
+    assert answer["usage"]["total_tokens"] > 20
+    bare = httpx.post(f"{url}{path}", json={"query": "a", "documents": ["b"], "return_documents": False}).json()
+    assert set(bare["results"][0]) == {"index", "relevance_score"}
+
+
+@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
+def test_pairs_are_scored(scores: tuple[LLM, str], embeds: tuple[LLM, str], names: tuple[str, str]) -> None:
+    for llm, url in (scores, embeds):
+        for first, second in ((TEXTS[1], list(TEXTS[3:6])), (list(TEXTS[:2]), list(TEXTS[3:5])), ("a", "b")):
+            answer = httpx.post(f"{url}/v1/score", json={names[0]: first, names[1]: second}).json()
+            found = [output.outputs.score for output in llm.score(first, second, use_tqdm=False)]
+            assert [each["score"] for each in answer["data"]] == pytest.approx(found, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"documents": ["a"]}, "query"),
+        ("/score", {"text_1": "a"}, "documents: needs a text or a list of texts"),
+        ("/score", {"text_1": ["a", "b"], "text_2": "c"}, "queries: needs one"),
+        ("/score", {"text_1": LONG, "text_2": "c"}, "at most 64 tokens"),
+        ("/v1/embeddings", {"input": "a"}, "a model that embeds texts"),
+        ("/v1/embeddings", {"input": 5}, "input"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(scores: tuple[LLM, str], path: str, body: dict[str, object], words: str) -> None:
+    answer = httpx.post(f"{scores[1]}{path}", json=body)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_models_health_and_figures(embeds: tuple[LLM, str]) -> None:
+    _, url = embeds
+    httpx.post(f"{url}/v1/embeddings", json={"input": "a"})
+    listed = httpx.get(f"{url}/v1/models").json()["data"]
+    assert [(each["id"], each["max_model_len"]) for each in listed] == [("tiny", LONGEST), ("small", LONGEST)]
+    assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/ping").status_code == 200
+    figures = httpx.get(f"{url}/metrics").text
+    assert 'headway:steps_total{backend="sdpa"' in figures
+    assert "vllm:prompt_tokens_total" in figures
+
+
+def test_requests_that_wait_share_batches(embeds: tuple[LLM, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = embeds
+    engine, gate = llm.pooling.engine, Event()
+    run = engine.run
+    rounds: list[int] = []
+
+    def gated(texts: list) -> object:
+        gate.wait(10)
+        rounds.append(len(texts))
+        return run(texts)
+
+    right = expected(llm, list(TEXTS))
+    monkeypatch.setattr(engine, "run", gated)
+    with serving(llm) as (url, pooling), ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(httpx.post, f"{url}/v1/embeddings", json={"input": text}) for text in TEXTS]
+        time.sleep(0.3)
+        gate.set()
+        answers = [each.result().json()["data"][0]["embedding"] for each in asked]
+        numpy.testing.assert_allclose(answers, right, atol=1e-6)
+        assert len(rounds) < len(TEXTS)
+        assert sum(rounds) == len(TEXTS)
+
+        def broken(texts: list) -> object:
+            raise RuntimeError("no more")
+
+        monkeypatch.setattr(engine, "run", broken)
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 500
+        monkeypatch.setattr(engine, "run", run)
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 200
+    assert not pooling.has_lost_engine
+
+
+def test_a_key_and_a_limit_hold_here_too(embeds: tuple[LLM, str]) -> None:
+    llm, _ = embeds
+    with serving(llm, api_key="secret", max_body_bytes=100, request_timeout=20.0) as (url, _):
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}).status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, headers=headers).status_code == 200
+        assert httpx.post(f"{url}/v1/embeddings", json={"input": "a" * 200}, headers=headers).status_code == 413
+        assert httpx.get(f"{url}/health").status_code == 200

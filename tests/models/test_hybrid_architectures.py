@@ -1,0 +1,153 @@
+"""Every architecture with a state, against transformers: a prompt at once, one cut into chunks, and steps of decoding."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Qwen3_5ForConditionalGeneration
+
+from dense_attention import DenseAttention
+from engine_logits import save_random
+from headway.core.contract.errors import ModelError
+from headway.models.families import FAMILIES, read_decoder_config
+from headway.models.loader import load_model
+from hybrid_models import READS_IMAGES, ROWS, VOCAB
+from transformers_release import needs
+
+STEPS = 20
+WHOLE, CUT = 29, 37
+"""Tokens of two prompts."""
+CHUNKS = (2, 16, 1, 18)
+"""How the second is cut: a chunk of fewer tokens than a convolution remembers, and one of a single token."""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
+    needs(FAMILIES[ROWS[name].model_type].architecture)
+    reference = save_random(ROWS[name], tmp_path)
+    model = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, VOCAB, (length + STEPS,), generator=generator) for length in (WHOLE, CUT)]
+    with torch.inference_mode():
+        found = [torch.cat(rows) for rows in zip(*packed(model, texts), strict=True)]
+        for text, logits in zip(texts, found, strict=True):
+            expected = reference(text[None]).logits[0]
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+def packed(model: Any, texts: list[Tensor]) -> Any:
+    """Logits of both texts, step by step: the first prompt whole beside chunks of the second, then single tokens of both."""
+    attention, done = DenseAttention(model), [0, 0]
+    lengths = [(WHOLE, CHUNKS[0]), *((1, chunk) for chunk in CHUNKS[1:])]
+    lengths += [(1, 1)] * (STEPS - len(CHUNKS) + 1) + [(0, 1)] * (len(CHUNKS) - 1)
+    for counts in lengths:
+        places = [torch.arange(start, start + count) for start, count in zip(done, counts, strict=True)]
+        ids = torch.cat([text[place] for text, place in zip(texts, places, strict=True)])
+        attention.begin([(seq, count) for seq, count in enumerate(counts) if count])
+        logits = model.compute_logits(model(ids, torch.cat(places), attention))
+        yield logits.split(list(counts))
+        done = [start + count for start, count in zip(done, counts, strict=True)]
+    assert done == [len(text) for text in texts]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_configuration_alone_gives_all_specs(tmp_path: Path, name: str) -> None:
+    needs(FAMILIES[ROWS[name].model_type].architecture)
+    ROWS[name].save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), "bfloat16", load_format="dummy").decoder
+    specs = [layer.spec for layer in model.state_layers]
+    assert specs
+    assert {spec.dtype for spec in specs} == {torch.bfloat16}
+    assert {spec.state_dtype for spec in specs} == {torch.float32}
+    kinds = [layer for layer in model.config.layers if layer.state]
+    assert len(specs) == len(kinds) * (2 if ROWS[name].model_type == "jamba" else 1)
+    assert len(model.attention_specs) == len(model.kv_scales) == sum(layer.attention for layer in model.config.layers)
+    attention = DenseAttention(model)
+    attention.begin([(0, 5)])
+    with torch.inference_mode():
+        logits = model.compute_logits(model(torch.arange(3, 8), torch.arange(5), attention))
+    assert bool(logits.isfinite().all())
+
+
+def test_the_text_part_of_a_model_that_reads_images_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = Qwen3_5ForConditionalGeneration(READS_IMAGES).eval()
+    reference.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
+    text = torch.randint(3, 90, (21,), generator=torch.Generator().manual_seed(1))
+    attention = DenseAttention(model)
+    attention.begin([(0, len(text))])
+    with torch.inference_mode():
+        logits = model.compute_logits(model(text, torch.arange(len(text)), attention))
+        torch.testing.assert_close(logits, reference(input_ids=text[None]).logits[0], rtol=0, atol=1e-4)
+
+
+def test_experts_that_a_checkpoint_stacks_are_read_as_single_ones(tmp_path: Path) -> None:
+    reference = save_random(ROWS["qwen3_5_moe"], tmp_path)
+    stacked = {name: tensor.contiguous() for name, tensor in reference.state_dict().items()}
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in stacked)
+    first = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
+    save_file(stacked, tmp_path / "model.safetensors")
+    second = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
+    logits = []
+    for model in (first, second):
+        attention = DenseAttention(model)
+        attention.begin([(0, 9)])
+        with torch.inference_mode():
+            logits.append(model.compute_logits(model(torch.arange(3, 12), torch.arange(9), attention)))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(("named", "dtype"), [("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_configuration_may_name_the_states_type(named: str, dtype: torch.dtype) -> None:
+    config = read_decoder_config(changed("qwen3_next", mamba_ssm_cache_dtype=named))
+    assert config.state is not None
+    assert config.state.spec.state_dtype == dtype
+
+
+REFUSED = [
+    ("qwen3_next", {"layer_types": ["linear_attention", "mamba3"] * 2}, "layer_types: needs .*, got 'mamba3' in layer 1"),
+    ("nemotron_h", {"layers_block_type": ["mlp", "mlp", "moe"]}, "layers_block_type: needs .*, got 'moe' in layer 2"),
+    ("qwen3_next", {"linear_num_value_heads": 5}, "linear_num_value_heads: needs a multiple of linear_num_key_heads=2, got 5"),
+    ("lfm2", {"conv_L_cache": 1}, "conv_L_cache: needs a whole number of at least 2, got 1"),
+    ("bamba", {"mamba_ssm_cache_dtype": "int8"}, "mamba_ssm_cache_dtype: needs auto or float32 .*, got 'int8'"),
+    ("falcon_h1", {"attention_bias": True}, "attention_in_multiplier: needs 1 with attention_bias, got 1.2"),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "words"), REFUSED, ids=[words.partition(":")[0] for *_, words in REFUSED])
+def test_what_the_decoder_does_not_compute_is_refused(name: str, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        read_decoder_config(changed(name, **values))
+
+
+def changed(name: str, **values: Any) -> Any:
+    config = copy.deepcopy(ROWS[name])
+    for key, value in values.items():
+        setattr(config, key, value)
+    return config
+
+
+def test_sizes_that_contradict_the_tensors_are_named_with_both(tmp_path: Path) -> None:
+    save_random(ROWS["bamba"], tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "mamba_d_state": 12}))
+    words = r"layers\.0\.mamba\.in_proj\.weight needs shape \[248, 48\] by config.json, got \[240, 48\]"
+    with pytest.raises(ModelError, match=words):
+        load_model(str(tmp_path), "float32", skip_tokenizer_init=True)
+
+
+def test_deterministic_mode_and_the_adapter_refuse_layers_with_a_state(tmp_path: Path) -> None:
+    save_random(ROWS["qwen3_next"], tmp_path)
+    with pytest.raises(ModelError, match="deterministic: layers with a state are not batch invariant"):
+        load_model(str(tmp_path), "float32", skip_tokenizer_init=True, batch_invariant=True)
+    words = "keeps a state of each sequence .* the adapter does not carry .layer 0 is linear_attention.; .*model_impl='headway'"
+    with pytest.raises(ModelError, match=words):
+        load_model(str(tmp_path), "float32", skip_tokenizer_init=True, model_impl="transformers")

@@ -1,0 +1,115 @@
+"""The check `process`: what the trial of plugins refuses at a start is a finding of the kit, with the trial's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.core.contract.errors import ConfigError
+from headway.registry.isolation import Verdict
+from headway.registry.plugin_sources import PluginSource
+from headway.testing.checking import Wanted, check
+from headway.testing.kit import CHECKS, Kit
+from headway.testing.plugin_trial import CELL, source_of, try_plugin
+from headway.testing.scorecard import scorecard
+from headway.testing.subject import load_subject
+from headway.tuning.isolated.trial import try_plugins
+
+HOSTILE = Path(__file__).parent / "hostile.py"
+IMPORT = """
+import torch
+from headway.testing.broken.plain import PlainBackend
+torch.set_default_dtype(torch.float64)
+class Mine(PlainBackend):
+    name = "mine"
+"""
+SIGNALS = """
+import signal
+from headway.testing.broken.plain import PlainBackend
+class Mine(PlainBackend):
+    name = "mine"
+    def plan(self, metadata):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return super().plan(metadata)
+"""
+RIGHT = """
+from headway.testing.broken.plain import PlainBackend
+class Mine(PlainBackend):
+    name = "mine"
+"""
+
+
+def plugin(target: str) -> PluginSource:
+    found = load_subject(target, torch.device("cpu")).plugin
+    assert found is not None
+    return source_of(found)
+
+
+def test_what_a_start_would_refuse_is_found_and_named(tmp_path: Path) -> None:
+    (tmp_path / "imports.py").write_text(IMPORT)
+    (tmp_path / "signals.py").write_text(SIGNALS)
+    (tmp_path / "right.py").write_text(RIGHT)
+    before = torch.get_default_dtype()
+    try:
+        sources = [
+            plugin(f"{HOSTILE}:Prints"),
+            plugin(f"{HOSTILE}:ChangesTheUmask"),
+            plugin(f"{tmp_path}/imports.py"),  # its only class
+            plugin(f"{tmp_path}/signals.py:Mine"),
+            plugin(f"{tmp_path}/right.py:Mine"),
+        ]
+    finally:
+        torch.set_default_dtype(before)
+    verdicts = dict(zip(sources, try_plugins(sources), strict=True))  # together: each result below is this trial's
+    prints, umask, imports, signals, right = (try_plugin(each, lambda one: [verdicts[one[0]]]) for each in sources)
+    assert {result.status for result in (prints, umask, imports, signals)} == {"failed"}
+    assert "prints to standard output in the self-test of backend prints on cpu: 'hello from the kernel" in prints.reason
+    assert "changes the mask of new files' modes" in umask.reason
+    assert "in the self-test of backend changes-the-umask on cpu" in umask.reason
+    assert "torch's default dtype from torch.float32 to torch.float64, in its import" in imports.reason
+    assert "changes what Ctrl-C does" in signals.reason
+    assert right.status == "passed", right
+
+
+@pytest.mark.parametrize("target", ["sdpa", "broken:drops-sinks"])
+def test_what_is_no_plugins_has_no_trial(target: str) -> None:
+    kit = Kit(load_subject(target, torch.device("cpu")))
+    assert kit.stage.subject.plugin is None
+    result = kit.run(CELL)
+    assert (result.status, "is used untried" in result.reason) == ("skipped", True)
+
+
+def test_one_cell_asks_the_trial_that_is_handed_in() -> None:
+    asked: list[PluginSource] = []
+
+    def trial(plugins: Sequence[PluginSource]) -> list[Verdict]:
+        asked.extend(plugins)
+        return [Verdict("hangs in its import: no answer within 5 s")]
+
+    wanted = Wanted(target=f"{HOSTILE}:Prints", cell=str(CELL), in_process=True)
+    report = check(wanted, trial=trial)
+    assert [each.target for each in asked] == [f"{HOSTILE}:Prints"]
+    (result,) = report.failed
+    assert "HEADWAY_PLUGIN_TIMEOUT=60 in the environment gives it more time" in result.reason
+    shown = "\n".join(line.plain for line in scorecard(report, {"process": CHECKS["process"][1]}, 200))
+    assert f"headway check {HOSTILE}:Prints --cell {CELL}" in shown
+
+
+def test_nobody_is_tried_where_nobody_says_how() -> None:
+    result = Kit(load_subject(f"{HOSTILE}:Prints", torch.device("cpu"))).run(CELL)
+    assert (result.status, "check(wanted, trial=...)" in result.reason) == ("skipped", True)
+
+
+@pytest.mark.slow
+def test_the_check_comes_first_of_a_plugins_cells() -> None:
+    told: list[str] = []
+    counts: list[int] = []
+    report = check(
+        Wanted(target=f"{HOSTILE}:Prints", only="process", quick=True), counts.append, lambda r: told.append(r.check), try_plugins
+    )
+    assert (counts, told, [cell.status for cell in report.cells]) == ([1], ["process"], ["failed"])
+    with pytest.raises(ConfigError, match="--only: needs a check of this subject: claims"):
+        check(Wanted(target="broken:changes-q", only="process", quick=True), trial=try_plugins)

@@ -1,0 +1,101 @@
+"""The self-test before `auto` may take a backend: scores of many sizes, lengths that come again; right backends pass it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.spec import AttentionSpec
+from headway.registry import create_registry
+from headway.testing.broken.plain import PlainBackend, PlainPlan
+from headway.testing.cells import telling_sinks
+from headway.tuning.measure.self_test import self_test
+
+PLAIN = AttentionSpec(6, 3, 32, 0.2)
+SPECS = [
+    PLAIN,
+    AttentionSpec(8, 2, 64, 1.0, torch.bfloat16),
+    AttentionSpec(4, 4, 16, 0.0078, torch.float16, sliding_window=6),
+    AttentionSpec(4, 2, 32, 0.2, softcap=1.5),
+    AttentionSpec(4, 2, 32, 0.2, torch.bfloat16, sinks=telling_sinks(4)),
+]
+
+
+def wrong(backend: type[PlainBackend], spec: AttentionSpec) -> str:
+    registry = create_registry([backend], load_entry_points=False)
+    return self_test(registry, backend.name, spec, [(registry.layouts["nhd"].layout, 16)])
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_right_backend_passes(spec: AttentionSpec) -> None:
+    assert wrong(PlainBackend, spec) == ""
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.02, 0.05)])
+def test_a_cache_of_eight_bits_is_tested(scales: tuple[float, float]) -> None:
+    registry = create_registry(load_entry_points=False)
+    spec = AttentionSpec(4, 2, 64, 0.125, torch.bfloat16, kv_dtype=torch.float8_e4m3fn, k_scale=scales[0], v_scale=scales[1])
+    assert self_test(registry, "sdpa", spec, [(registry.layouts["nhd"].layout, 16)]) == ""
+
+
+class WithoutTheMaximum(PlainBackend):
+    """Exponentials of the scores as they are: infinite from 89 on."""
+
+    name = "without-the-maximum"
+
+    def weights(self, scores: torch.Tensor) -> torch.Tensor:
+        large = scores.exp()
+        return large / large.sum(-1, keepdim=True)
+
+
+class FiniteMask(PlainBackend):
+    """Hides keys by a number that is not small enough."""
+
+    name = "finite-mask"
+
+    def mask(self, scores: torch.Tensor, context: int) -> torch.Tensor:
+        return super().mask(scores, context).clamp_min(-100.0)
+
+
+class TakesEqualsForNone(PlainBackend):
+    """A sum of weights near the number of keys is taken for an empty row."""
+
+    name = "takes-equals-for-none"
+
+    def weights(self, scores: torch.Tensor) -> torch.Tensor:
+        return super().weights(scores) * (scores.masked_fill(scores.isinf(), 0).abs().amax(-1, keepdim=True) > 0)
+
+
+class PlansByLengths(PlainBackend):
+    """Keeps the plan of a decode, block table and all, for the next step of the same lengths."""
+
+    name = "plans-by-lengths"
+
+    def plan(self, metadata: AttentionMetadata) -> PlainPlan:
+        plans = self.__dict__.setdefault("plans", {})
+        return plans.setdefault((tuple(metadata.query_lens), tuple(metadata.kv_lens)), super().plan(metadata))
+
+
+class ThreeKvHeads(PlainBackend):
+    """Right with any number of kv heads but three."""
+
+    name = "three-kv-heads"
+
+    def kv_heads(self, device: torch.device) -> torch.Tensor:
+        return super().kv_heads(device).flip(0) if self.spec.num_kv_heads == 3 else super().kv_heads(device)
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        (WithoutTheMaximum, "with high scores"),
+        (FiniteMask, "with low scores"),
+        (TakesEqualsForNone, "with equal scores"),
+        (PlansByLengths, "in a step of the lengths of the one before over other blocks"),
+        (ThreeKvHeads, "relative error"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_mistake_that_plain_numbers_do_not_show_is_found(backend: type[PlainBackend], words: str) -> None:
+    assert words in wrong(backend, PLAIN)
