@@ -108,5 +108,5 @@ class ScoringRequestOutput:
     request_id: str
     outputs: ScoringOutput
     prompt_token_ids: list[int]
-    """Of both texts, with what stands around and between them."""
+    """Tokens of both texts, with what stands around and between them."""
     finished: bool = True

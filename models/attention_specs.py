@@ -1,4 +1,4 @@
-"""The attention specs of a decoder's layers, from its configuration."""
+"""The specs of a decoder's layers, of attention and of those with a state, from its configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from headway.core.contract.spec import AttentionSpec
-from headway.models.config import DecoderConfig, LatentConfig, LayerConfig
+from headway.core.contract.state import StateSpec
+from headway.models.config import DecoderConfig, LatentConfig, LayerConfig, StateConfig
 
 
 def cached_spec(
@@ -55,3 +56,8 @@ def expanded_spec(config: DecoderConfig, latent: LatentConfig, cached: Attention
         value_in_key=False,
         dense=True,
     )
+
+
+def state_spec(state: StateConfig, dtype: torch.dtype, device: torch.device) -> StateSpec:
+    """The spec of a layer with a state, as a model is loaded with it."""
+    return replace(state.spec, dtype=dtype, device=device)

@@ -41,6 +41,11 @@ class LayerConfig:
     what they give is added (Falcon-H1)."""
     mlp: Literal["dense", "experts"] | None = "dense"
     """experts: the one of `DecoderConfig.experts`."""
+    kept: tuple[float, float] | None = None
+    """Attention (or the part with a state) and the MLP add to the normed stream, multiplied by these, instead of to the stream
+    before the norm (MiniMax-01)."""
+    slopes: tuple[float, ...] = ()
+    """Decay of each head's state (`lightning`): a token's is exp(-slope)."""
     names: TensorNames | None = None
     """What its tensors are called, where they are not called as in `DecoderConfig.names`."""
 
@@ -88,6 +93,8 @@ class StateConfig:
     """Whether each element of the output has a weight of that norm, instead of each element of what is normed together."""
     gate_first: bool = False
     """Whether the output is multiplied by its gate before it is normed."""
+    slopes: tuple[float, ...] = ()
+    """Decays of one layer (`lightning`), out of its LayerConfig."""
     dt_rank: int = 0
     """Elements that dt is made of (`mamba1`)."""
     conv_bias: bool = False

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.state import CONV, GATED_DELTA, KDA, MAMBA1, MAMBA2
+from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2
 from headway.models.config import DecoderConfig
 from headway.models.invariant import invariant_operations
 from headway.models.layers.gated_delta import GatedDelta
 from headway.models.layers.kda import KimiDelta
 from headway.models.layers.latent_attention import LatentAttention
+from headway.models.layers.lightning import Lightning
 from headway.models.layers.mamba import Mamba1, Mamba2
 from headway.models.layers.mlp import MLP, ExpertsMLP
-from headway.models.layers.parts import AttentionPart, MixerPart, MLPPart, Part, SideBySide, StatefulPart
+from headway.models.layers.parts import AttentionPart, MixerPart, MLPPart, OntoNormed, Part, SideBySide, StatefulPart
 from headway.models.layers.self_attention import SelfAttention
 from headway.models.layers.short_convolution import ShortConvolution
 from headway.models.layers.state_part import StatePart
@@ -135,14 +136,19 @@ class DecoderLayer:
             self.kv_scales = k_scale, v_scale if config.latent is None else k_scale  # a value inside the key has the key's
         if layer.state:
             assert config.state is not None
-            self.state = STATE_PARTS[config.state.spec.kind](config, places[1], tensors, batch_invariant)
-        self._mixer: MixerPart | SideBySide | None = self.attention or self.state
+            of_layer = replace(config, state=replace(config.state, slopes=layer.slopes))
+            self.state = STATE_PARTS[config.state.spec.kind](of_layer, places[1], tensors, batch_invariant)
+        mixer = self.attention or self.state
+        self._mixer: MixerPart | SideBySide | OntoNormed | None = mixer
         if self.attention is not None and self.state is not None:
-            norm = tensors.norm(config.names.side_by_side_norm, config.hidden_size)
+            norm = tensors.norm(config.names.mixer_norm, config.hidden_size)
             self._mixer = SideBySide(norm, self.attention, self.state)
+        elif layer.kept is not None and mixer is not None:
+            self._mixer = OntoNormed(tensors.norm(config.names.mixer_norm, config.hidden_size), layer.kept[0], mixer)
         self.mlp: MLPPart | None = None
         if layer.mlp is not None:
-            self.mlp = ExpertsMLP(config, tensors) if layer.mlp == "experts" else MLP(config, tensors)
+            kept = None if layer.kept is None else layer.kept[1]
+            self.mlp = ExpertsMLP(config, tensors, kept) if layer.mlp == "experts" else MLP(config, tensors)
 
     def absorb_norms(self, ops: Operations) -> None:
         """Merge norms into the products that follow them, where the operations can."""
@@ -170,6 +176,7 @@ STATE_PARTS: dict[str, type[StatePart]] = {
     KDA: KimiDelta,
     MAMBA2: Mamba2,
     MAMBA1: Mamba1,
+    LIGHTNING: Lightning,
     CONV: ShortConvolution,
 }
 """What computes a part with a state, by the kind of its recurrence."""

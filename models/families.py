@@ -14,6 +14,7 @@ from headway.models import hybrid_families as hybrid
 from headway.models import latent_families as latent
 from headway.models import mamba_families as mamba
 from headway.models.config import Activation, BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig
+from headway.models.minimax_family import MINIMAX_NAMES, minimax
 from headway.models.names import LLAMA_NAMES, TensorNames
 from headway.models.rope import read_rope
 
@@ -50,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2": Family("Lfm2ForCausalLM", hybrid.lfm2, hybrid.LFM2_NAMES, windowed=False),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.lfm2_moe, hybrid.LFM2_NAMES, windowed=False),
     "llama": Family("LlamaForCausalLM", dense.biases, windowed=False),
+    "minimax": Family("MiniMaxForCausalLM", minimax, MINIMAX_NAMES, windowed=False),
     "mistral": Family("MistralForCausalLM"),
     "mixtral": Family("MixtralForCausalLM", experts.mixtral, experts.MIXTRAL_NAMES),
     "nemotron_h": Family("NemotronHForCausalLM", mamba.nemotron_h, mamba.NEMOTRON_H_NAMES, windowed=False),

@@ -1,4 +1,4 @@
-"""The attention specs of a model's layers, by the model's name and without any weight of it."""
+"""The specs of a model's layers, by the model's name and without any weight of it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.select.layer_specs import LayerSpecs
-from headway.models.attention_specs import cached_spec, expanded_spec
+from headway.models.attention_specs import cached_spec, expanded_spec, state_spec
 from headway.models.loader import decoder_config, read_config
 from headway.models.locate import locate
 
 
-def read_layer_specs(model: str, device: torch.device) -> LayerSpecs:
-    """The specs of a model's layers in the element type that its config.json names (bfloat16 where none is named).
+def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None = None) -> LayerSpecs:
+    """The specs of a model's layers in an element type.
 
     model: the path of a config.json, or whatever `locate` finds; nothing but the configuration is read, so that quantised weights
-    are no obstacle. Sinks, which are weights, are 0.
+    are no obstacle. Sinks, which are weights, are 0. dtype: None is what its config.json names (bfloat16 where none is named).
 
     :raises ConfigError: the path of another file, or of none.
     :raises ModelError: there is no such model, its configuration cannot be read, or it has no attention of Headway's.
@@ -27,7 +27,7 @@ def read_layer_specs(model: str, device: torch.device) -> LayerSpecs:
         raise ConfigError("--model", "a config.json that is there, a folder with one, or a model's name", model)
     folder = locate(str(path.parent) if path.suffix == ".json" else model, weights=False)
     config = read_config(folder, weights=False)
-    dtype = config.dtype or torch.bfloat16
+    dtype = dtype or config.dtype or torch.bfloat16
     decoder = decoder_config(config, required=False)
     if decoder is None:
         from headway.models.transformers_adapter.shapes import adapted_specs
@@ -36,4 +36,8 @@ def read_layer_specs(model: str, device: torch.device) -> LayerSpecs:
     sinks = (0.0,) * decoder.num_heads if decoder.sinks else None
     cached = [cached_spec(decoder, layer, dtype, device, sinks=sinks) for layer in decoder.layers if layer.attention]
     latent = decoder.latent
-    return LayerSpecs(cached, {} if latent is None else {spec: expanded_spec(decoder, latent, spec) for spec in cached})
+    expanded = {} if latent is None else {spec: expanded_spec(decoder, latent, spec) for spec in cached}
+    states = (
+        [] if decoder.state is None else [state_spec(decoder.state, dtype, device)] * sum(each.state for each in decoder.layers)
+    )
+    return LayerSpecs(cached, expanded, states)

@@ -11,6 +11,7 @@ from headway.core.contract.state import MAMBA1, MAMBA2, StateSpec
 from headway.models.config import BeyondDecoderError, LayerConfig, Multipliers, StateConfig
 from headway.models.dense_families import biases
 from headway.models.dense_families import granite as granite_factors
+from headway.models.expert_families import sigmoid_experts
 from headway.models.experts.config import ExpertsConfig
 from headway.models.hybrid_families import LINEAR_OR_FULL, STATE, parts_of, size_of, state_dtype
 from headway.models.names import ExpertNames, StateNames, TensorNames
@@ -54,6 +55,14 @@ NEMOTRON_H_NAMES = TensorNames(
     qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
     o="mixer.o_proj",
     mlp_norm="norm",
+    experts=ExpertNames(
+        router="mixer.gate",
+        correction_bias="mixer.gate.e_score_correction_bias",
+        up="mixer.experts.{}.up_proj",
+        down="mixer.experts.{}.down_proj",
+        shared="mixer.shared_experts",
+        shared_up=("up_proj",),
+    ),
     up=("mixer.up_proj",),
     down="mixer.down_proj",
     state=StateNames(
@@ -146,12 +155,14 @@ def falcon_h1(config: Any) -> dict[str, Any]:
 
 
 def nemotron_h(config: Any) -> dict[str, Any]:
-    """Nemotron-H: layers that are only Mamba 2, only attention or only an MLP. Experts without a gate are not computed."""
+    """Nemotron-H: layers that are only Mamba 2, only attention, only an MLP or only experts."""
     known = {
         "linear_attention": replace(STATE, mlp=None),
         "full_attention": LayerConfig(mlp=None),
         "mlp": LayerConfig(attention=False),
+        "moe": LayerConfig(attention=False),
     }
+    layers = parts_of(config.layer_types, known, "layers_block_type")
     spec = _mamba2_spec(
         config,
         num_heads=size_of(config, "mamba_num_heads"),
@@ -161,16 +172,33 @@ def nemotron_h(config: Any) -> dict[str, Any]:
         width=size_of(config, "conv_kernel", least=2),
         limits=(float(config.time_step_min), math.inf),
     )
-    bias = bool(config.use_bias)
+    bias, experts = bool(config.use_bias), {}
+    if "moe" in config.layer_types:
+        plain = {index for index, kind in enumerate(config.layer_types) if kind == "mlp"}
+        experts = {"experts": _nemotron_experts(config), "dense_layers": plain}
     return {
+        **experts,
         "norm_eps": config.layer_norm_epsilon,
         "gated": False,
         "activation": config.mlp_hidden_act,
         "mlp_bias": bool(config.mlp_bias),
         "rotated": [False] * config.num_hidden_layers,
         "state": _normed(spec, conv_bias=bool(config.use_conv_bias), in_bias=bias, out_bias=bias),
-        "layers": parts_of(config.layer_types, known, "layers_block_type"),
+        "layers": layers,
     }
+
+
+def _nemotron_experts(config: Any) -> ExpertsConfig:
+    """DeepSeek-V3's routing to experts without a gate.
+
+    :raises BeyondDecoderError: experts between two further products.
+    """
+    if config.moe_latent_size is not None:
+        layer = config.layer_types.index("moe")
+        raise BeyondDecoderError(
+            f"moe_latent_size: needs null, got {config.moe_latent_size} (layer {layer} is the first with it)"
+        )
+    return replace(sigmoid_experts(config), shared_intermediate_size=config.moe_shared_expert_intermediate_size, gated=False)
 
 
 def jamba(config: Any) -> dict[str, Any]:

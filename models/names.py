@@ -80,8 +80,8 @@ class TensorNames:
     """What the names below begin with; `{}` is the layer's number."""
     attention_norm: str | None = "input_layernorm"
     """Before attention."""
-    side_by_side_norm: str = "input_layernorm"
-    """Before attention and the part with a state together, where a layer has both."""
+    mixer_norm: str = "input_layernorm"
+    """Before attention and the part with a state together, where a layer has both, and where parts add to the normed stream."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """One after the other; a single name is all three in one tensor."""
     q_norm: str = "self_attn.q_norm"

@@ -161,8 +161,11 @@ class Operations(Protocol):
 class Experts(Protocol):
     """A layer of experts."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, used up. Returns it with what the experts of its normed rows add."""
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Return the residual stream with what the experts of its normed rows add.
+
+        x: [num_tokens, hidden_size], the residual stream; onto: what they add to in its place; that is used up.
+        """
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
@@ -301,9 +304,9 @@ class PlainLayer:
         """gate: SiLU of a matrix."""
         self.experts, self._norm, self._ops, self._gate = experts, norm, ops, gate
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See Experts."""
-        return x + self.experts(self._ops.norm(x, self._norm), self._ops.product, self._gate)
+        return (x if onto is None else onto) + self.experts(self._ops.norm(x, self._norm), self._ops.product, self._gate)
 
 
 def _rotated(x: Tensor, rope: Rope) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import Origin
 from headway.registry.isolation import Trial
-from headway.testing.cells import CheckCell
-from headway.testing.kit import make_kit
+from headway.testing.kit import make_kit, run_cell
 from headway.testing.plugin_trial import CELL, source_of, try_plugin
 from headway.testing.report import CellResult, CheckReport, machine_of, now
 from headway.testing.runner import CellProcess, CellRun, Listed, cell_timeout
 from headway.testing.sanitizer import Sanitizer
+from headway.testing.state_cells import parse_cell
 from headway.testing.subject import BASELINE
 
 
@@ -25,7 +25,7 @@ class Wanted:
     """What a user asks of the kit."""
 
     target: str = ""
-    """A backend's name, broken:NAME, or FILE.py:CLASS."""
+    """A backend's name, states:NAME of one for layers with a state, broken:NAME, or FILE.py:CLASS."""
     device: str = "cpu"
     quick: bool = False
     layout: str = ""
@@ -88,7 +88,7 @@ def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult]
     (cell,) = [""] if listed.unavailable else _picked(listed.cells, wanted)
     if not cell:
         return listed, [], 0
-    results = _tried([cell], listed, trial) or [kit.run(CheckCell.parse(cell))]
+    results = _tried([cell], listed, trial) or [run_cell(kit, cell)]
     return listed, results, 0
 
 
@@ -123,8 +123,8 @@ def _tried(cells: Sequence[str], listed: Listed, trial: Trial | None) -> list[Ce
 
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
     if wanted.cell:
-        cell = CheckCell.parse(wanted.cell)
-        layers = {CheckCell.parse(name).layer for name in cells} - {""}
+        cell = parse_cell(wanted.cell)
+        layers = {parse_cell(name).layer for name in cells} - {""}
         if cell.layer not in layers and (cell.layer or layers):
             need = (
                 f"a cell of one of the model's layers {', '.join(sorted(layers))}" if layers else "--model, whose layer it names"

@@ -15,8 +15,8 @@ import torch
 
 from headway.core.contract.errors import HeadwayError
 from headway.core.system.child import open_replies, reply
-from headway.testing.cells import CheckCell
-from headway.testing.kit import Kit, make_kit
+from headway.testing.kit import Kit, make_kit, run_cell
+from headway.testing.state_kit import StateKit
 
 
 def main(target: str, device: str, threads: int, model: str, plugins: Sequence[str]) -> None:
@@ -24,7 +24,7 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
     told = open_replies()
     faulthandler.enable()
     torch.set_num_threads(threads)
-    kit: Kit | None = None
+    kit: Kit | StateKit | None = None
     for line in sys.stdin:
         request = json.loads(line)
         try:
@@ -37,11 +37,11 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
             reply(told, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
 
 
-def _answer(kit: Kit, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(kit: Kit | StateKit, request: dict[str, Any]) -> dict[str, Any]:
     if "load" in request:
-        return {"loaded": kit.stage.subject.name}
+        return {"loaded": kit.name}
     if "cell" in request:
-        return {"result": kit.run(CheckCell.parse(request["cell"])).model_dump()}
+        return {"result": run_cell(kit, request["cell"]).model_dump()}
     return kit.listed(request.get("quick", False), request.get("layout", ""))
 
 

@@ -18,6 +18,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.testing.cells import AXES, FEATURES, MEMORIES, PHASES, CheckCell, make_spec
+from headway.testing.covering import greedy
 from headway.testing.model_layers import ModelLayer
 from headway.testing.subject import Subject
 
@@ -111,7 +112,7 @@ class Claimed:
         column = AXES.index("memory")
         table = numpy.concatenate([_with(table, column, memory) for memory in memories])
         served, order = numpy.tile(served, (len(memories), 1)), numpy.tile(order, len(memories))
-        chosen = _greedy(table, served, list(combinations(range(len(AXES)), strength)))
+        chosen = greedy(table, served, list(combinations(range(len(AXES)), strength)))
         cells = []
         for number in chosen:
             cell, phases = self.rows[order[number]]
@@ -169,27 +170,3 @@ def _with(table: numpy.ndarray, column: int, value: int) -> numpy.ndarray:
     changed = table.copy()
     changed[:, column] = value
     return changed
-
-
-def _greedy(table: numpy.ndarray, served: numpy.ndarray, sets: list[tuple[int, ...]]) -> list[int]:
-    """Numbers of few rows that hold every combination of each set's columns, in every phase that has it."""
-    sizes = table.max(axis=0) + 1
-    codes, missing = [], []
-    for columns in sets:
-        code = numpy.zeros(len(table), dtype=numpy.int64)
-        for column in columns:
-            code = code * int(sizes[column]) + table[:, column]
-        left = numpy.zeros((int(code.max()) + 1, served.shape[1]), dtype=numpy.int32)
-        for phase in range(served.shape[1]):
-            left[code[served[:, phase]], phase] = 1
-        codes.append(code)
-        missing.append(left)
-    chosen: list[int] = []
-    weights = served.astype(numpy.int32)
-    while any(left.any() for left in missing):
-        gains = sum(numpy.einsum("np,np->n", left[code], weights) for left, code in zip(missing, codes, strict=True))
-        best = int(numpy.argmax(gains))
-        chosen.append(best)
-        for left, code in zip(missing, codes, strict=True):
-            left[code[best]][served[best]] = 0
-    return chosen

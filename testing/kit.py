@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, product
@@ -11,16 +9,20 @@ from typing import Any
 
 import torch
 
-from headway.core.contract.errors import HeadwayError, known_cause
-from headway.testing.cells import CACHE_TYPES, PHASES, CheckCell, Finding, Skipped
+from headway.core.contract.errors import ConfigError
+from headway.testing.cells import CACHE_TYPES, PHASES, CheckCell
 from headway.testing.checks import answers, batch_invariance, claims, engine, graphs, layouts, steps
 from headway.testing.cover import DTYPES
 from headway.testing.inputs import MOST_QUICK_WORK, MOST_WORK, deal, possible
 from headway.testing.model_layers import ModelLayer, layer_cells, read_model_layers
+from headway.testing.outcome import result_of
 from headway.testing.plugin_trial import process
 from headway.testing.report import CellResult
 from headway.testing.stage import Stage
-from headway.testing.subject import Subject, load_subject
+from headway.testing.state_cells import StateCell, parse_cell
+from headway.testing.state_kit import StateKit
+from headway.testing.state_subject import StateSubject
+from headway.testing.subject import Subject, load_any_subject
 
 Check = Callable[[Stage, CheckCell], str]
 CHECKS: dict[str, tuple[Check, str]] = {
@@ -49,8 +51,6 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "layout": (layouts.layout, "a layout's writer, check and gather"),
 }
 """Name -> the check and what it holds a backend to, in the order of the scorecard."""
-_TRACEBACK = 3
-_NOTE = 400
 
 
 class Kit:
@@ -60,6 +60,11 @@ class Kit:
         """layers: of `read_model_layers`, which are tried in place of the kit's own; None: the kit's."""
         self.layers = layers or {}
         self.stage = Stage(subject, self.layers)
+
+    @property
+    def name(self) -> str:
+        """The name that the subject is registered by."""
+        return self.stage.subject.name
 
     def cells(self, quick: bool = False) -> list[CheckCell]:
         """The cells of a backend; quick: each value once in place of each pair."""
@@ -129,28 +134,7 @@ class Kit:
     def run(self, cell: CheckCell) -> CellResult:
         """One cell's result; whatever the backend raises is in it."""
         check, _ = CHECKS[cell.check]
-        started = time.perf_counter()
-        torch.manual_seed(0)
-        try:
-            with torch.inference_mode():  # as in the engine, caches and inputs included
-                note, status, found = check(self.stage, cell), "passed", None
-        except Skipped as reason:
-            note, status, found = str(reason), "skipped", None
-        except Finding as finding:
-            note, status, found = str(finding), "failed", finding
-        except Exception as error:
-            note, status, found = _raised(error), "failed", Finding("", guess=_guess_of(error))
-        return CellResult(
-            cell=str(cell),
-            check=cell.check,
-            status=status,  # type: ignore[arg-type]
-            reason=note[: 2 * _NOTE],
-            guess=found.guess if found is not None else "",
-            relative_error=found.error if found is not None and found.error is not None and found.error < 1e30 else None,
-            tolerance=found.tolerance if found is not None else None,
-            seconds=round(time.perf_counter() - started, 4),
-            **cell.axes,  # type: ignore[arg-type]
-        )
+        return result_of(cell, lambda: check(self.stage, cell))
 
     def _log_sums(self, rows: list[tuple[CheckCell, frozenset[str]]], quick: bool) -> list[CheckCell]:
         """The log-sum-exp of every type and feature, in every phase; quick: in the first phase of each and for the plainest."""
@@ -213,14 +197,20 @@ class Kit:
         return cells
 
 
-def make_kit(target: str, device: str, plugins: Sequence[str] = (), model: str = "") -> Kit:
+def make_kit(target: str, device: str, plugins: Sequence[str] = (), model: str = "") -> Kit | StateKit:
     """Load what is to be tried. model: whose layers; "": those of the kit. See `load_subject` and `read_layer_specs`.
 
     :raises HeadwayError: there is no such subject or model, or it does not load.
     """
     place = torch.device(device)
-    layers = read_model_layers(model, place) if model else {}
-    return Kit(load_subject(target, place, plugins=plugins), layers)
+    found = load_any_subject(target, place, plugins=plugins)
+    if isinstance(found, StateSubject):
+        if model:
+            raise ConfigError(
+                "--model", "a backend of attention to try its layers with", f"{found.name}, for layers with a state"
+            )
+        return StateKit(found)
+    return Kit(found, read_model_layers(model, place) if model else {})
 
 
 def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
@@ -228,23 +218,16 @@ def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
     return list({cell.dtype: cell for cell in cells if cell is not None}.values())
 
 
-def _raised(error: Exception) -> str:
-    """What a backend raised and where, in one line."""
-    if isinstance(error, HeadwayError) and error.__cause__ is not None:  # the engine's word around what the backend raised
-        frames = traceback.extract_tb(error.__cause__.__traceback__)[-1:]
-        where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""
-        return f"{' '.join(str(error).split())[:_NOTE]}{where}"
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    where = (
-        f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames and not isinstance(error, HeadwayError) else ""
-    )
-    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:_NOTE]}{where}"
+def run_cell(kit: Kit | StateKit, name: str) -> CellResult:
+    """Run the cell of a name.
 
-
-def _guess_of(error: BaseException) -> str:
-    error, text = error.__cause__ or error, str(error)
-    if isinstance(error, IndexError) or "out of range" in text or "out of bounds" in text:
-        return "reads or writes outside the cache"
-    if "view size is not compatible" in text or "contiguous" in text:
-        return "needs tensors in one piece: .view() of a slice"
-    return known_cause(text)
+    :raises ConfigError: the kit has no cell of that name.
+    """
+    cell = parse_cell(name)
+    if isinstance(cell, StateCell):
+        if isinstance(kit, StateKit):
+            return kit.run(cell)
+        raise ConfigError("--cell", f"a cell of {kit.name}, which is a backend of attention", name)
+    if isinstance(kit, Kit):
+        return kit.run(cell)
+    raise ConfigError("--cell", f"a cell of {kit.name}, which is a backend for layers with a state", name)

@@ -44,6 +44,8 @@ class CellResult(BaseModel):
     work: str = "edges"
     layer: str = ""
     """The layer of the model that the kit was given; empty: a layer of the kit's."""
+    state: str = ""
+    """What else a layer with a state is made of: the type of its states, the value's size, its convolution and its decays."""
     relative_error: float | None = None
     """||out - reference|| / ||reference|| of a wrong step; None where there was none, or no number."""
     tolerance: float | None = None

@@ -10,9 +10,9 @@ from typing import Any
 from headway.core.contract.errors import ConfigError
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.core.system.provenance import interpreted
-from headway.testing.cells import CheckCell
 from headway.testing.report import CellResult
 from headway.testing.sanitizer import ENVIRONMENT, SLOWER, Sanitizer
+from headway.testing.state_cells import parse_cell
 
 TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
 """Seconds that one cell may take; on a GPU a kernel may have to be compiled first."""
@@ -200,5 +200,5 @@ class CellRun:
 
 
 def _failed(cell: str, reason: str, guess: str, status: str = "failed") -> CellResult:
-    parsed = CheckCell.parse(cell)
+    parsed = parse_cell(cell)
     return CellResult(cell=cell, check=parsed.check, status=status, reason=reason, guess=guess, **parsed.axes)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from headway.core.contract.state import (
     StateSpec,
 )
 from headway.core.contract.state_backend import StateBackend
+from headway.testing.cells import Finding
 
 
 @dataclass(frozen=True)
@@ -164,13 +165,19 @@ def random_parameters(spec: StateSpec, generator: torch.Generator, *, bias: bool
 
 
 def run_states(backend: StateBackend, case: StateCase) -> Tensor:
-    """Run one step through one backend as the engine calls it, into an output filled with NaN so that a missed row shows."""
+    """Run one step through one backend as the engine calls it, into an output filled with NaN so that a missed row shows.
+
+    The output's rows are parts of wider ones, as those of a fused projection are.
+    """
     metadata, n = case.metadata, case.metadata.step.num_prefill_tokens
-    out = case.x.new_full((case.x.shape[0], case.spec.out_channels), torch.nan)
+    wide = case.x.new_full((case.x.shape[0], case.spec.out_channels + 16), torch.nan)
+    out = wide[:, 8:-8]
     if metadata.prefill is not None:
         plan = backend.plan(metadata.prefill)
         backend.scan(case.x[:n], [gate[:n] for gate in case.gates], case.parameters, case.cache, plan, out[:n])
     if metadata.decode is not None:
         plan = backend.plan(metadata.decode)
         backend.step(case.x[n:], [gate[n:] for gate in case.gates], case.parameters, case.cache, plan, out[n:])
+    if not (wide[:, :8].isnan().all() and wide[:, -8:].isnan().all()):
+        raise Finding("columns beside the output's must be left alone", guess="needs tensors in one piece")
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,27 +43,49 @@ class StateAnswer:
     """float64 [num_tokens, out_channels]; NaN in the rows of padding sequences, which nobody reads."""
     written: Mapping[int, SequenceState]
     """The states of the slots that the step writes. All others must keep their bits."""
+    writers: Mapping[int, tuple[int, int]]
+    """The sequence that writes each of those slots, and after how many of its new tokens."""
 
 
-def answer(case: StateCase) -> StateAnswer:
-    """Compute the whole step, prompts and decodes alike."""
+def answer(case: StateCase, misread: Callable[[SequenceState], SequenceState] = lambda state: state) -> StateAnswer:
+    """Compute the whole step, prompts and decodes alike.
+
+    misread: what a mistaken backend makes of the state that it reads.
+    """
     spec, metadata = case.spec, case.metadata
     step = metadata.step
     out = torch.full((step.num_tokens, spec.out_channels), torch.nan, dtype=torch.float64)
     written: dict[int, SequenceState] = {}
+    writers: dict[int, tuple[int, int]] = {}
     token = 0
     for row, length in enumerate(step.query_lens):
         slot = int(metadata.slots_cpu[row])
         if slot >= 0:
-            state = SequenceState.zeros(spec) if step.kv_lens[row] == length else state_of(case, slot)
+            state = misread(_begin(case, row))
             targets = _targets(case, row, length)
             for index in range(length):
                 gates = [gate[token + index].cpu().double() for gate in case.gates]
                 out[token + index] = advance(spec, case.parameters, case.x[token + index].cpu().double(), gates, state)
                 for target in targets.get(index + 1, ()):
-                    written[target] = state.copy()
+                    written[target], writers[target] = state.copy(), (row, index + 1)
         token += length
-    return StateAnswer(out, written)
+    return StateAnswer(out, written, writers)
+
+
+def states_along(case: StateCase, row: int) -> Iterator[SequenceState]:
+    """Yield the state of one sequence after each of its new tokens."""
+    state, starts = _begin(case, row), case.metadata.step.query_start_loc_cpu
+    for token in range(int(starts[row]), int(starts[row + 1])):
+        gates = [gate[token].cpu().double() for gate in case.gates]
+        advance(case.spec, case.parameters, case.x[token].cpu().double(), gates, state)
+        yield state
+
+
+def _begin(case: StateCase, row: int) -> SequenceState:
+    step = case.metadata.step
+    if step.kv_lens[row] == step.query_lens[row]:
+        return SequenceState.zeros(case.spec)
+    return state_of(case, int(case.metadata.slots_cpu[row]))
 
 
 def state_of(case: StateCase, slot: int) -> SequenceState:

@@ -11,13 +11,18 @@ import torch
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout, CacheWriter
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state_backend import StateBackend
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
 from headway.registry.plugin_sources import ClassPlugin, class_in, has_hooks, load_file, split_target
+from headway.testing.state_subject import StateSubject, state_subject_of
 
+STATES = "states:"
+"""What stands before the name of a backend for layers with a state, since one of attention may have the same."""
 BASELINE = "sdpa.math"
 """Serves what the subject does not, and takes turns with it."""
 
@@ -69,25 +74,44 @@ class Subject:
 
 
 def load_subject(target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()) -> Subject:
-    """The subject of a command line: NAME, broken:NAME, or FILE.py:CLASS.
+    """The attention backend of a command line: NAME, broken:NAME, or FILE.py:CLASS.
 
     plugins: files that are registered beside the installed plugins.
 
-    :raises ConfigError: there is no such file or class.
+    :raises ConfigError: there is no such file or class, or it is for layers with a state.
     :raises HeadwayError: a name that nobody registered; a plugin that does not register.
     """
+    found = load_any_subject(target, device, registry, plugins)
+    if isinstance(found, StateSubject):
+        raise ConfigError("backend", "one of attention", f"{found.name}, for layers with a state")
+    return found
+
+
+def load_any_subject(
+    target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()
+) -> Subject | StateSubject:
+    """Load the subject of a command line: also states:NAME, or a class for layers with a state; see `load_subject`."""
     if target.startswith("broken:"):
         from headway.testing.broken.planted import find_planted
+        from headway.testing.broken.planted_states import PLANTED_STATES
 
-        return subject_of(find_planted(target.removeprefix("broken:")), device, target)
+        name = target.removeprefix("broken:")
+        if name in PLANTED_STATES:
+            return state_subject_of(PLANTED_STATES[name], device, target)
+        return subject_of(find_planted(name), device, target)
     if not target.endswith(".py") and ".py:" not in target:
         registry = registry or create_registry(plugins)  # untried: to find out is what the caller is about
+        if target.startswith(STATES):
+            registry.state_backend(name := target.removeprefix(STATES))
+            return StateSubject(registry, name, device)
         registry.backend(target)
         return Subject(registry, target, device)
     path, class_name = split_target(target)
     module = load_file(path)
     found = class_in(module, class_name, path)
     file = str(path) if has_hooks(module) else f"{path}:{found.__name__}"
+    if issubclass(found, StateBackend):
+        return replace(state_subject_of(found, device, target, module, tuple(plugins)), file=file)
     return replace(subject_of(found, device, target, module, plugins), file=file)
 
 

@@ -57,8 +57,9 @@ class Roofline:
         """One routed expert's in every layer that has experts."""
         if config.experts is not None:
             experts = config.experts
-            rows += num_sparse * (experts.num_logits + 3 * experts.shared_intermediate_size)
-            self._expert_params = 3 * num_sparse * experts.intermediate_size * config.hidden_size
+            products = 3 if experts.gated else 2
+            rows += num_sparse * (experts.num_logits + products * experts.shared_intermediate_size)
+            self._expert_params = products * num_sparse * experts.intermediate_size * config.hidden_size
         self._layer_params = config.hidden_size * rows
         self._itemsize = specs[0].dtype.itemsize
         self._head_params = config.vocab_size * config.hidden_size

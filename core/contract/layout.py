@@ -304,7 +304,7 @@ class LayerCache:
         if scales is None:
             return stored
         each = scales[rows // self.block_size, rows % self.block_size].float()
-        return (stored.float().unflatten(1, (each.shape[1], -1)) * each[..., None]).flatten(1)  # type: ignore[no-untyped-call]
+        return (stored.float().view(*each.shape, -1) * each[..., None]).flatten(1)
 
 
 _SIZES = tuple(each.name for each in fields(LayerCache) if each.name != "tensors")

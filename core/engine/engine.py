@@ -9,6 +9,7 @@ from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.model import Model, state_layers
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateSpec
 from headway.core.engine.device.host_rows import HostRows
 from headway.core.engine.device.local_executor import EngineSource, LocalExecutor
 from headway.core.engine.loop import EngineLoop
@@ -33,6 +34,7 @@ def make_engine(
     eos_token_ids: frozenset[int] = frozenset(),
     sampling: SamplingOps = TORCH_SAMPLING,
     costs: Mapping[AttentionSpec, CostTable] | None = None,
+    state_costs: Mapping[StateSpec, CostTable] | None = None,
     proposer: Proposer | None = None,
     measured: bool = True,
     compile_ahead: CompileAhead | None = None,
@@ -43,10 +45,11 @@ def make_engine(
 
     source: the registry of backends. layers: the specs of the model's layers; None: as config.kv_cache_dtype says, scales of 1.
     sampling: how tokens are chosen, where something does it faster than torch. costs: measured times of each distinct layer,
-    which `auto` obeys; None: the order that plugins propose. proposer: guesses tokens, which change no output, only the speed.
-    measured: verify guesses where they pay by the times of the steps; else whatever they cost. compile_ahead: what the device's
-    kernels are compiled in before the engine is ready; None: nothing is compiled there. hosts: serves grammars and named logits
-    processors; None: there are neither. weights: what tells these weights from all others, for blocks that are kept on disk.
+    which `auto` obeys, state_costs those of layers with a state; None: the order that plugins propose. proposer: guesses tokens,
+    which change no output, only the speed. measured: verify guesses where they pay by the times of the steps; else whatever they
+    cost. compile_ahead: what the device's kernels are compiled in before the engine is ready; None: nothing is compiled there.
+    hosts: serves grammars and named logits processors; None: there are neither. weights: what tells these weights from all
+    others, for blocks that are kept on disk.
 
     :raises HeadwayError: options that cannot work together, with what would.
     """
@@ -62,6 +65,7 @@ def make_engine(
         config=config,
         sampling=sampling,
         costs=costs,
+        state_costs=state_costs,
         compile_ahead=compile_ahead,
         max_decode_len=1 if proposer is None else config.num_speculative_tokens + 1,
         hosts=hosts,

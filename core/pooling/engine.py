@@ -120,12 +120,10 @@ class PoolingEngine:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run every kind of batch once on a GPU, so that no text waits for a compiler; a CPU compiles nothing.
+        """Run every kind of batch once, so that no text waits for a compiler: for a GPU, since a CPU compiles nothing.
 
         The log names a backend that raises: its first such batch will raise again.
         """
-        if self.device.type != "cuda":
-            return
         for backends in self.selector.instances:
             for lens in self._steps(backends):
                 try:
@@ -135,11 +133,19 @@ class PoolingEngine:
                 except HeadwayError as error:
                     log.warning("warm-up: %s", error)
                     break
-        for count in powers(min(self.limits.max_num_tokens, self.limits.max_model_len)):
-            self.attention.begin([count])
-            self._forward([count], [EncodedText([0] * count)])
-        torch.cuda.synchronize(self.device)
+        for count in powers(self.limits.max_num_tokens):
+            texts = [EncodedText([0] * length) for length in self._cut(count)]
+            self.attention.begin([len(text.token_ids) for text in texts])
+            self._forward([len(text.token_ids) for text in texts], texts)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.selector.forget()
+
+    def _cut(self, tokens: int) -> list[int]:
+        """Lengths of few texts that have so many tokens, or as many as a batch takes."""
+        longest = self.limits.max_model_len
+        lens = [longest] * (tokens // longest) + [tokens % longest] * (tokens % longest > 0)
+        return lens[: self.limits.max_num_seqs]
 
     def _steps(self, backends: Backends) -> Iterator[list[int]]:
         seen = set()

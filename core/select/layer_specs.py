@@ -1,4 +1,4 @@
-"""The attention specs of a model's layers, made once and handed on to whatever chooses, measures, allocates or plans for them."""
+"""The specs of a model's layers, made once and handed on to whatever chooses, measures, allocates or plans for them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from functools import cached_property
 import torch
 
 from headway.core.contract.metadata import Phase
-from headway.core.contract.model import Model, latent_layers
+from headway.core.contract.model import Model, latent_layers, state_layers
 from headway.core.contract.spec import KV_DTYPES, AttentionSpec
+from headway.core.contract.state import StateSpec
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class LayerSpecs:
     """The spec of each layer's cache, in the order of the layers."""
     expanded: Mapping[AttentionSpec, AttentionSpec] = field(default_factory=dict)
     """The spec of a latent layer's cache -> the spec with which its prompts without context are computed."""
+    states: Sequence[StateSpec] = ()
+    """The spec of each layer with a state, in the order of the layers."""
 
     @classmethod
     def of(cls, model: Model, kv_cache_dtype: str = "auto", kv_scales: Sequence[tuple[float, float]] | None = None) -> LayerSpecs:
@@ -39,7 +42,8 @@ class LayerSpecs:
                 cached = [replace(spec, k_scale=1.0, v_scale=1.0) for spec in cached]
             elif kv_scales is not None:
                 cached = [replace(spec, k_scale=k, v_scale=v) for spec, (k, v) in zip(cached, kv_scales, strict=True)]
-        return cls(cached, {cached[number]: latent.expanded for number, latent in latent_layers(model).items()})
+        expanded = {cached[number]: latent.expanded for number, latent in latent_layers(model).items()}
+        return cls(cached, expanded, [layer.spec for layer in state_layers(model)])
 
     @property
     def device(self) -> torch.device:

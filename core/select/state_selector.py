@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from torch import Tensor
-
-from headway.core.contract.backend import Plan
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateBackends
-from headway.core.contract.support import Reason, Support
+from headway.core.contract.state import StateLayout, StateSpec
+from headway.core.contract.support import Reason
 from headway.core.select.backend_request import ALL_AUTO, AUTO, BackendRequest
-
-
-class StateSource(Protocol):
-    """The part of the Registry that the choice of state backends needs."""
-
-    @property
-    def state_backends(self) -> Mapping[str, object]:
-        """Names of all state backends, in the order they were registered."""
-
-    @property
-    def state_layouts(self) -> Mapping[str, StateLayout]:
-        """All layouts of states, in the order they were registered."""
-
-    def state_backend(self, name: str) -> type[StateBackend]:
-        """A state backend's class; raises UnknownBackendError."""
-
-    def state_supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
-        """Whether a state backend can run here and serve this layer."""
-
-    def rank_states(self, spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
-        """Candidates, best guess first."""
+from headway.core.select.costs import CostTable
+from headway.core.select.state_candidates import VERBS, StateCandidates, StateSource
+from headway.core.select.state_costs import StateCosts
+from headway.core.select.workload import PRESETS, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,160 +28,159 @@ class StateSelection:
     """Serves prompts."""
     step: str
     """Serves decodes."""
-    convolution: Mapping[tuple[str, Phase], str]
-    """The backend that applies the convolutions of one that does not, by its name and phase."""
     why: str
+    convolution: Mapping[tuple[str, Phase], str] = field(default_factory=dict)
+    """The backend that applies the convolutions of one that does not, by its name and phase."""
+
+    def name_for(self, phase: Phase) -> str:
+        """The backend that serves a phase."""
+        return self.step if phase is Phase.DECODE else self.scan
 
     def __str__(self) -> str:
         names = self.scan if self.scan == self.step else f"prefill={self.scan},decode={self.step}"
         return f"{names}, states in layout {self.layout.name} ({self.why})"
 
 
-class StateSelector:
-    """Chooses once at start, and holds the instances of every spec."""
+class RatedState(NamedTuple):
+    """One state backend in one phase over the chosen layout."""
 
-    def __init__(self, source: StateSource, specs: Sequence[StateSpec], request: BackendRequest = ALL_AUTO) -> None:
-        """specs: the distinct layers with a state.
+    name: str
+    reasons: tuple[Reason, ...]
+    """Why it cannot serve; empty: it can."""
+    us: float | None
+    """Microseconds of the workload's mean step of that phase, all layers; None: not measured."""
+
+
+class StateSelector:
+    """Chooses once at start, and holds the instances of every spec.
+
+    `auto` takes the layout and, for each verb, the backend of least expected cost over the workload where all of that was
+    measured, else what comes first by the rank hook's order.
+    """
+
+    def __init__(
+        self,
+        source: StateSource,
+        specs: Sequence[StateSpec],
+        request: BackendRequest = ALL_AUTO,
+        costs: Mapping[StateSpec, CostTable] | None = None,
+        workload: Workload = PRESETS["chat"],
+        decode_len: int = 1,
+    ) -> None:
+        """specs: that of each layer with a state. costs: measured times of each distinct one; None: there are none.
+
+        decode_len: tokens of a sequence in a decode, with its drafts.
 
         :raises HeadwayError: an unknown name, or layers that nothing serves, with every reason.
         """
-        self._source, self._specs, self._request = source, specs, request
+        counts = Counter(specs)
+        self._source, self._request = source, request
+        self._able = StateCandidates(source, list(counts))
+        self._costs = None
+        if costs:
+            self._costs = StateCosts([(costs[spec], count) for spec, count in counts.items()], workload, decode_len)
         for name in request.names:
             source.state_backend(name)
         self.selection = self._select()
-        self.scan = self._instances(self.selection.scan, Phase.PREFILL)
+        layout = self.selection.layout
+        self.scan = self._able.instances(self.selection.scan, layout, Phase.PREFILL)
         """Serves sequences that prefill or extend."""
-        self.step = self._instances(self.selection.step, Phase.DECODE)
+        self.step = self._able.instances(self.selection.step, layout, Phase.DECODE)
         """Serves sequences that decode."""
 
+    def rated(self, phase: Phase) -> list[RatedState]:
+        """Every state backend over the chosen layout: the one that serves the phase, then those that could, the fastest first.
+
+        phase: PREFILL, which stands for `scan`, or DECODE.
+        """
+        layout, chosen, failed = self.selection.layout, self.selection.name_for(phase), self._failed
+        found = []
+        for name in self._source.state_backends:
+            reasons = self._able.reasons(name, layout, phase)
+            if name in failed:
+                reasons += (Reason(name, "right answers when it was measured", failed[name]),)
+            us = None if reasons or self._costs is None else self._costs.mean_us(name, layout.name, phase)
+            found.append(RatedState(name, reasons, us))
+        return sorted(found, key=lambda each: (each.name != chosen, bool(each.reasons), each.us or math.inf))
+
+    @property
+    def _failed(self) -> Mapping[str, str]:
+        """Backends that failed when they were measured -> what failed."""
+        return {} if self._costs is None else self._costs.excluded
+
     def _select(self) -> StateSelection:
-        why = "auto: rank order" if self._request.auto_phases else "asked for"
+        if not self._request.auto_phases:
+            why = "asked for"
+        elif self._costs is not None and (found := self._measured(self._costs)) is not None:
+            return found
+        else:
+            why = "auto: rank order" if self._costs is None else "auto: not measured far enough, rank order"
         for layout in self._source.state_layouts.values():
-            scan = next((name for name in self._candidates(Phase.PREFILL) if self._serves(name, layout, Phase.PREFILL)), None)
-            step = next((name for name in self._candidates(Phase.DECODE) if self._serves(name, layout, Phase.DECODE)), None)
-            if scan is not None and step is not None:
-                helpers = {
-                    (name, phase): helper
-                    for name, phase in ((scan, Phase.PREFILL), (step, Phase.DECODE))
-                    if (helper := self._helper(name, layout, phase))
-                }
-                return StateSelection(layout, scan, step, helpers, why)
+            names = [self._served(layout, phase) for phase in VERBS]
+            if all(names):
+                return self._selection(layout, names[0][0], names[1][0], why)
         raise self._refusal()
+
+    def _measured(self, costs: StateCosts) -> StateSelection | None:
+        """The least expected cost; None: what was asked for is served over no layout on which every phase was measured."""
+        best, found = math.inf, None
+        for layout in self._source.state_layouts.values():
+            total, names = 0.0, []
+            for phase in VERBS:
+                able = self._served(layout, phase)
+                if self._request.name_for(phase) == AUTO:
+                    times = {name: costs.total_us(name, layout.name, phase) for name in able}
+                    able = sorted(times, key=times.__getitem__)  # of equal ones the first in rank order
+                    total += min(times.values(), default=math.inf)
+                names += able[:1]
+            # A layout that comes first is left for one that gains more than the noise.
+            if len(names) == len(VERBS) and total < best * (1.0 if math.isinf(best) else 1.0 - costs.noise):
+                best, found = total, self._selection(layout, names[0], names[1], self._figures(costs, layout, names))
+        return found
+
+    def _figures(self, costs: StateCosts, layout: StateLayout, names: Sequence[str]) -> str:
+        """Measured times of the choice and of what it was chosen before."""
+        told = []
+        for (phase, verb), name in zip(VERBS.items(), names, strict=True):
+            if (us := costs.mean_us(name, layout.name, phase)) is None:
+                continue
+            times = {other: costs.mean_us(other, layout.name, phase) for other in self._served(layout, phase) if other != name}
+            slower = ", ".join(f"{other} {theirs:,.0f}" for other, theirs in times.items() if theirs is not None)
+            told.append(f"{verb} {us:,.0f} us" + f" ({slower})" * bool(slower))
+        source = costs.parts[0][0].source
+        return f"auto: measured, {', '.join(told)}, for {costs.layers} layers in a mean step of {costs.workload}; {source}"
+
+    def _served(self, layout: StateLayout, phase: Phase) -> list[str]:
+        """Candidates that serve a phase of every layer, in rank order."""
+        return [name for name in self._candidates(phase) if self._able.serves(name, layout, phase)]
+
+    def _selection(self, layout: StateLayout, scan: str, step: str, why: str) -> StateSelection:
+        pairs = ((scan, Phase.PREFILL), (step, Phase.DECODE))
+        helpers = {(name, phase): helper for name, phase in pairs if (helper := self._able.helper(name, layout, phase))}
+        return StateSelection(layout, scan, step, why, helpers)
 
     def _candidates(self, phase: Phase) -> Sequence[str]:
         name = self._request.name_for(phase)
-        return self._source.rank_states(self._specs[0], phase, list(self._source.state_backends)) if name == AUTO else [name]
-
-    def _serves(self, name: str, layout: StateLayout, phase: Phase) -> bool:
-        return not self._reasons(name, layout, phase)
-
-    def _phases(self, phase: Phase) -> Sequence[Phase]:
-        """The phases that one verb serves."""
-        return (Phase.DECODE,) if phase is Phase.DECODE else (Phase.PREFILL, Phase.EXTEND)
-
-    def _reasons(self, name: str, layout: StateLayout, phase: Phase) -> tuple[Reason, ...]:
-        """Why a backend cannot serve a phase of every layer, with the help of another for convolutions where it needs one."""
-        support = Support()
-        for spec in self._specs:
-            whole = self._supports(name, spec, layout, phase)
-            if not whole and spec.recurrent and spec.conv_channels and self._helpers(layout, phase, spec):
-                whole = self._supports(name, spec.recurrence, layout, phase)
-            support &= whole
-        return support.reasons
-
-    def _supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
-        support = Support()
-        for each in self._phases(phase):
-            support &= self._source.state_supports(name, spec, layout, each)
-        return support
-
-    def _helpers(self, layout: StateLayout, phase: Phase, spec: StateSpec) -> Iterator[str]:
-        """Backends that apply a layer's convolution alone."""
-        names = self._source.state_backends
-        return (name for name in names if self._supports(name, spec.convolution, layout, phase))
-
-    def _helper(self, name: str, layout: StateLayout, phase: Phase) -> str:
-        """The backend that applies convolutions for another; empty: it needs none."""
-        lacking = [spec for spec in self._specs if not self._supports(name, spec, layout, phase)]
-        return next(self._helpers(layout, phase, lacking[0])) if lacking else ""
+        if name != AUTO:
+            return [name]
+        return self._source.rank_states(
+            self._able.specs[0], phase, [name for name in self._source.state_backends if name not in self._failed]
+        )
 
     def _refusal(self) -> UnsupportedError:
         reasons = []
         for layout in self._source.state_layouts.values():
-            for phase in (Phase.PREFILL, Phase.DECODE):
+            for phase in VERBS:
                 for name in self._candidates(phase):
                     reasons += [
                         each._replace(what=f"{name} over {layout.name}, {each.what}")
-                        for each in self._reasons(name, layout, phase)
+                        for each in self._able.reasons(name, layout, phase)
                     ]
         asked = ", ".join(self._request.names) or AUTO
         served = next((name for name in self._source.state_backends if self._all_serve(name)), "")
         hint = f"--state-backend {served}" if served else ""
-        return UnsupportedError(f"state backend {asked} ({self._specs[0]})", list(dict.fromkeys(reasons)), hint)
+        return UnsupportedError(f"state backend {asked} ({self._able.specs[0]})", list(dict.fromkeys(reasons)), hint)
 
     def _all_serve(self, name: str) -> bool:
         layouts = self._source.state_layouts.values()
-        return any(all(self._serves(name, layout, phase) for phase in Phase) for layout in layouts)
-
-    def _instances(self, name: str, phase: Phase) -> StateBackends:
-        layout, made = self.selection.layout, {}
-        for spec in self._specs:
-            if self._supports(name, spec, layout, phase):
-                made[spec] = self._source.state_backend(name)(spec, layout)
-            else:
-                recurrence = self._source.state_backend(name)(spec.recurrence, layout)
-                helper = self._source.state_backend(self.selection.convolution[name, phase])
-                made[spec] = ComposedState(spec, layout, helper(spec.convolution, layout), recurrence)
-        return made
-
-
-class _ComposedPlan(NamedTuple):
-    convolution: Plan
-    recurrence: Plan
-
-
-class ComposedState(StateBackend):
-    """A layer whose convolution one backend applies and whose recurrence another."""
-
-    def __init__(self, spec: StateSpec, layout: StateLayout, convolution: StateBackend, recurrence: StateBackend) -> None:
-        super().__init__(spec, layout)
-        self.name = recurrence.name  # type: ignore[misc]
-        self._convolution, self._recurrence = convolution, recurrence
-        self.graph_level = min(convolution.graph_level, recurrence.graph_level)  # type: ignore[misc]
-
-    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Return the bytes of both, and of what one hands to the other."""
-        between = max_num_tokens * self.spec.conv_channels * self.spec.dtype.itemsize
-        parts = (self._convolution, self._recurrence)
-        return between + sum(part.workspace_bytes(max_num_tokens, max_num_seqs) for part in parts)
-
-    def plan(self, metadata: StateMetadata) -> Plan:
-        """Plan both."""
-        return _ComposedPlan(self._convolution.plan(metadata), self._recurrence.plan(metadata))
-
-    def plan_for_capture(self, metadata: StateMetadata) -> Plan:
-        """Plan both for a graph."""
-        return _ComposedPlan(self._convolution.plan_for_capture(metadata), self._recurrence.plan_for_capture(metadata))
-
-    def scan(
-        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
-    ) -> None:
-        """Convolve, then run the recurrence over what comes of it."""
-        conv, recurrent = self._caches(cache)
-        convolved = x.new_empty(x.shape)
-        self._convolution.scan(x, (), parameters, conv, plan.convolution, convolved)
-        self._recurrence.scan(convolved, gates, replace(parameters, conv_weight=None), recurrent, plan.recurrence, out)
-
-    def step(
-        self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
-    ) -> None:
-        """Convolve, then run the recurrence over what comes of it."""
-        conv, recurrent = self._caches(cache)
-        convolved = x.new_empty(x.shape)
-        self._convolution.step(x, (), parameters, conv, plan.convolution, convolved)
-        self._recurrence.step(convolved, gates, replace(parameters, conv_weight=None), recurrent, plan.recurrence, out)
-
-    def _caches(self, cache: StateCache) -> tuple[StateCache, StateCache]:
-        """The states of the convolution and those of the recurrence."""
-        conv = StateCache({"conv": cache.tensors["conv"]}, cache.layout, self.spec.convolution)
-        return conv, StateCache({"recurrent": cache.tensors["recurrent"]}, cache.layout, self.spec.recurrence)
+        return any(all(self._able.serves(name, layout, phase) for phase in VERBS) for layout in layouts)

@@ -22,6 +22,9 @@ def check(
     quick: Annotated[bool, typer.Option("--quick", help="Try each value once in place of each pair of values.")] = False,
     layout: Annotated[str, typer.Option(help="Check a cache layout: its writer, its check() and gather().")] = "",
     plugin: PluginFiles = None,
+    states: Annotated[
+        bool, typer.Option("--states", help="The name is that of a backend for layers with a state, as states:NAME is.")
+    ] = False,
     model: Annotated[
         str, typer.Option(help="Try the layers of a model: a config.json, its folder, llama-3-8b or another name.")
     ] = "",
@@ -54,10 +57,13 @@ def check(
     from headway.testing.kit import CHECKS
     from headway.testing.sanitizer import find_sanitizer
     from headway.testing.scorecard import badge, scorecard
+    from headway.testing.state_kit import STATE_CHECKS
+    from headway.testing.subject import STATES
     from headway.tuning.isolated.trial import try_installed
 
     if not target and not layout:
         raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
+    target = STATES + target if states and target and ":" not in target and not target.endswith(".py") else target
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", "cpu or cuda", repr(device))
     if model and layout:
@@ -72,7 +78,8 @@ def check(
     )
     console = Terminal()
     report = _run(wanted, console)
-    for line in scorecard(report, {name: about for name, (_, about) in CHECKS.items()}, min(console.width, 100)):
+    about = {name: words for name, (_, words) in (*STATE_CHECKS.items(), *CHECKS.items())}
+    for line in scorecard(report, about, min(console.width, 100)):
         console.print(line, soft_wrap=True, highlight=False)
     if json_file is not None:
         report.write(json_file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +15,11 @@ from headway.cli.options import PluginFiles
 from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
+    from headway.core.contract.backend import AttentionBackend
+    from headway.core.contract.state_backend import StateBackend
     from headway.core.contract.support import Support
     from headway.machine.description import Machine
-    from headway.registry import Registry
+    from headway.registry import BackendEntry, Registry
 
 _NAME = 14
 """Columns of the names."""
@@ -28,13 +31,13 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False,
     plugin: PluginFiles = None,
 ) -> None:
-    """Show this machine and every attention backend: ready, or why not and the command that installs it here."""
+    """Show this machine and every backend of attention and of states: ready, or why not and the command that installs it here."""
     from headway.machine.description import examine
     from headway.machine.doctor import PACKAGES, library
     from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())
-    names = [library(entry.info.extra) for entry in registry.backends.values()]
+    names = [library(entry.info.extra) for entry in (*registry.backends.values(), *registry.state_backends.values())]
     machine = examine(tuple(name for name in dict.fromkeys([*PACKAGES, *names]) if name not in ("", "torch")))
     findings = diagnose(registry, machine)
     if as_json:
@@ -47,34 +50,59 @@ def doctor(
 
 def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
     """Everything the doctor found, as plain data."""
+    from headway.version import __version__
+
+    failures = [{"plugin": failure.name, "owner": failure.owner, "error": str(failure)} for failure in registry.failures]
+    return {
+        "headway": __version__,
+        "machine": asdict(machine),
+        "backends": _diagnosed(registry.backends, registry.availability, registry.backend, machine),
+        "state_backends": _diagnosed(registry.state_backends, registry.state_availability, registry.state_backend, machine),
+        "failures": failures,
+    }
+
+
+def _diagnosed(
+    entries: Mapping[str, BackendEntry[Any]],
+    availability: Callable[[str], Support],
+    load: Callable[[str], type[AttentionBackend | StateBackend]],
+    machine: Machine,
+) -> list[dict[str, Any]]:
+    """Each backend of one shelf, whether it is available, and what to do where it is not."""
     from headway.machine.doctor import Advice, advise
 
-    backends = []
-    for name, entry in registry.backends.items():
-        support = registry.availability(name)
-        advice = Advice("") if support else advise(entry.info.extra, support, _devices(registry, name, support), machine)
-        backends.append(
+    found = []
+    for name, entry in entries.items():
+        support = availability(name)
+        advice = Advice("") if support else advise(entry.info.extra, support, _devices(load, name, support), machine)
+        found.append(
             {
                 "name": name,
                 "kind": entry.owner,
                 "summary": entry.info.summary,
                 "available": bool(support),
-                "origin": registry.backend(name).origin() if support else "",
+                "origin": load(name).origin() if support else "",
                 "reasons": [reason._asdict() for reason in support.reasons],
                 "advice": asdict(advice),
             }
         )
-    from headway.version import __version__
-
-    failures = [{"plugin": failure.name, "owner": failure.owner, "error": str(failure)} for failure in registry.failures]
-    return {"headway": __version__, "machine": asdict(machine), "backends": backends, "failures": failures}
+    return found
 
 
 def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]:
     """The findings in lines of at most `width` columns, as long as no single word is longer."""
     lines = [line for name, fact in facts(machine) for line in _entry(name, fact, width)]
-    lines += [Text(), Text("attention backends", "bold")]
-    for row in findings["backends"]:
+    lines += [Text(), Text("attention backends", "bold"), *_rows(findings["backends"], width)]
+    lines += [Text(), Text("backends of layers with a state", "bold"), *_rows(findings["state_backends"], width)]
+    for failure in findings["failures"]:
+        lines += _entry("plugin", _short(failure["error"]), width, Text("failed".ljust(_STATE), "bold red"))
+    return lines
+
+
+def _rows(rows: Iterable[dict[str, Any]], width: int) -> list[Text]:
+    """Backends, each ready or with the reason why not and what would help."""
+    lines = []
+    for row in rows:
         advice = row["advice"]
         if row["available"]:
             where = f" (from {row['origin']})" if row["origin"] else ""
@@ -86,8 +114,6 @@ def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]
             lines += [Text(line, "bold") for line in command_lines(command, width)]
         if advice["note"]:
             lines += _indented(f"({advice['note']})", width)
-    for failure in findings["failures"]:
-        lines += _entry("plugin", _short(failure["error"]), width, Text("failed".ljust(_STATE), "bold red"))
     return lines
 
 
@@ -121,11 +147,11 @@ def command_lines(command: str, width: int) -> list[str]:
     return [f"    {part} \\" for part in parts[:-1]] + [f"    {part}" for part in parts[-1:]]
 
 
-def _devices(registry: Registry, name: str, support: Support) -> tuple[str, ...] | None:
+def _devices(load: Callable[[str], type[AttentionBackend | StateBackend]], name: str, support: Support) -> tuple[str, ...] | None:
     """The device types a backend claims; None where its module did not load, which is not tried a second time."""
     if any(reason.what == "import" for reason in support.reasons):
         return None
-    return registry.backend(name).capabilities.devices
+    return load(name).capabilities.devices
 
 
 def _entry(name: str, text: str, width: int, state: Text | None = None) -> list[Text]:

@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.cli.bench_crossover import layer
-from headway.cli.options import PluginFiles
+from headway.cli.explain_states import explain_states, print_states
+from headway.cli.options import PluginFiles, dtype_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _GEOMETRY = (
     "num_heads/num_kv_heads/head_dim of the layers; of latent attention absorbed and expanded, 16/1/576/512+16/16/192/128/dense."
 )
+
+_MODEL = "A model's layers, by a folder, a config.json or a name; no weights are read. In place of --geometry and --layers."
 
 
 class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
@@ -89,8 +92,10 @@ def explain(
     kv_layout: Annotated[str, typer.Option(help="Cache layout: auto, nhd, hnd, vllm_5d, nhd_int8, or a plugin's.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens in a cache block. Default: auto.")] = None,
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
+    model: Annotated[str | None, typer.Option(help=_MODEL)] = None,
     geometry: Annotated[str | None, typer.Option(help=_GEOMETRY)] = None,
-    layers: Annotated[int, typer.Option(min=1, help="How many layers share a step's plan.")] = 32,
+    layers: Annotated[int | None, typer.Option(min=1, help="How many layers share a step's plan. Default: 32.")] = None,
+    state_backend: Annotated[str, typer.Option(help="For layers with a state, as --attn-backend.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
     crossover_table: Annotated[
@@ -102,17 +107,13 @@ def explain(
     """Say which backend a step takes, the runner-up and the gap, and why each other one does not."""
     from headway.core.engine.state.config import check_block_size
     from headway.core.select.backend_request import BackendRequest
-    from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.selector import Selector
     from headway.core.select.workload import Workload
     from headway.tuning.isolated.trial import create_registry
-    from headway.tuning.measure.device import resolve_device
 
     if block_size is not None:
         check_block_size(block_size, "--block-size")
-    specs = [layer(part, dtype, "auto", resolve_device(device)) for part in (geometry.split("+", 1) if geometry else [None])]
-    expanded = {} if len(specs) == 1 else {specs[0]: replace(specs[1], dense=True)}
-    kind = LayerSpecs(specs[:1] * layers, expanded)
+    kind = _layers(model, geometry, layers, dtype, device)
     registry = create_registry(plugin or ())
     shape = _shape(phase, batch, query_len, length)
     if shape.phase not in kind.phases:
@@ -128,13 +129,16 @@ def explain(
         costs=costs,
         workload=Workload.parse(workload),
     )
-    spec = kind.in_phase(specs[0], shape.phase)
+    spec = kind.in_phase(kind.cached[0], shape.phase)
     times = None if costs is None else _step_costs(selector, kind, costs)
-    found = explanation(selector, registry, spec, shape, layers, tables[spec], times)
+    found = explanation(selector, registry, spec, shape, len(kind.cached), tables[spec], times)
+    states = explain_states(kind.states, registry, state_backend, None, Workload.parse(workload)) if kind.states else None
     if as_json:
-        print(json.dumps(_plain(found), indent=2))
-    else:
-        _print(found, Terminal())
+        print(json.dumps(_plain(found) | ({} if states is None else {"states": states}), indent=2))
+        return
+    _print(found, Terminal())
+    if states is not None:
+        print_states(states, Terminal())
 
 
 def explanation(
@@ -167,6 +171,30 @@ def explanation(
     age = "" if table is None else _age(table.date)
     title = "" if table is None else table.title
     return Explanation(shape, layers, str(chosen), choice, candidates, nearest, title, age)
+
+
+def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: str, device: str | None) -> LayerSpecs:
+    """The layers of a model, or as many of a geometry as are asked for, in the element type that an engine would take.
+
+    :raises HeadwayError: options that cannot be read or exclude each other, or a model that is not there.
+    """
+    import torch
+
+    from headway.core.contract.spec import DTYPES
+    from headway.core.select.layer_specs import LayerSpecs
+    from headway.tuning.measure.device import resolve_device
+
+    place = resolve_device(device)
+    if model is None:
+        specs = [layer(part, dtype, "auto", place) for part in (geometry.split("+", 1) if geometry else [None])]
+        expanded = {} if len(specs) == 1 else {specs[0]: replace(specs[1], dense=True)}
+        return LayerSpecs(specs[:1] * (layers or 32), expanded)
+    if geometry is not None or layers is not None:
+        raise ConfigError("--model", "no --geometry and no --layers, which the model has", geometry or layers)
+    from headway.models.layer_specs import read_layer_specs
+
+    asked = dtype_of("--dtype", dtype, DTYPES)
+    return read_layer_specs(model, place, torch.float32 if asked is None and place.type == "cpu" else asked)
 
 
 def _costs(kind: LayerSpecs, tables: Mapping[AttentionSpec, CrossoverTable | None]) -> dict[AttentionSpec, CostTable] | None:

@@ -95,7 +95,8 @@ def assemble_pooling(args: EngineArgs, found: PoolingModel) -> PoolingAssembly:
     log.info("attention: %s", selector.selection)
     limits = StepLimits(config.for_device(device).step_tokens, config.max_num_seqs, model.max_length)
     engine = PoolingEngine(model.network, layers, selector, limits)
-    engine.warm_up()
+    if device.type == "cuda":
+        engine.warm_up()
     freeze_heap()
     return PoolingAssembly(registry, device, num_threads, model, engine)
 

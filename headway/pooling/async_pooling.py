@@ -134,7 +134,8 @@ class AsyncPooling:
 
     def _take(self) -> list[tuple[_Waiting, EncodedText]]:
         """Texts of the next round: of each request one in turn."""
-        tokens, turns = 0, []
+        turns: list[tuple[_Waiting, EncodedText]] = []
+        tokens = 0
         most = _BATCHES * self._engine.limits.max_num_tokens
         self._waiting = deque(each for each in self._waiting if not each.future.cancelled())
         going = deque(each for each in self._waiting if each.begun < len(each.texts))

@@ -43,7 +43,7 @@ class EmbeddingRequest(PooledRequest):
             return [self.input]
         if self.input and isinstance(self.input[0], int):
             return [{"prompt_token_ids": self.input}]
-        return [each if isinstance(each, str) else {"prompt_token_ids": each} for each in self.input]  # type: ignore[dict-item]
+        return [each if isinstance(each, str) else {"prompt_token_ids": each} for each in self.input]
 
 
 class ScoreRequest(PooledRequest):

@@ -81,7 +81,8 @@ class PoolingRoutes:
     async def score(self, request: Request) -> Response:
         """Score pairs of texts."""
         body = await self._body(request, ScoreRequest)
-        make = partial(self._pooling.jobs.score, *body.texts, body.truncate_prompt_tokens)
+        queries, documents = body.texts
+        make = partial(self._pooling.jobs.score, queries, documents, body.truncate_prompt_tokens)
         outputs, tokens = await self._run(make)
         data = [{"object": "score", "index": index, "score": output.outputs.score} for index, output in enumerate(outputs)]
         return self._answer("score", {"object": "list", "data": data}, body, tokens)

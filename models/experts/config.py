@@ -10,7 +10,7 @@ from headway.core.contract.errors import ModelError
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts: a router sends every token to `top_k` of `num_experts` gated MLPs and adds what they give.
+    """A mixture of experts: a router sends every token to `top_k` of `num_experts` MLPs and adds what they give.
 
     Shared experts, which every token passes, are cut into experts of the routed ones' size: their weights stand after the routed
     ones', so that all are computed together.
@@ -42,6 +42,8 @@ class ExpertsConfig:
     """Whether the logits have a bias (gpt-oss)."""
     biases: bool = False
     """Whether the experts' products have biases (gpt-oss)."""
+    gated: bool = True
+    """Whether an expert multiplies the SiLU of one product by another; without, it is the squared ReLU of one (Nemotron-H)."""
     swiglu_alpha: float = 1.0
     """The gate is gate * sigmoid(alpha * gate); 1: SiLU."""
     swiglu_limit: float | None = None
@@ -73,6 +75,11 @@ class ExpertsConfig:
     def scores_a_group(self) -> int:
         """How many of a group's best scores are added to rank the group."""
         return 1 if self.group_score == "max" else 2
+
+    @property
+    def up_size(self) -> int:
+        """Rows of an expert's first product: gate over up, or up alone."""
+        return self.intermediate_size * (2 if self.gated else 1)
 
     @property
     def num_shared(self) -> int:

@@ -59,12 +59,12 @@ class FusedExperts:
             method = self._chosen[num_tokens] = able[name] if name else likely[0]
         return method
 
-    def __call__(self, residual: Tensor, norm: Norm, weights: ExpertWeights) -> Tensor:
-        """Add to the residual stream [num_tokens, hidden_size], in place, what the experts of its normed rows give."""
-        if len(residual):
-            method = self.method_for(len(residual))
-            method.add(residual, method.route(residual, norm, weights), weights)
-        return residual
+    def __call__(self, x: Tensor, norm: Norm, weights: ExpertWeights, onto: Tensor) -> Tensor:
+        """Add to `onto` [num_tokens, hidden_size], in place, what the experts of x's normed rows give. x: as large."""
+        if len(x):
+            method = self.method_for(len(x))
+            method.add(onto, method.route(x, norm, weights), weights)
+        return onto
 
 
 class FusedLayer:
@@ -73,6 +73,6 @@ class FusedLayer:
     def __init__(self, kind: FusedExperts, weights: ExpertWeights, norm: Norm) -> None:
         self.kind, self._weights, self._norm = kind, weights, norm
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream, added to in place."""
-        return self.kind(x, self._norm, self._weights)
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, hidden_size], the residual stream; onto: what is added to in its place; either in place."""
+        return self.kind(x, self._norm, self._weights, x if onto is None else onto)

@@ -91,7 +91,7 @@ class RowMethod:
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
-        return nearest(num_tokens) <= nearest(MAX_ROWS)
+        return self._config.gated and nearest(num_tokens) <= nearest(MAX_ROWS)
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """See Method."""
@@ -166,15 +166,17 @@ class TileMethod:
         config, pairs = self._config, routed.experts
         order = ExpertOrder(pairs, self._places, pairs) if self._tiling.whole else self._router.order(routed)
         between = residual.new_empty((pairs.numel(), config.intermediate_size))
-        self._multiply(routed.x, weights.gate_up, weights.gate_up_bias, order.pairs, order.ends, between, gated=True)
+        self._multiply(routed.x, weights.gate_up, weights.gate_up_bias, order.pairs, order.ends, between, first=True)
         parts = residual.new_empty((pairs.numel(), residual.shape[1]))
-        self._multiply(between, weights.down, weights.down_bias, order.pairs, order.ends, parts, gated=False)
+        self._multiply(between, weights.down, weights.down_bias, order.pairs, order.ends, parts, first=False)
         add_all_slots(self._launchers, config, parts, None, routed, order.places, residual)
 
     def _multiply(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Tensor, ends: Tensor, y: Tensor, gated: bool
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Tensor, ends: Tensor, y: Tensor, first: bool
     ) -> None:
+        """first: the product of the experts' inputs, with the activation behind it."""
         tiling, config = self._tiling, self._config
+        gated = first and config.gated
         num_pairs, width = y.shape
         num_blocks = config.num_all if tiling.whole else most_blocks(num_pairs, config.num_all, tiling.block_m)
         block_n = tiling.block_n // 2 if gated and tiling.block_m > 64 else tiling.block_n
@@ -194,8 +196,9 @@ class TileMethod:
             BLOCK_K=tiling.block_k * 2 // x.itemsize,
             STAGES=stages,
             GROUP_M=tiling.group_m,
-            GATHER=gated,
+            GATHER=first,
             GATED=gated,
+            SQUARED=first and not gated,
             **_activation(config),
             BIAS=bias is not None,
             SWAPPED=tiling.swapped,
@@ -228,21 +231,28 @@ class GroupedMM:
     def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
         """See Method."""
         config = self._config
-        hidden, inner = residual.shape[1], config.intermediate_size
+        hidden = residual.shape[1]
         order = self._router.order(routed)
         num_pairs = len(order.pairs)
         x = residual.new_empty((num_pairs, hidden))
         launch = self._launchers.get(gather_rows, 4, HIDDEN=hidden, SLOTS=config.num_slots, BLOCK=1024)
         launch((num_pairs, triton.cdiv(hidden, 1024), 1), routed.x, order.pairs, x)
         both = _grouped(x, weights.gate_up, order.ends)
-        between = residual.new_empty((num_pairs, inner))
+        parts = _grouped(self._activate(both, order, weights), weights.down, order.ends)
+        add_all_slots(self._launchers, config, parts, weights.down_bias, routed, order.places, residual)
+
+    def _activate(self, both: Tensor, order: ExpertOrder, weights: ExpertWeights) -> Tensor:
+        """The hidden rows of experts out of their first product; without a gate by torch's operations, two launches."""
+        config, num_pairs, inner = self._config, len(both), self._config.intermediate_size
+        if not config.gated:
+            return both.relu_().square_()
+        between = both.new_empty((num_pairs, inner))
         sizes = {"NUM_ALL": config.num_all, "BLOCK_E": triton.next_power_of_2(config.num_all), "INNER": inner, "BLOCK": 1024}
         biased = weights.gate_up_bias is not None
         launch = self._launchers.get(activate_rows, 4, **sizes, **_activation(config), BIAS=biased)
         bias = both if weights.gate_up_bias is None else weights.gate_up_bias
         launch((num_pairs, triton.cdiv(inner, 1024), 1), both, bias, order.ends, between)
-        parts = _grouped(between, weights.down, order.ends)
-        add_all_slots(self._launchers, config, parts, weights.down_bias, routed, order.places, residual)
+        return between
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

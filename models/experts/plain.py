@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import relu, silu
 
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.routing import Routing, route, sort_by_expert
@@ -60,7 +60,9 @@ class PlainExperts:
 
 
 def activate(gate_up: Tensor, config: ExpertsConfig, gate: Callable[[Tensor], Tensor] = silu) -> Tensor:
-    """From gate and up, [rows, 2 intermediate_size], to the hidden rows of the experts [rows, intermediate_size]."""
+    """From the first product, [rows, up_size], to the hidden rows of the experts [rows, intermediate_size]."""
+    if not config.gated:
+        return relu(gate_up).square()
     low, high = gate_up.chunk(2, dim=1)
     if config.swiglu_limit is not None:
         low = low.clamp(max=config.swiglu_limit)

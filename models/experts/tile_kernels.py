@@ -35,6 +35,7 @@ def grouped_product(
     GROUP_M: tl.constexpr,  # blocks of rows that are computed side by side, so that one reading of the weights serves them
     GATHER: tl.constexpr,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,  # the squared ReLU of the product
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     BIAS: tl.constexpr,
@@ -117,6 +118,8 @@ def grouped_product(
                 up += tl.load(bias_at + N, mask=n_at < N, other=0.0).to(tl.float32)
         if GATED:
             gate = activated(gate, up, ALPHA, LIMIT)
+        if SQUARED:
+            gate = tl.where(gate > 0.0, gate * gate, gate * 0.0)  # which keeps a NaN
         tl.store(y_at, gate.to(y_ptr.dtype.element_ty), mask=kept)
 
 

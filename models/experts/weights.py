@@ -23,9 +23,9 @@ class ExpertWeights:
     correction_bias: Tensor | None
     """float32 [num_experts]"""
     gate_up: Tensor
-    """[num_all, 2 intermediate_size, hidden_size], gate over up"""
+    """[num_all, up_size, hidden_size], gate over up, or up alone"""
     gate_up_bias: Tensor | None
-    """[num_all, 2 intermediate_size]"""
+    """[num_all, up_size]"""
     down: Tensor
     """[num_all, hidden_size, intermediate_size]"""
     down_bias: Tensor | None
@@ -55,15 +55,16 @@ def take_experts(
         assert scale == 1.0
         return ExpertWeights(router, router_bias, correction, *_take_interleaved(config, names, hidden_size, weights, at))
     inner = config.intermediate_size
-    gate_up = _empty(weights, config.num_all, 2 * inner, hidden_size)
+    gate_up = _empty(weights, config.num_all, config.up_size, hidden_size)
     down = _empty(weights, config.num_all, hidden_size, inner)
     stacked = at + names.stacked_gate_up in weights
     if stacked:
         weights.take_into(gate_up[:routed], at + names.stacked_gate_up)
         weights.take_into(down[:routed], at + names.stacked_down)
     for number in [] if stacked else range(routed):
-        weights.take_into(gate_up[number, :inner], f"{at}{names.gate.format(number)}.weight")
-        weights.take_into(gate_up[number, inner:], f"{at}{names.up.format(number)}.weight")
+        if config.gated:
+            weights.take_into(gate_up[number, :inner], f"{at}{names.gate.format(number)}.weight")
+        weights.take_into(gate_up[number, -inner:], f"{at}{names.up.format(number)}.weight")
         weights.take_into(down[number], f"{at}{names.down.format(number)}.weight")
     if shared:
         _take_shared(config, names, weights, at + names.shared, gate_up[routed:], down[routed:])
@@ -77,15 +78,16 @@ def _take_shared(
 ) -> None:
     """Cut the shared experts' MLP into pieces along its intermediate axis; the last is filled up with zeros."""
     hidden, inner, size = down.shape[1], config.intermediate_size, config.shared_intermediate_size
-    rows = 2 * size // len(names.shared_up)
-    gate, up = weights.take_merged({f"{at}.{name}.weight": rows for name in names.shared_up}, hidden).chunk(2)
+    halves = config.up_size // inner
+    rows = halves * size // len(names.shared_up)
+    merged = weights.take_merged({f"{at}.{name}.weight": rows for name in names.shared_up}, hidden).chunk(halves)
     out = weights.take(f"{at}.{names.shared_down}.weight", (hidden, size))
     for number, first in enumerate(range(0, size, inner)):
         count = min(inner, size - first)
         gate_up[number].zero_()
         down[number].zero_()
-        gate_up[number, :count] = gate[first : first + count]
-        gate_up[number, inner : inner + count] = up[first : first + count]
+        for half, part in enumerate(merged):
+            gate_up[number, half * inner : half * inner + count] = part[first : first + count]
         down[number, :, :count] = out[:, first : first + count]
 
 

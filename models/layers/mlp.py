@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -54,16 +55,26 @@ class MLP:
 class ExpertsMLP:
     """Routing, the experts' products, and their sum."""
 
-    def __init__(self, config: DecoderConfig, tensors: LayerTensors) -> None:
-        """:raises ModelError: an activation that experts do not have."""
+    def __init__(self, config: DecoderConfig, tensors: LayerTensors, kept: float | None = None) -> None:
+        """kept: of the normed stream, which is added to instead; see LayerConfig.
+
+        :raises ModelError: an activation that experts do not have.
+        """
         assert config.experts is not None
-        if config.activation != "silu":
-            raise ModelError(f"hidden_act: experts need silu, got {config.activation}")
+        needed = "silu" if config.experts.gated else "relu2"
+        if config.activation != needed:
+            raise ModelError(f"hidden_act: experts need {needed}, got {config.activation}")
         names = config.names
         self.norm = tensors.norm(names.mlp_norm or "", config.hidden_size)
+        self._kept = None if kept is None else replace(self.norm, weight=self.norm.weight * kept)
         self._config = config.experts
         self._weights: ExpertWeights | None = take_experts(
-            config.experts, names.experts, config.hidden_size, tensors.weights, tensors.prefix, config.residual_scale
+            config.experts,
+            names.experts,
+            config.hidden_size,
+            tensors.weights,
+            tensors.prefix,
+            config.residual_scale * config.multipliers.mlp,
         )
         self.compute: Experts | None = None
         """What computes the layer, once `absorb_norms` has told."""
@@ -88,4 +99,4 @@ class ExpertsMLP:
     def __call__(self, x: Tensor, ops: Operations) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream, used up."""
         assert self.compute is not None
-        return self.compute(x)
+        return self.compute(x, None if self._kept is None else ops.norm(x, self._kept))

@@ -62,6 +62,20 @@ class MLPPart(Part, Protocol):
         """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
 
 
+class OntoNormed:
+    """Attention or a part with a state that adds to its normed input instead of to the residual stream (MiniMax-01)."""
+
+    def __init__(self, norm: Norm, kept: float, part: MixerPart) -> None:
+        """kept: multiplies the normed input before that; part: without a norm of its own."""
+        self.norm, self._kept, self._part = norm, kept, part
+
+    def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        normed = ops.norm(x, self.norm)
+        mixed = self._part.mix(normed, rope, ops, attention)
+        return self._part.add(normed if self._kept == 1.0 else normed * self._kept, mixed, ops)
+
+
 class SideBySide:
     """Attention and a part with a state that read one normed input; both outputs are added to the residual stream (Falcon-H1)."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.state import StateParameters, StateSpec
+from headway.models.attention_specs import state_spec
 from headway.models.config import DecoderConfig, StateConfig
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
@@ -31,7 +31,7 @@ class StatePart(ABC):
             raise ModelError("deterministic: layers with a state are not batch invariant; use a model of attention alone")
         state, names, weights, hidden = config.state, config.names.state, tensors.weights, config.hidden_size
         self._place = place
-        self.spec = replace(state.spec, dtype=weights.dtype, device=weights.device)
+        self.spec = state_spec(state, weights.dtype, weights.device)
         sizes = self.sections(self.spec)
         self.norm = tensors.norm_if_any(names.norm, hidden)
         groups, factors = self.spec.num_key_heads if names.by_key_head else 1, dict(config.multipliers.sections)

@@ -105,11 +105,11 @@ def _pooling(config: dict[str, Any], folder: Path) -> PoolingType:
 
 
 def _dense(config: dict[str, Any], folder: Path) -> DenseModule:
-    sizes = [config.get(name) for name in ("in_features", "out_features")]
+    sizes: list[Any] = [config.get(name) for name in ("in_features", "out_features")]
     if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise ModelError(f"{folder / 'config.json'}: needs in_features and out_features of at least 1, got {shown(sizes)}")
     activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
-    return DenseModule(folder, *sizes, bool(config.get("bias", True)), activation)  # type: ignore[arg-type]
+    return DenseModule(folder, sizes[0], sizes[1], bool(config.get("bias", True)), activation)
 
 
 def _inside(folder: Path, path: object) -> Path:

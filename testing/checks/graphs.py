@@ -115,7 +115,7 @@ class _Recorded:
     def _record(self) -> None:
         """Run once, then capture what ran."""
         self._run()
-        self._graph = _capture(self._run) if self._session.spec.device.type == "cuda" else None
+        self._graph = capture(self._run) if self._session.spec.device.type == "cuda" else None
 
     def replay(self) -> None:
         """Run the layers over the static tensors."""
@@ -208,7 +208,11 @@ class _CapturedPrompt(_Recorded):
         static.block_table[:, : now.block_table.shape[1]] = now.block_table
 
 
-def _capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Capture what runs.
+
+    :raises Finding: it cannot be captured.
+    """
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):

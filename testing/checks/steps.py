@@ -6,6 +6,7 @@ import ctypes
 import gc
 import time
 import tracemalloc
+from collections.abc import Callable
 from typing import ClassVar
 
 import psutil
@@ -121,14 +122,21 @@ _CHANCES = 3
 
 def memory(stage: Stage, cell: CheckCell) -> str:
     """Memory does not grow from step to step."""
-    grower = _Grower(stage, cell)
-    grower.steps(10)
-    grown = grower.growth(STEPS - 10)
+    return no_growth(_Stepper(stage, cell).steps, stage.subject.device)
+
+
+def no_growth(steps: Callable[[int], None], device: torch.device) -> str:
+    """Run many steps and hold their memory to what the first ones took. steps: runs so many more.
+
+    :raises Finding: memory grows.
+    """
+    steps(10)
+    grown = _growth(steps, STEPS - 10, device)
     for _ in range(_CHANCES):  # caches fill up and stop; what never stops is a leak
         if not (grown.tensors or grown.python or grown.native or grown.process):
             break
-        grower.steps(150)
-        grown = grower.growth(2 * STEPS)
+        steps(150)
+        grown = _growth(steps, 2 * STEPS, device)
     for name, size in (("tensors", grown.tensors), ("Python objects", grown.python), *grown.outside):
         if size:
             raise Finding(
@@ -152,7 +160,7 @@ class _Growth:
         return [("native memory (malloc)", self.native), ("the process", self.process)]
 
 
-class _Grower:
+class _Stepper:
     """Runs steps of ever new lengths that nobody keeps a word of but the backend."""
 
     def __init__(self, stage: Stage, cell: CheckCell) -> None:
@@ -173,19 +181,19 @@ class _Grower:
                 session.run(step)
             close_all(session, [turn.seq for turn in work])
 
-    def growth(self, count: int) -> _Growth:
-        """Bytes that are there after some steps and were not before."""
-        device = self.session.spec.device
-        before = _native_bytes()
-        self.steps(count)
-        native = _native_bytes() - before
-        tracemalloc.start()
-        earlier = _tensor_bytes(device), tracemalloc.get_traced_memory()[0], psutil.Process().memory_info().rss
-        self.steps(count)
-        later = _tensor_bytes(device), tracemalloc.get_traced_memory()[0], psutil.Process().memory_info().rss
-        tracemalloc.stop()
-        tensors, python, process = (b - a for a, b in zip(earlier, later, strict=True))
-        return _Growth(count, tensors, python, native, process)
+
+def _growth(steps: Callable[[int], None], count: int, device: torch.device) -> _Growth:
+    """Bytes that are there after some steps and were not before."""
+    before = _native_bytes()
+    steps(count)
+    native = _native_bytes() - before
+    tracemalloc.start()
+    earlier = _tensor_bytes(device), tracemalloc.get_traced_memory()[0], psutil.Process().memory_info().rss
+    steps(count)
+    later = _tensor_bytes(device), tracemalloc.get_traced_memory()[0], psutil.Process().memory_info().rss
+    tracemalloc.stop()
+    tensors, python, process = (b - a for a, b in zip(earlier, later, strict=True))
+    return _Growth(count, tensors, python, native, process)
 
 
 class _MallocInfo(ctypes.Structure):

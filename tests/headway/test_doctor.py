@@ -263,11 +263,14 @@ def test_doctor_runs_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = CliRunner().invoke(app, ["doctor"])
     assert shown.exit_code == 0, shown.output
     assert "attention backends" in shown.output
+    assert "ready    the baseline: batched products of torch" in shown.output.partition("backends of layers with a state")[2]
     answer = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
-    assert answer.keys() == {"headway", "machine", "backends", "failures"}
+    assert answer.keys() == {"headway", "machine", "backends", "state_backends", "failures"}
     rows = {row["name"]: row for row in answer["backends"]}
     assert rows["sdpa"]["available"]
-    for row in rows.values():
+    states = {row["name"]: row for row in answer["state_backends"]}
+    assert states["torch"]["available"]
+    for row in (*rows.values(), *states.values()):
         assert row["available"] != bool(row["advice"]["text"])
         assert row["available"] != bool(row["reasons"])
 

@@ -268,6 +268,19 @@ def test_batches_hold_the_longest_texts_first_within_the_budget() -> None:
     assert list(pack([], 60, 3)) == []
 
 
+def test_a_warm_up_runs_every_kind_of_batch_and_changes_no_answer(bert: tuple[BertModel, Path, LLM]) -> None:
+    _, folder, llm = bert
+    warmed = load(folder, max_num_batched_tokens=150, max_num_seqs=6)
+    planned: list[int] = []
+    engine = warmed.pooling.engine
+    begin = engine.attention.begin_with
+    engine.attention.begin_with = lambda backends, lens: (planned.append(sum(lens)), begin(backends, lens))[1]
+    engine.warm_up()
+    assert {1, 2, 17, 64, 150} <= set(planned)
+    assert engine.stats.num_batches == 0
+    close(embedded(warmed), embedded(llm))
+
+
 def test_without_a_tokenizer_ids_alone_are_taken(bert: tuple[BertModel, Path, LLM]) -> None:
     model, folder, _ = bert
     llm = load(folder, skip_tokenizer_init=True)

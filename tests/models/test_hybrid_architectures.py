@@ -114,7 +114,8 @@ def test_a_configuration_may_name_the_states_type(named: str, dtype: torch.dtype
 
 REFUSED = [
     ("qwen3_next", {"layer_types": ["linear_attention", "mamba3"] * 2}, "layer_types: needs .*, got 'mamba3' in layer 1"),
-    ("nemotron_h", {"layers_block_type": ["mlp", "mlp", "moe"]}, "layers_block_type: needs .*, got 'moe' in layer 2"),
+    ("nemotron_h", {"layers_block_type": ["mlp", "mlp", "lstm"]}, "layers_block_type: needs .*, got 'lstm' in layer 2"),
+    ("nemotron_h, experts", {"moe_latent_size": 16}, "moe_latent_size: needs null, got 16"),
     ("qwen3_next", {"linear_num_value_heads": 5}, "linear_num_value_heads: needs a multiple of linear_num_key_heads=2, got 5"),
     ("lfm2", {"conv_L_cache": 1}, "conv_L_cache: needs a whole number of at least 2, got 1"),
     ("bamba", {"mamba_ssm_cache_dtype": "int8"}, "mamba_ssm_cache_dtype: needs auto or float32 .*, got 'int8'"),

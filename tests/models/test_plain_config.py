@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.core.contract.errors import ModelError
-from headway.models import loader
 from headway.models.families import read_decoder_config
 from headway.models.plain_config import plain_config
 
@@ -158,7 +157,7 @@ def test_whatever_is_read_plainly_is_what_transformers_reads(tmp_path: Path, kin
 
 
 @pytest.mark.slow  # a process for each
-@pytest.mark.parametrize("shape", sorted(path.name for path in (Path(loader.__file__).parent / "shapes").iterdir()))
+@pytest.mark.parametrize("shape", ["llama-3-8b", "qwen3-0.6b", "qwen3-30b-a3b"])  # hybrids are read by transformers
 def test_shipped_shapes_need_no_transformers(shape: str) -> None:
     code = (
         "import sys; from pathlib import Path; from headway.models import loader; "

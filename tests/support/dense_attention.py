@@ -124,4 +124,12 @@ def mamba1(layer: StateLayer, state: Tensor, x: Tensor, gates: Sequence[Tensor])
     return new[..., None], new @ C + weights.D.double() * x
 
 
-STEPS = {"gated_delta": delta, "kda": delta, "mamba2": mamba2, "mamba1": mamba1}
+def lightning(layer: StateLayer, state: Tensor, x: Tensor, gates: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    spec, weights = layer
+    q, k, v = by_heads(spec, x)
+    assert weights.A_log is not None
+    state = (-weights.A_log.double().exp()).exp()[:, None, None] * state + torch.einsum("hk,hv->hkv", k, v)
+    return state, spec.scale * torch.einsum("hkv,hk->hv", state, q)
+
+
+STEPS = {"gated_delta": delta, "kda": delta, "mamba2": mamba2, "mamba1": mamba1, "lightning": lightning}

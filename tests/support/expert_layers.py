@@ -30,6 +30,8 @@ CONFIGS = {
                                        shared_intermediate_size=40),
 }  # fmt: skip
 """One of each kind of routing."""
+UNGATED = dataclasses.replace(CONFIGS["deepseek_v3"], gated=False)
+"""As in Nemotron-H."""
 
 
 class Layer:
@@ -44,7 +46,7 @@ class Layer:
             "router": self.draw(config.num_logits, hidden) * hidden**-0.5 * 2,
             "router_bias": self.draw(config.num_logits) if config.router_bias else None,
             "correction_bias": self.draw(config.num_experts) * 0.3 if config.correction_bias else None,
-            "gate_up": self.draw(count, 2 * inner, hidden) * hidden**-0.5 * (4 if config.swiglu_limit else 1),
+            "gate_up": self.draw(count, config.up_size, hidden) * hidden**-0.5 * (4 if config.swiglu_limit else 1),
             "gate_up_bias": self.draw(count, 2 * inner) if config.biases else None,
             "down": self.draw(count, hidden, inner) * inner**-0.5,
             "down_bias": self.draw(count, hidden) if config.biases else None,

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from headway.backends.sdpa import SDPAMath
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.layout import CacheLayout
@@ -47,6 +48,20 @@ class HangsAndTells(_Plain):
     def decode(self, q, cache, plan, out, lse=None):
         open("hangs", "w").close()  # in the folder of the command
         time.sleep(600)
+
+
+class MasksCausally(SDPAMath):
+    name = "masks_causally"
+
+    def __init__(self, spec, *rest):
+        super().__init__(replace(spec, causal=True), *rest)
+
+
+class WiderWindow(SDPAMath):
+    name = "wider_window"
+
+    def __init__(self, spec, *rest):
+        super().__init__(replace(spec, sliding_window=spec.sliding_window and spec.sliding_window + 1), *rest)
 
 
 class Raises(_Plain):

@@ -28,6 +28,8 @@ HOSTILE = HERE / "hostile.py"
 EXAMPLE = HERE.parent.parent / "examples" / "headway-example" / "headway_example.py"
 PLAIN = CheckCell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
 
+BOTH_WAYS = PLAIN.plain("answer", phase="prefill", feature="bidirectional-37")
+
 
 @cache
 def kit(name: str) -> Kit:
@@ -45,6 +47,12 @@ def kit(name: str) -> Kit:
         ("MutatesMetadata", PLAIN, "slot_mapping"),
         ("CachesByAddress", PLAIN, "wrong"),
         ("DenseAsOne", PLAIN.plain("answer", phase="prefill"), "ignores the strides of v"),
+        (
+            "MasksCausally",
+            BOTH_WAYS.plain("answer", feature="bidirectional"),
+            "a causal mask, in a layer whose queries see later keys",
+        ),
+        ("WiderWindow", BOTH_WAYS, "a window off by one (one key too many)"),
         ("LeaksBetweenLayers", PLAIN, "another sequence or layer"),
         ("NoGpu", PLAIN, "TRITON_INTERPRET=1 in the environment"),
     ],

@@ -20,6 +20,7 @@ from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.model import Model, StateLayer, latent_layers, state_layers
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateSpec
 from headway.core.contract.support import YES
 from headway.core.engine.device.compilation import CompilationWatch
 from headway.core.engine.device.host_rows import HostRows
@@ -49,7 +50,8 @@ from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import Selection
 from headway.core.select.selector import Selector
 from headway.core.select.startup import BackendSource
-from headway.core.select.state_selector import StateSelector, StateSource
+from headway.core.select.state_candidates import StateSource
+from headway.core.select.state_selector import StateSelector
 from headway.core.select.workload import Workload
 
 log = logging.getLogger("headway")
@@ -76,6 +78,7 @@ class LocalExecutor:
         config: EngineConfig,
         sampling: SamplingOps = TORCH_SAMPLING,
         costs: Mapping[AttentionSpec, CostTable] | None = None,
+        state_costs: Mapping[StateSpec, CostTable] | None = None,
         compile_ahead: CompileAhead | None = None,
         max_decode_len: int = 1,
         hosts: HostRows | None = None,
@@ -83,8 +86,8 @@ class LocalExecutor:
     ) -> None:
         """config: with its device's options filled in.
 
-        sampling, costs, compile_ahead, hosts: see `make_engine`. max_decode_len: query tokens of a decode, with drafts.
-        make_mover: makes what keeps pages beyond the pool; None: nothing does.
+        sampling, costs, state_costs, compile_ahead, hosts: see `make_engine`. max_decode_len: query tokens of a decode, with
+        drafts. make_mover: makes what keeps pages beyond the pool; None: nothing does.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
@@ -96,7 +99,7 @@ class LocalExecutor:
         if config.deterministic:
             self.selection = replace(self.selection, why="deterministic: pinned")
         layouts = [self.selector.layout_of(spec) for spec in layers.cached]
-        states = _StatePlan.of(model, source, config, max_decode_len)
+        states = _StatePlan.of(model, source, config, state_costs, max_decode_len)
         size, max_model_len, slots = _plan_pool(model, layers, layouts, self.selector, states, config)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)
@@ -227,13 +230,20 @@ class _StatePlan:
     """Slots of a row."""
 
     @classmethod
-    def of(cls, model: Model, source: EngineSource, config: EngineConfig, max_decode_len: int) -> _StatePlan | None:
+    def of(
+        cls,
+        model: Model,
+        source: EngineSource,
+        config: EngineConfig,
+        costs: Mapping[StateSpec, CostTable] | None,
+        max_decode_len: int,
+    ) -> _StatePlan | None:
         """None: the model has no such layers."""
         layers = state_layers(model)
         if not layers:
             return None
-        specs = list(dict.fromkeys(layer.spec for layer in layers))
-        return cls(layers, StateSelector(source, specs, config.state_request), max_decode_len)
+        specs, workload = [layer.spec for layer in layers], Workload.parse(config.workload)
+        return cls(layers, StateSelector(source, specs, config.state_request, costs, workload, max_decode_len), max_decode_len)
 
     def slots(self, config: EngineConfig, memory: int | None) -> StateSlots | None:
         """Plan the slots in what states and pages share."""

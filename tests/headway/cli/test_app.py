@@ -105,7 +105,7 @@ def test_json_has_a_row_for_every_backend_with_its_claims(headway: Headway, plug
     result = headway("backends", "--json")
     assert (result.code, result.err) == (0, "")
     answer = json.loads(result.out)
-    assert answer.keys() == {"backends", "failures"}
+    assert answer.keys() == {"backends", "state_backends", "failures"}
     rows = {row["name"]: row for row in answer["backends"]}
     assert list(rows) == list(create_registry().backends)
     for row in rows.values():

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from expert_layers import CONFIGS, HIDDEN, SMALL, Layer
+from expert_layers import CONFIGS, HIDDEN, SMALL, UNGATED, Layer
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.routing import route, sort_by_expert
 
@@ -53,6 +53,19 @@ CASES = [(name, *way) for name in CONFIGS for way in WAYS]
 )
 def test_every_kind_of_routing(name: str, method: str, num_tokens: int) -> None:
     check(CONFIGS[name], num_tokens, method, seed=num_tokens)
+
+
+@pytest.mark.parametrize(("method", "num_tokens"), [("tiles", 5), ("whole.swapped", 7)])
+def test_experts_without_a_gate(method: str, num_tokens: int) -> None:
+    check(UNGATED, num_tokens, method, seed=num_tokens)
+
+
+def test_what_needs_a_gate_takes_no_experts_without() -> None:
+    from headway.models.experts.fused import FusedExperts
+
+    methods = FusedExperts(UNGATED, torch.bfloat16, CPU).methods
+    assert methods
+    assert "triton.rows" not in methods
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""State backends that could serve a model's layers with a state: whether they can, with whose help, and their instances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headway.core.contract.metadata import Phase
+from headway.core.contract.state import StateLayout, StateSpec
+from headway.core.contract.state_backend import StateBackend, StateBackends
+from headway.core.contract.support import Reason, Support
+from headway.core.select.composed_state import ComposedState
+
+
+class StateSource(Protocol):
+    """The part of the Registry that the choice of state backends needs."""
+
+    @property
+    def state_backends(self) -> Mapping[str, object]:
+        """Names of all state backends, in the order they were registered."""
+
+    @property
+    def state_layouts(self) -> Mapping[str, StateLayout]:
+        """All layouts of states, in the order they were registered."""
+
+    def state_backend(self, name: str) -> type[StateBackend]:
+        """A state backend's class; raises UnknownBackendError."""
+
+    def state_supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
+        """Whether a state backend can run here and serve this layer."""
+
+    def rank_states(self, spec: StateSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
+        """Candidates, best guess first."""
+
+
+VERBS: Mapping[Phase, str] = {Phase.PREFILL: "scan", Phase.DECODE: "step"}
+"""Phase -> the method of a state backend that serves the phase; what prefills is also what extends."""
+
+
+@dataclass(frozen=True)
+class StateCandidates:
+    """Every state backend, asked for the same layers. A phase is one of VERBS."""
+
+    source: StateSource
+    specs: Sequence[StateSpec]
+    """Distinct layers with a state."""
+
+    def reasons(self, name: str, layout: StateLayout, phase: Phase) -> tuple[Reason, ...]:
+        """Why a backend cannot serve a phase of every layer, with the help of another for convolutions where it needs one."""
+        support = Support()
+        for spec in self.specs:
+            whole = self._supports(name, spec, layout, phase)
+            if not whole and spec.recurrent and spec.conv_channels and any(True for _ in self._helpers(layout, phase, spec)):
+                whole = self._supports(name, spec.recurrence, layout, phase)
+            support &= whole
+        return support.reasons
+
+    def serves(self, name: str, layout: StateLayout, phase: Phase) -> bool:
+        """Whether a backend serves a phase of every layer over a layout."""
+        return not self.reasons(name, layout, phase)
+
+    def helper(self, name: str, layout: StateLayout, phase: Phase) -> str:
+        """The backend that applies convolutions for another; empty: it needs none."""
+        lacking = [spec for spec in self.specs if not self._supports(name, spec, layout, phase)]
+        return next(self._helpers(layout, phase, lacking[0])) if lacking else ""
+
+    def instances(self, name: str, layout: StateLayout, phase: Phase) -> StateBackends:
+        """What serves a phase of each layer, where `serves` says that the backend can."""
+        made: dict[StateSpec, StateBackend] = {}
+        for spec in self.specs:
+            if self._supports(name, spec, layout, phase):
+                made[spec] = self.source.state_backend(name)(spec, layout)
+            else:
+                recurrence = self.source.state_backend(name)(spec.recurrence, layout)
+                helper = self.source.state_backend(next(self._helpers(layout, phase, spec)))
+                made[spec] = ComposedState(spec, layout, helper(spec.convolution, layout), recurrence)
+        return made
+
+    def _supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
+        support = Support()
+        for each in (phase,) if phase is Phase.DECODE else (Phase.PREFILL, Phase.EXTEND):
+            support &= self.source.state_supports(name, spec, layout, each)
+        return support
+
+    def _helpers(self, layout: StateLayout, phase: Phase, spec: StateSpec) -> Iterator[str]:
+        """Backends that apply a layer's convolution alone."""
+        names = self.source.state_backends
+        return (name for name in names if self._supports(name, spec.convolution, layout, phase))

@@ -1,0 +1,287 @@
+"""What a backend for layers with a state is held to: claims, answers and states, cuts, drafts, graphs, the same bits, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import GraphLevel
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.contract.state import CHECKPOINT_TOKENS, StateMetadata
+from headway.core.contract.state_backend import StateBackend
+from headway.core.contract.support import Support
+from headway.testing.cells import PHASES, Finding, Skipped
+from headway.testing.checks.graphs import capture
+from headway.testing.checks.steps import no_growth
+from headway.testing.state_cases import StateCase, make_state_case, run_states
+from headway.testing.state_cells import StateCell
+from headway.testing.state_session import StateSession, StateTurn
+from headway.testing.state_subject import StateSubject
+from headway.testing.state_verdict import Judge, same_bits
+
+LENS: dict[str, list[tuple[int, int]]] = {
+    "prefill": [(1, 1), (150, 150), (7, 7), (64, 64), (65, 65), (2, 2), (33, 33), (128, 128)],
+    "extend": [(130, 140), (9, 10), (64, 200), (20, 21), (63, 300)],
+    "decode": [(1, 2), (1, 30), (1, 9), (1, 70), (1, 5)],
+    "verify": [(4, 9), (4, 5), (4, 30), (4, 12)],
+    "ragged": [(1, 4), (8, 20), (3, 30), (5, 6), (1, 2)],
+    "mixed": [(70, 70), (9, 12), (64, 100), (1, 1), (1, 7), (4, 9), (1, 30)],
+}
+_PADDED = ("decode", "verify", "ragged", "mixed")
+_ROWS = 6
+_MOST_DRAFTS = 7
+
+
+def claims(subject: StateSubject, cell: StateCell) -> str:
+    """The class keeps to the contract as far as that can be seen without running it."""
+    backend, said = subject.backend, subject.claims
+    for dtype in said.dtypes:
+        if dtype not in backend.tolerance:
+            raise Finding(f"tolerance has no number for {DTYPE_NAMES.get(dtype, dtype)}, which is claimed")
+    if not subject.rows:
+        raise Finding("it accepts no layer of the kit's; needs at least one of a kind, layout and element type that it claims")
+    for kind in said.kinds:
+        if not any(row.kind == kind for row, _ in subject.rows):
+            raise Finding(f"kind {kind} is claimed, and no layer of it is accepted", guess="a claim that does not hold")
+    room = subject.make(subject.rows[0][0]).workspace_bytes(2048, 64)
+    if not isinstance(room, int) or room < 0:
+        raise Finding(f"workspace_bytes() is {room!r}; needs bytes, 0 or more", guess="a claim that does not hold")
+    return ""
+
+
+def refuse(subject: StateSubject, cell: StateCell) -> str:
+    """A value that is not claimed is refused, with reasons that say what was needed and what was got."""
+    asked = [phase for phase in Phase if cell.phase in ("-", phase.value)]
+    support = Support()
+    for phase in asked:
+        support &= subject.supports(cell, phase)
+    if support:
+        value = getattr(cell, cell.about)
+        raise Finding(f"{cell.about}={value} must be refused: nothing claims it", guess="accepts what it does not claim")
+    for reason in support.reasons:
+        if not (reason.what and reason.need and reason.got):
+            raise Finding(f"a refusal says what was looked at, what is needed and what was got: {reason!r}")
+    return str(support).removeprefix("no: ")
+
+
+def tolerance(subject: StateSubject, cell: StateCell) -> str:
+    """The declared tolerance is no looser than the contract's own, which float32 inside keeps."""
+    dtype = subject.spec(cell).dtype
+    declared, most = float(subject.backend.tolerance[dtype]), float(StateBackend.tolerance[dtype])
+    if not 0 < declared <= most:
+        raise Finding(
+            f"tolerance for {cell.dtype} must be at most {most:.2g}, which float32 inside keeps; declared is {declared:.2g}",
+            guess="a tolerance that would let wrong answers pass",
+        )
+    return f"declared {declared:.2g}, at most {most:.2g}"
+
+
+def answer(subject: StateSubject, cell: StateCell) -> str:
+    """A step's output and states against float64: in place from strided rows, then out of place."""
+    for strided in (True, False):
+        Judge.of(_case(subject, cell, strided=strided, in_place=strided)).run(subject.make(cell))
+    return ""
+
+
+def _case(subject: StateSubject, cell: StateCell, **options: bool) -> StateCase:
+    spec, layout = subject.spec(cell), subject.layouts[cell.layout]
+    most = subject.claims.max_draft_tokens + 1
+    lens = [(min(new, most), kv) if kv > new and new <= _MOST_DRAFTS + 1 else (new, kv) for new, kv in LENS[cell.phase]]
+    padding = 2 if cell.phase in _PADDED else 0
+    case = make_state_case(lens, spec, layout, padding_rows=padding, seed=len(str(cell)), **options)
+    if cell.decays == "strong" and case.gates:
+        strong = torch.rand(case.gates[0].shape, generator=torch.Generator().manual_seed(1)) < 0.2
+        case.gates[0].copy_(torch.where(strong, 300.0, -8.0))
+    return case
+
+
+def session(subject: StateSubject, cell: StateCell) -> str:
+    """Prompts cut anywhere, decodes with drafts of which some hold, and a prefix that is taken up, against lone runs."""
+    phases = subject.phases(cell)
+    if "mixed" not in phases:
+        raise Skipped("needs a backend that serves prompts, extensions and decodes")
+    spec = subject.spec(cell)
+    running = StateSession(subject.make(cell), spec, subject.layouts[cell.layout], 64)
+    checkpoint, numbers = running.take(), torch.Generator().manual_seed(2)
+    first, second = running.open(170), running.open(140)
+    running.step([StateTurn(first, 100, checkpoint=(CHECKPOINT_TOKENS, checkpoint)), StateTurn(second, 1)])
+    sequences = [first, second, running.open(120, first, CHECKPOINT_TOKENS, checkpoint)]
+    drafts = min(subject.claims.max_draft_tokens, _MOST_DRAFTS)
+    steps = 1
+    while any(seq.left for seq in sequences):
+        prompts, decodes = [], []
+        for number, seq in enumerate(sequences):
+            if not seq.left:
+                continue
+            draw = int(torch.randint(1 << 30, (1,), generator=numbers))
+            if seq.left < 40 or (number + steps) % 3 == 0:
+                held = min(seq.left, 1 + draw % (drafts + 1))
+                decodes.append(StateTurn(seq, min(held + draw % 3, drafts + 1), accepted=held))
+            else:
+                prompts.append(StateTurn(seq, min(seq.left, (1, 5, 64, 37, 2)[draw % 5])))
+        running.step(prompts + decodes)
+        steps += 1
+    return f"{steps} steps of {len(sequences)} sequences"
+
+
+def repeat(subject: StateSubject, cell: StateCell) -> str:
+    """The same step leaves the same bits."""
+    backend = subject.make(cell)
+    left = []
+    for _ in range(3):
+        case = _case(subject, cell)
+        left.append([run_states(backend, case), *case.cache.tensors.values()])
+    real = torch.repeat_interleave(case.metadata.slots_cpu >= 0, torch.tensor(case.metadata.step.query_lens)).to(case.x.device)
+    for again in left[1:]:
+        for one, other in zip(left[0], again, strict=True):
+            rows = real if one is left[0][0] else slice(None)
+            if not same_bits(one[rows], other[rows]):
+                raise Finding("the same step must leave the same bits", guess="non-deterministic")
+    return ""
+
+
+def memory(subject: StateSubject, cell: StateCell) -> str:
+    """Memory does not grow from step to step."""
+    backend, cases = (
+        subject.make(cell),
+        [_case(subject, cell.plain("memory", phase=phase)) for phase in sorted(subject.phases(cell))],
+    )
+    number = 0
+
+    def steps(count: int) -> None:
+        nonlocal number
+        for _ in range(count):
+            number += 1
+            with torch.inference_mode():
+                run_states(backend, cases[number % len(cases)])
+
+    return no_growth(steps, subject.device)
+
+
+def sync(subject: StateSubject, cell: StateCell) -> str:
+    """No call waits for the device; on a CPU there is none to wait for."""
+    if subject.device.type != "cuda":
+        raise Skipped("a CPU has no queue to wait for")
+    backend, case = subject.make(cell), _case(subject, cell)
+    run_states(backend, case)  # compiles
+    out = case.x.new_empty(case.x.shape[0], case.spec.out_channels)
+    calls = []
+    n = case.metadata.step.num_prefill_tokens
+    if case.metadata.prefill is not None:
+        calls.append((backend.scan, slice(0, n), backend.plan(case.metadata.prefill)))
+    if case.metadata.decode is not None:
+        calls.append((backend.step, slice(n, None), backend.plan(case.metadata.decode)))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call, rows, plan in calls:
+            call(case.x[rows], [gate[rows] for gate in case.gates], case.parameters, case.cache, plan, out[rows])
+    except Exception as error:
+        raise Finding(
+            f"scan and step must not wait for the device: {' '.join(str(error).split())[:200]}",
+            guess="waits for the device (.item(), .cpu(), a boolean of a tensor, indexing with a mask)",
+        ) from None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def graph(subject: StateSubject, cell: StateCell) -> str:
+    """A decode planned once over static tensors, then replayed for other slots, other sequences and padding rows."""
+    tokens = min(3, subject.claims.max_draft_tokens + 1) if cell.phase == "verify" else 1
+    needed = GraphLevel.UNIFORM if cell.phase == "verify" else GraphLevel.DECODE
+    if subject.backend.graph_level < needed:
+        raise Skipped(f"graph_level: needs {needed.name}, got {subject.backend.graph_level.name}, so no engine captures it")
+    static = _static_case(subject, cell, tokens, _ROWS, seed=0)
+    recorded = _Recorded(subject.make(cell), static)
+    for number, real in enumerate((_ROWS, 2, 5, _ROWS, 1)):
+        now = _static_case(subject, cell, tokens, real, seed=number + 1)
+        judge = recorded.load(now)
+        recorded.replay()
+        try:
+            judge.judge(recorded.out, subject.backend.tolerance)
+        except Finding as finding:
+            finding.args = (f"replay {number + 1} of a captured step, with {_ROWS - real} padding rows: {finding}",)
+            raise
+    return ""
+
+
+def _static_case(subject: StateSubject, cell: StateCell, tokens: int, real: int, seed: int) -> StateCase:
+    lens = [(tokens, 9 + row) for row in range(real)]
+    slots = (_ROWS - real) * (tokens + 1) + 3  # the pool of every replay is as large
+    spec, layout = subject.spec(cell), subject.layouts[cell.layout]
+    return make_state_case(lens, spec, layout, seed=seed, padding_rows=_ROWS - real, spare_slots=slots, in_place=seed % 2 == 0)
+
+
+class _Recorded:
+    """The static tensors of a step, what was planned over them, and on a GPU the graph."""
+
+    def __init__(self, backend: StateBackend, static: StateCase) -> None:
+        self._backend, self._static = backend, static
+        self.out = static.x.new_zeros(static.x.shape[0], static.spec.out_channels)
+        decode = static.metadata.decode
+        assert decode is not None
+        self._plan = backend.plan_for_capture(decode)
+        self._run()
+        self._graph = capture(self._run) if static.spec.device.type == "cuda" else None
+
+    def load(self, now: StateCase) -> Judge:
+        """Bring the static tensors up to date with a step, whose verdict is prepared."""
+        static, metadata = self._static, now.metadata
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [(static.x, now.x), *zip(static.gates, now.gates, strict=True)]
+        pairs += [(tensor, now.cache.tensors[name]) for name, tensor in static.cache.tensors.items()]
+        pairs += list(zip(_tensors(static.metadata), _tensors(metadata), strict=True))
+        pairs += [(getattr(static.parameters, name), getattr(now.parameters, name)) for name in vars(now.parameters)]
+        for old, new in pairs:
+            if old is not None and new is not None:
+                old.copy_(new)
+        self.out.fill_(torch.nan)
+        return Judge.of(StateCase(static.spec, static.parameters, metadata, static.cache, static.x, static.gates))
+
+    def replay(self) -> None:
+        """Run the step over the static tensors."""
+        if self._graph is None:
+            self._run()
+            return
+        self._graph.replay()
+        torch.cuda.synchronize()
+
+    def _run(self) -> None:
+        case = self._static
+        self._backend.step(case.x, case.gates, case.parameters, case.cache, self._plan, self.out)
+
+
+def _tensors(metadata: StateMetadata) -> Sequence[Tensor]:
+    step = metadata.step
+    return [metadata.slots, metadata.out_slots, step.context_lens, step.seq_lens, step.query_start_loc]
+
+
+_UNCLAIMED: dict[str, str | int] = {"dtype": "float64", "state_dtype": "float64", "key_dim": 24, "value_dim": 24}
+
+
+def refusals(subject: StateSubject, plain: StateCell) -> list[StateCell]:
+    """The cells of `refuse`: one value of each axis that is not claimed, where there is one."""
+    claims, found = subject.claims, []
+    claimed: dict[str, object] = {
+        "dtype": torch.float64 in claims.dtypes,
+        "state_dtype": torch.float64 in claims.state_dtypes,
+        "key_dim": claims.key_dims is None or 24 in claims.key_dims,
+        "value_dim": claims.value_dims is None or 24 in claims.value_dims,
+    }
+    found += [plain.plain("refuse", axis, **{axis: value}) for axis, value in _UNCLAIMED.items() if not claimed[axis]]
+    missing = next((kind for kind in PLAIN_KINDS if kind not in claims.kinds), "")
+    found += [plain.plain("refuse", "kind", kind=missing)] if missing else []
+    other = next((name for name, layout in subject.layouts.items() if claims.layouts and layout not in claims.layouts), "")
+    found += [plain.plain("refuse", "layout", layout=other)] if other else []
+    found += [plain.plain("refuse", "conv", conv="silu")] if not claims.convolution and plain.kind != "conv" else []
+    found += [plain.plain("refuse", "phase", phase=phase.value) for phase in Phase if phase not in claims.phases]
+    return found
+
+
+PLAIN_KINDS = ("gated_delta", "kda", "mamba2", "lightning")
+"""Kinds whose layers have the same axes, so that one may stand for another in a refusal."""
+
+STATE_PHASES = tuple(PHASES)

@@ -1,0 +1,76 @@
+"""What came of one cell: a result, whatever the backend raised."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from headway.core.contract.errors import HeadwayError, known_cause
+from headway.testing.cells import Finding, Skipped
+from headway.testing.report import CellResult
+
+_NOTE = 400
+
+
+class AnyCell(Protocol):
+    """What a result needs of a cell."""
+
+    @property
+    def check(self) -> str:
+        """The name of its check."""
+
+    @property
+    def axes(self) -> dict[str, str | int]:
+        """The result's fields for its axes."""
+
+
+def result_of(cell: AnyCell, run: Callable[[], str]) -> CellResult:
+    """Run one cell and return its result; whatever the backend raises is in it. run: returns a note on a cell that passed."""
+    started = time.perf_counter()
+    torch.manual_seed(0)
+    try:
+        with torch.inference_mode():  # as in the engine, caches and inputs included
+            note, status, found = run(), "passed", None
+    except Skipped as reason:
+        note, status, found = str(reason), "skipped", None
+    except Finding as finding:
+        note, status, found = str(finding), "failed", finding
+    except Exception as error:
+        note, status, found = _raised(error), "failed", Finding("", guess=_guess_of(error))
+    return CellResult(
+        cell=str(cell),
+        check=cell.check,
+        status=status,  # type: ignore[arg-type]
+        reason=note[: 2 * _NOTE],
+        guess=found.guess if found is not None else "",
+        relative_error=found.error if found is not None and found.error is not None and found.error < 1e30 else None,
+        tolerance=found.tolerance if found is not None else None,
+        seconds=round(time.perf_counter() - started, 4),
+        **cell.axes,  # type: ignore[arg-type]
+    )
+
+
+def _raised(error: Exception) -> str:
+    """What a backend raised and where, in one line."""
+    if isinstance(error, HeadwayError) and error.__cause__ is not None:  # the engine's word around what the backend raised
+        frames = traceback.extract_tb(error.__cause__.__traceback__)[-1:]
+        where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""
+        return f"{' '.join(str(error).split())[:_NOTE]}{where}"
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    where = (
+        f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames and not isinstance(error, HeadwayError) else ""
+    )
+    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:_NOTE]}{where}"
+
+
+def _guess_of(error: BaseException) -> str:
+    error, text = error.__cause__ or error, str(error)
+    if isinstance(error, IndexError) or "out of range" in text or "out of bounds" in text:
+        return "reads or writes outside the cache"
+    if "view size is not compatible" in text or "contiguous" in text:
+        return "needs tensors in one piece: .view() of a slice"
+    return known_cause(text)

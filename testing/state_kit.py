@@ -1,0 +1,101 @@
+"""The conformance kit of layers with a state: which cells a backend is tried in, and one cell's result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headway.core.contract.backend import GraphLevel
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.state import STATE_KINDS
+from headway.testing.checks import states
+from headway.testing.outcome import result_of
+from headway.testing.report import CellResult
+from headway.testing.state_cells import StateCell
+from headway.testing.state_subject import StateSubject
+
+StateCheck = Callable[[StateSubject, StateCell], str]
+STATE_CHECKS: dict[str, tuple[StateCheck, str]] = {
+    "claims": (states.claims, "the class keeps what it says of itself"),
+    "refuse": (states.refuse, "what is not claimed is refused, with reasons"),
+    "tolerance": (states.tolerance, "the declared tolerance is honest"),
+    "answer": (states.answer, "answers against float64, every bit watched"),
+    "session": (states.session, "prompts cut anywhere, drafts that hold in part, prefixes taken up"),
+    "graph": (states.graph, "planned once over static tensors, replayed for others"),
+    "repeat": (states.repeat, "the same bits each time"),
+    "memory": (states.memory, "memory does not grow"),
+    "sync": (states.sync, "no waiting for the device"),
+}
+"""Name -> the check and what it holds a backend to, in the order of the scorecard."""
+
+
+class StateKit:
+    """Everything that is tried of one backend for layers with a state."""
+
+    def __init__(self, subject: StateSubject) -> None:
+        self.subject = subject
+
+    @property
+    def name(self) -> str:
+        """The name that the subject is registered by."""
+        return self.subject.name
+
+    def cells(self, quick: bool = False) -> list[StateCell]:
+        """The cells of a backend; quick: each value once in place of each pair."""
+        subject = self.subject
+        found = [StateCell("claims")]
+        plain = subject.plainest()
+        if plain is None:
+            return found
+        found += states.refusals(subject, plain[0])
+        found += [plain[0].plain("tolerance", dtype=str(dtype)) for dtype in subject.values["dtype"]]
+        # Square states of each layout: only there is one that is taken for its transpose no error.
+        squares = [row for row in subject.rows if row[0] == plain[0].plain("answer", layout=row[0].layout)]
+        for cell, phases in [*squares, *subject.cover(1 if quick else 2)]:
+            found += [cell.plain("answer", phase=phase) for phase in states.STATE_PHASES if phase in phases]
+        graphs = {"decode": GraphLevel.DECODE, "verify": GraphLevel.UNIFORM}
+        for kind in STATE_KINDS:
+            row = subject.plainest(kind)
+            if row is None:
+                continue
+            cell, phases = row
+            found += [cell.plain("session")] if "mixed" in phases else []
+            found += [
+                cell.plain("graph", phase=phase)
+                for phase, level in graphs.items()
+                if phase in phases and subject.backend.graph_level >= level
+            ]
+            found += [
+                cell.plain(check, phase=phase)
+                for check in ("repeat", "sync")
+                for phase in ("extend", "ragged")
+                if phase in phases
+            ]
+        found += [plain[0].plain("memory")]
+        return list(dict.fromkeys(found))
+
+    def listed(self, quick: bool = False, layout: str = "") -> dict[str, Any]:
+        """See `Kit.listed`.
+
+        :raises ConfigError: a layout is asked for, which has no cells of its own here.
+        """
+        if layout:
+            raise ConfigError("--layout", "a layout of a cache", f"{layout!r} beside a backend for layers with a state")
+        subject = self.subject
+        here = subject.registry.state_availability(subject.name)
+        unavailable = str(here).removeprefix("no: ") if not here else ""
+        if not unavailable and subject.device.type not in subject.claims.devices:
+            unavailable = f"device: needs {' or '.join(subject.claims.devices)}, got {subject.device.type}"
+        names = [] if unavailable else [str(cell) for cell in self.cells(quick)]
+        owner = subject.registry.state_backends[subject.name].owner
+        return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable, "cells": names}
+
+    def run(self, cell: StateCell) -> CellResult:
+        """One cell's result; whatever the backend raises is in it.
+
+        :raises ConfigError: there is no check of that name.
+        """
+        if cell.check not in STATE_CHECKS:
+            raise ConfigError("--cell", f"a check out of {', '.join(STATE_CHECKS)}", cell.check)
+        check, _ = STATE_CHECKS[cell.check]
+        return result_of(cell, lambda: check(self.subject, cell))
