@@ -30,12 +30,25 @@ and as many as models have."""
 BIDIRECTIONAL: dict[str, int | None] = {"bidirectional": None, "bidirectional-37": 37}
 """Layers that are not causal -> their window."""
 FEATURES = (
-    *("none", *WINDOWS, "softcap", "alibi", "sinks", "together", "fp8", "int8", "v_head_dim", "longer_v", "latent"),
+    *(
+        "none",
+        *WINDOWS,
+        "softcap",
+        "alibi",
+        "sinks",
+        "together",
+        "fp8",
+        "fp8-together",
+        "int8",
+        "v_head_dim",
+        "longer_v",
+        "latent",
+    ),
     *BIDIRECTIONAL,
 )
-"""together: every feature the backend claims, in one layer; fp8, int8: the type of the cache; v_head_dim, longer_v: values
-shorter and longer than keys; latent: values inside keys; bidirectional: queries see later keys, all of them or those nearer than
-a window."""
+"""together: every feature the backend claims, in one layer; fp8, int8: the type of the cache; fp8-together: every feature over an
+fp8 cache; v_head_dim, longer_v: values shorter and longer than keys; latent: values inside keys; bidirectional: queries see later
+keys, all of them or those nearer than a window."""
 MEMORIES = ("own", "packed", "interleaved", "spaced", "far")
 """own: as the layout allocates; packed: K and V of a block side by side in foreign memory; interleaved: a head's K and V side by
 side, so that no block is one piece of memory; spaced: every other block is somebody else's, in any layout; far: slots above
@@ -49,7 +62,8 @@ SCORES = ("normal", "high", "low", "equal", "dominant", "alternating", "mean")
 dominant: one key in 61 outweighs the others; alternating: scores of +30 and -30 by turns; mean: values far from zero."""
 WORKS = ("edges", "many", "again", "tables", "deep")
 """edges: lengths around the ends of blocks; many: 65 sequences, then 200; again: the lengths of the step before over other
-blocks; tables: more than 128 blocks a sequence, in a table that is a part of a wider one; deep: up to 16,384 tokens."""
+blocks, all of them or the last of each sequence; tables: more than 128 blocks a sequence, in a table that is a part of a wider
+one; deep: up to 16,384 tokens. In many and again block 0 is in use, as in an engine."""
 EXPANDED = "-expanded"
 """Behind the number of a layer of latent attention: its prompts, which have keys and values of their own."""
 OWN_SCALE = "own"
@@ -157,6 +171,8 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "alibi_slopes": tuple(2.0 ** -(1 + 8 * head / heads) for head in range(heads)),
         "sinks": telling_sinks(heads),
     }
+    together = {name: features[name] for name in sorted(claims & features.keys())}
+    fp8 = {"kv_dtype": CACHE_TYPES["fp8"], "k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]}
     inside = 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: what follows is the key's alone
     changes: dict[str, dict[str, object]] = {
         "none": {},
@@ -164,9 +180,10 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "softcap": {"softcap": SOFTCAP},
         "alibi": {"alibi_slopes": features["alibi_slopes"]},
         "sinks": {"sinks": features["sinks"]},
-        "together": {name: features[name] for name in sorted(claims & features.keys())},
+        "together": together,
         **{name: {"causal": False, "dense": True, "sliding_window": window} for name, window in BIDIRECTIONAL.items()},
-        "fp8": {"kv_dtype": CACHE_TYPES["fp8"], "k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]},
+        "fp8": fp8,
+        "fp8-together": {**fp8, **together},
         "int8": {"kv_dtype": CACHE_TYPES["int8"]},
         "v_head_dim": {"v_head_dim": v_head_dim or max(8, head_dim // 9 * 8)},
         "longer_v": {"v_head_dim": v_head_dim or head_dim + max(8, head_dim // 2)},
@@ -180,6 +197,22 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         dtype=DTYPES.get(cell.dtype, torch.float64),
         device=device,
         **changes[cell.feature],  # type: ignore[arg-type]
+    )
+
+
+def sibling_of(spec: AttentionSpec) -> AttentionSpec:
+    """A layer of the same sizes and features with other numbers in each, as the next layer of a model has it."""
+    window, softcap, slopes, sinks = spec.sliding_window, spec.softcap, spec.alibi_slopes, spec.sinks
+    scaled = 1.0 if (spec.k_scale, spec.v_scale) == (1.0, 1.0) else 2.0
+    return replace(
+        spec,
+        scale=0.7 * spec.scale,
+        sliding_window=None if window is None else window + 5,
+        softcap=None if softcap is None else 2 * softcap,
+        alibi_slopes=None if slopes is None else slopes[::-1],
+        sinks=None if sinks is None else tuple(1.0 - sink for sink in sinks),
+        k_scale=scaled * spec.k_scale,
+        v_scale=scaled * spec.v_scale,
     )
 
 

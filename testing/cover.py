@@ -33,7 +33,7 @@ GROUPS = (4, 1, 7, 8)
 DTYPES = ("float32", "bfloat16", "float16")
 UNCLAIMED: dict[str, Value] = {"dtype": "float64"}
 """Claimed by nobody: must be refused by all."""
-PROBES: dict[str, tuple[Value, ...]] = {"block_size": (24,), "head_dim": (72, 512), "group": (16,)}
+PROBES: dict[str, tuple[Value, ...]] = {"block_size": (24,), "head_dim": (72, 100, 512), "group": (16,)}
 """Odd values, tried once with everything else plain: either refused or right."""
 
 
@@ -53,7 +53,8 @@ class Claimed:
         own = sorted({*(claims.head_dims or ()), *(pair[0] for pair in claims.v_head_dims or ())} - {*HEAD_DIMS})
         dims = {*HEAD_DIMS, *(own if len(own) <= MOST_OWN_DIMS else (own[0], own[-1]))}
         dims |= {LATENT_DIM} if claims.value_in_key else set()
-        features = [each for each in FEATURES if each != "together" or len(claims.features) > 1]
+        idle = {"together" if len(claims.features) < 2 else "", "" if claims.features else "fp8-together"}
+        features = [each for each in FEATURES if each not in idle]
         return {
             "layout": tuple(self.subject.layouts),
             "memory": MEMORIES,

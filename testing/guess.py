@@ -27,10 +27,14 @@ class Wrong:
     out: Tensor
     dense: tuple[Tensor, Tensor] | None = None
     """The step's k and v as they were handed to `prefill`; None in decode."""
+    asked: Tensor | None = None
+    """The rows of q that its part of the step was handed, up to this sequence's last."""
     others: Sequence[StepSequence] = ()
     """The other sequences of the step, and this one in other layers."""
     earlier: Sequence[int] = ()
     """kv_len of the same row in the step before, and at capture."""
+    earlier_blocks: Sequence[int] = ()
+    """Blocks of the same row in the step before."""
     layouts: Sequence[CacheLayout] = ()
     neighbours: Mapping[str, int] = field(default_factory=dict)
     """kv_len of the sequences "before" and "after" it in the step."""
@@ -68,7 +72,10 @@ def guess(wrong: list[Wrong], tolerance: float) -> str:
 
 def _precision(wrong: list[Wrong]) -> str:
     """A guess about float32 answers that are all nearly right: how many bits of the products' factors were kept."""
-    errors = [distance(each.out, expected(each.row)[0]) for each in wrong]
+    answers = [expected(each.row)[0] for each in wrong]
+    errors = [
+        float((each.out - right).norm() / (right - right.mean()).norm()) for each, right in zip(wrong, answers, strict=True)
+    ]
     if wrong[0].row.spec.dtype != torch.float32 or not max(errors) < _ROUNDED_TO_8:
         return ""
     if sorted(errors)[len(errors) // 2] < _ROUNDED_TO_11:
@@ -131,7 +138,7 @@ def _scores(reading: Reading) -> Answers:
     spec, with_spec = reading.row.spec, reading.with_spec
     if spec.softcap is not None:
         yield "matches the answer without the soft-cap", with_spec(softcap=None)
-        yield "matches a soft-cap applied before the scale", with_spec(softcap=spec.softcap / spec.scale)
+        yield "matches a soft-cap applied before the scale", with_spec(softcap=spec.softcap * spec.scale)
         yield "matches a soft-cap applied after the mask: hidden keys count", reading.attend(masked=-spec.softcap)
     if spec.sinks is not None:
         yield "matches the answer without the sinks", with_spec(sinks=None)
@@ -147,6 +154,15 @@ def _scores(reading: Reading) -> Answers:
     if spec.alibi_slopes is not None:
         yield "matches the answer without ALiBi", with_spec(alibi_slopes=None)
         yield "matches ALiBi of the wrong sign", with_spec(alibi_slopes=tuple(-slope for slope in spec.alibi_slopes))
+        if spec.softcap is not None:
+            yield "matches a soft-cap applied after ALiBi", reading.attend(cap_last=True)
+        yield "matches ALiBi by the key's position alone, without the query's", reading.attend(absolute=True)
+        slopes, kv_heads = spec.alibi_slopes, spec.num_kv_heads
+        yield "matches the ALiBi slopes of other heads: in reverse", with_spec(alibi_slopes=slopes[::-1])
+        grouped = tuple(slopes[head % spec.group_size * kv_heads + head // spec.group_size] for head in range(spec.num_heads))
+        yield "matches ALiBi slopes in the order [group, kv head]; theirs is [kv head, group]", with_spec(alibi_slopes=grouped)
+        of_group = tuple(slopes[head // spec.group_size] for head in range(spec.num_heads))
+        yield "matches ALiBi slopes read by kv head: query head h takes that of its group", with_spec(alibi_slopes=of_group)
 
 
 def _window(reading: Reading) -> Answers:
@@ -173,6 +189,10 @@ def _scales(reading: Reading) -> Answers:
         yield "matches a cache read without k_scale", reading.attend(keys=keys)
         yield "matches a cache read without v_scale", reading.attend(values=values)
         yield "matches a cache read without k_scale and v_scale", reading.attend(keys=keys, values=values)
+        yield "matches values read with k_scale in place of v_scale", reading.attend(values=values * spec.k_scale)
+        yield "matches keys read with v_scale in place of k_scale", reading.attend(keys=keys * spec.v_scale)
+        if spec.softcap is not None:
+            yield "matches a soft-cap applied before k_scale", with_spec(softcap=spec.softcap * spec.k_scale)
     yield "matches scale 1/sqrt(head_dim) instead of the spec's", with_spec(scale=spec.head_dim**-0.5)
     yield "matches a scale that is applied twice", with_spec(scale=spec.scale**2)
     yield "matches scores without a scale", with_spec(scale=1.0)
@@ -185,6 +205,8 @@ def _positions(reading: Reading) -> Answers:
     row = reading.row
     if row.context:
         yield "ignores the context: matches this step's tokens alone", reading.of_tokens(row.context, row.kv_len, 0)
+        own = {"keys": reading.keys[row.context :], "values": reading.values[row.context :]}
+        yield "ignores the context: matches this step's tokens alone, all seen by each query", reading.attend(**own)
         yield "matches queries that sit at positions 0, 1, ... in place of after the context", reading.attend(context=0)
     if row.query_len > 1:
         yield "a causal mask off by one (a query sees the next token)", reading.attend(future=1)
@@ -194,6 +216,7 @@ def _positions(reading: Reading) -> Answers:
         yield "no causal mask", reading.attend(future=row.query_len)
     else:
         yield "misses the newest token", reading.of_tokens(0, row.kv_len - 1, row.context)
+    yield "matches hidden keys that outweigh the seen ones: what hides them is no -inf", reading.attend(masked=1e4)
     if row.kv_len > 1:
         yield "misses the first token", reading.of_tokens(1, row.kv_len, row.context - 1)
 
@@ -211,6 +234,13 @@ def _heads(reading: Reading) -> Answers:
 
 
 def _lengths(reading: Reading) -> Answers:
+    row, keys, values = reading.row, reading.keys, reading.values
+    for most in sorted({1024, 2048, 4096, 8192, 128 * row.cache.block_size}):
+        if most < row.kv_len:
+            first = reading.attend(keys=keys[:most], values=values[:most])
+            yield f"matches the first {most:,} tokens alone", first
+            gone = row.kv_len - most
+            yield f"matches the last {most:,} tokens alone", reading.of_tokens(gone, row.kv_len, row.context - gone)
     for earlier in reading.wrong.earlier:
         if earlier != reading.row.kv_len:
             answer = _at_length(reading.row, earlier)
@@ -229,6 +259,9 @@ def _places(reading: Reading) -> Answers:
         yield "assumes contiguous blocks: matches the blocks after the first", _over(row, following)
         yield "matches the first block read again and again", _over(row, torch.full((len(row.blocks),), row.blocks[0]))
     yield "ignores the block table: matches blocks 0, 1, ...", _over(row, torch.arange(len(row.blocks)) % count)
+    if len(reading.wrong.earlier_blocks) >= len(row.blocks):
+        before = torch.tensor(reading.wrong.earlier_blocks[: len(row.blocks)])
+        yield "matches the blocks that its row had in the step before: a plan that is kept too long", _over(row, before)
     size = row.cache.block_size
     whole = -(-row.kv_len // size) * size
     if whole != row.kv_len and row.query_len == 1:
@@ -242,10 +275,14 @@ def _places(reading: Reading) -> Answers:
 
 
 def _strides(reading: Reading) -> Answers:
-    """Mistakes in the strides of the k and v that `prefill` was handed."""
-    row, dense = reading.row, reading.wrong.dense
+    """Mistakes in the strides of q, and in the rows and strides of the k and v that `prefill` was handed."""
+    row, dense, asked = reading.row, reading.wrong.dense, reading.wrong.asked
+    if asked is not None:
+        yield "ignores the strides of q", reading.attend(q=_unstrided(asked)[-row.query_len :])
     if dense is None or row.context:
         return
+    k, v = (t[: row.query_len].double() for t in dense)
+    yield "matches this query over the first rows of the step's k and v", reading.attend(keys=k, values=v)
     for name, packed in (("k", (True, False)), ("v", (False, True)), ("k and v", (True, True))):
         k, v = (_unstrided(t) if wanted else t for t, wanted in zip(dense, packed, strict=True))
         k, v = k[-row.query_len :], v[-row.query_len :]
@@ -264,6 +301,10 @@ def _other_sequences(reading: Reading) -> Answers:
 
 
 def _weights(reading: Reading) -> Answers:
+    spec = reading.row.spec
+    if spec.value_in_key:
+        last = reading.keys[..., -spec.v_head_dim :]
+        yield "matches values that are the last elements of the key; they are its first", reading.attend(values=last)
     yield "matches values that are not weighted: an average over the keys", reading.with_spec(scale=1e-9)
 
 

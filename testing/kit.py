@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "long": (answers.answer, "more than 1,024 tokens"),
     "graph": (graphs.graph, "planned once at the longest, replayed at others"),
     "prompt": (graphs.prompt, "one prompt captured at a length, replayed with shorter ones"),
+    "siblings": (answers.siblings, "layers that differ in numbers alone, by turns"),
     "bounds": (answers.bounds, "upper bounds as host lengths in decode"),
     "lse": (answers.lse, "the log-sum-exp of every query"),
     "turns": (steps.turns, "turns on one cache with sdpa.math"),
@@ -87,6 +89,9 @@ class Kit:
         cells += deal(answers, MOST_QUICK_WORK if quick else MOST_WORK)
         cells += claimed.probes()
         cells += self._sums_of_many(quick)
+        cells += self._siblings()
+        few = [(phase, claimed.plainest(phase)) for phase in ("verify", "extend")]
+        cells += [replace(cell, phase=phase, kv_heads=32) for phase, cell in few if cell is not None and cell.feature != "latent"]
         cells += self._log_sums(single, quick)
         cells += self._deep(single[:1] if quick else single[:4])
         return list(dict.fromkeys(cells))
@@ -142,6 +147,15 @@ class Kit:
             found += [cell.plain("lse", phase=phase) for phase in (served[:1] if quick else served)]
         return deal(found, MOST_QUICK_WORK)
 
+    def _siblings(self) -> list[CheckCell]:
+        """The layer with the most features, and with an fp8 cache, in the phase that holds most others."""
+        found = []
+        for kinds in (("together", "window", "softcap", "alibi", "sinks", "none"), ("fp8-together", "fp8")):
+            places = product(kinds, ("mixed", "decode", "extend", "prefill"))
+            cells = [(phase, self.stage.claimed.plainest(phase, feature=feature)) for feature, phase in places]
+            found += [cell.plain("siblings", phase=phase) for phase, cell in cells if cell is not None][:1]
+        return found
+
     def _sums_of_many(self, quick: bool) -> list[CheckCell]:
         """Thousands of equal weights, in types whose sums lose what is small beside them."""
         shorts = [name for name in DTYPES if name != "float32"]
@@ -176,7 +190,9 @@ class Kit:
             mixed = cell.plain("steps")
             cells += [mixed, mixed.plain("turns")]
             cells += [] if cell.layer else [mixed.plain("long", phase="long")]  # of a large layer it would take minutes
-        cells += [cell.plain("engine")] if cell.feature not in CACHE_TYPES and phases & {"decode", "extend"} else []
+        cells += (
+            [cell.plain("engine")] if self.stage.claimed.spec(cell).kv_dtype is None and phases & {"decode", "extend"} else []
+        )
         cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature == "none" else []
         return cells
 

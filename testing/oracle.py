@@ -62,12 +62,15 @@ def attend(
     modulo: bool = False,
     masked: float = -torch.inf,
     old: bool = False,
+    absolute: bool = False,
+    cap_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Queries at positions first, first + 1, ... over keys at 0, 1, ...
 
     q: [n, num_heads, head_dim]; keys, values: float64 [m, num_kv_heads, *]. future: later positions that a query sees (-1: not
     even its own); modulo: head h reads kv head h % num_kv_heads; masked: the score of a key that is not seen; old: a window that
-    hides its keys and shows those before it. Returns float64 out [n, num_heads, v_head_dim] and the natural
+    hides its keys and shows those before it; absolute: ALiBi by the key's position alone; cap_last: a soft-cap
+    over ALiBi's bias as well. Returns float64 out [n, num_heads, v_head_dim] and the natural
     log-sum-exp [num_heads, n], sinks included.
     """
     groups, kv_heads = spec.group_size, spec.num_kv_heads
@@ -83,11 +86,13 @@ def attend(
         n = part.shape[1]
         part = part.reshape(kv_heads, groups * n, -1) if order is None else part[order].flatten(1, 2)
         scores = (part @ keys).mul_(spec.scale).view(kv_heads, groups, n, -1)
-        if spec.softcap is not None:
+        if spec.softcap is not None and not cap_last:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         ago = torch.arange(first + start, first + start + n, device=q.device)[:, None] - ago_of
         if per_head["alibi_slopes"] is not None:
-            scores = scores - per_head["alibi_slopes"] * ago
+            scores = scores - per_head["alibi_slopes"] * (-ago_of if absolute else ago)
+        if spec.softcap is not None and cap_last:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
         if not spec.causal:
             ago = ago.abs()
         hidden = ago < -future

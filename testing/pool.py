@@ -13,11 +13,19 @@ from headway.testing.cells import Skipped
 
 FINITE_POISON = 3e4
 """Finite in every 16-bit type, and far from anything a case holds."""
-FAR_SLOTS = 1 << 15
-"""Slots before the first that is used in far memory: more than 16 bits with a sign can number."""
+_FAR = 1 << 15
+"""Slots, and blocks where there is room, before the first that is used in far memory: 16 bits with a sign can number no more."""
 _FAR_ELEMENTS = 1 << 31
 _PAD = 16
 """Elements of somebody else after each piece of an interleaved tensor that stands alone."""
+
+
+def first_far(spec: AttentionSpec, block_size: int) -> int:
+    """The first block of far memory that is used. On a CPU an address costs nothing until it is touched, so there blocks of
+    usual sizes have numbers beyond 16 bits, and not only their slots."""
+    block = block_size * spec.num_kv_heads * max(spec.head_dim, spec.v_head_dim)
+    room = _FAR_ELEMENTS // (2 * block) if spec.device.type == "cpu" else 0
+    return max(_FAR // block_size, min(_FAR, room))
 
 
 class Foreign:
@@ -36,8 +44,8 @@ class Foreign:
             self.cache, self.bases = cache, _from(cache, first)
             return
         if memory in ("spaced", "far"):
-            self.cache, bases = _apart(cache, memory == "far")
-            self.bases = _from(self.cache, first) if memory == "far" else bases
+            self.cache, bases = _apart(cache, first_far(spec, block_size) if memory == "far" else 0)
+            self.bases = _from(self.cache, first) if first else bases
             return
         if any(axes[0] != "block" for axes in layout.tensors.values()):
             raise Skipped(f"layout {layout.name}: its outermost axis is not the block, so K and V are not packed by block")
@@ -89,14 +97,15 @@ def _by_type(cache: LayerCache, groups: list[list[str]]) -> list[list[str]]:
     return list(found.values())
 
 
-def _apart(cache: LayerCache, far: bool) -> tuple[LayerCache, list[Tensor]]:
-    """A cache whose blocks lie apart, whatever its layout, and all of its memory."""
+def _apart(cache: LayerCache, far: int) -> tuple[LayerCache, list[Tensor]]:
+    """A cache whose blocks lie apart, whatever its layout, and all of its memory. far: the block from which on elements have
+    offsets that 32 bits with a sign cannot number; 0: there is none."""
     tensors, bases = {}, []
     for name, tensor in cache.tensors.items():
         axis, count = cache.layout.tensors[name].index("block"), cache.geometry.num_blocks
         shape = [count, *tensor.shape[:axis], *tensor.shape[axis + 1 :]]  # in memory the blocks are outermost
         size = math.prod(shape[1:])
-        stride = max(2 * size, -(-_FAR_ELEMENTS // (count - 1)) if far else 0)
+        stride = max(2 * size, -(-_FAR_ELEMENTS // far) if far else 0)
         try:
             base = torch.empty((count - 1) * stride + 2 * size, dtype=tensor.dtype, device=tensor.device)
         except (RuntimeError, MemoryError):  # torch.OutOfMemoryError is a RuntimeError
@@ -131,7 +140,7 @@ class Layers:
     ) -> None:
         """poison: in every slot that holds no token."""
         self.poison = poison
-        near, first = ("own", FAR_SLOTS // block_size) if memory == "far" else (memory, 0)
+        near, first = ("own", first_far(spec, block_size)) if memory == "far" else (memory, 0)
         self.right = [Foreign(spec, layout, num_blocks, block_size, near, first) for _ in range(layers)]
         self.given = [Foreign(spec, layout, num_blocks, block_size, memory, first) for _ in range(layers)]
         self._writer = writer

@@ -18,12 +18,14 @@ from headway.core.engine.forward.attention import PagedAttention
 from headway.core.select.layer_specs import LayerSpecs
 from headway.testing.inputs import Numbers
 from headway.testing.oracle import StepSequence
-from headway.testing.pool import FAR_SLOTS, Layers
+from headway.testing.pool import Layers, first_far
 from headway.testing.steps import Before, StepInputs, StepTensors, StepTurns, Tokens, Turn
 from headway.testing.verdict import judge
 
-_GIVEN_BACK = 1
-"""The block that stands in a table for those behind the window."""
+_ZERO_AT = 6
+"""How many blocks are handed out before block 0 where it is in use: then a sequence of several blocks has it, not as its last."""
+_NULL = 1
+"""The block of zeros that stands in a table for those behind the window, unless block 0 does."""
 
 
 class Session:
@@ -31,7 +33,8 @@ class Session:
 
     q, k, v and out lie at the same addresses in every step, as those of an engine do. Blocks are handed out in no order, block 0
     to nobody: a table is padded with zeros, and a kernel that reads past a sequence's end meets the poison. Blocks behind a
-    sliding window have been given back, and a block of zeros stands in their place.
+    sliding window have been given back, and a block of zeros stands in their place. With `zero_in_use` it is as in an engine's
+    pool: block 0 is a block like any other, or with a window the one of zeros.
     """
 
     def __init__(
@@ -52,26 +55,32 @@ class Session:
         seed: int = 0,
         scores: str = "normal",
         wide_tables: bool = False,
+        zero_in_use: bool = False,
     ) -> None:
         """prefill, decode: who serves which part; layouts: others that a backend may confuse this one with; scores: out of
         cells.SCORES; wide_tables: the block table is a part of a wider one, whose other columns name no block."""
-        self.spec, self.block_size, self.layouts = spec, block_size, layouts
+        self.spec, self.block_size, self.layouts, self.memory = spec, block_size, layouts, memory
         self.prefill, self.decode = prefill, decode
         spare = 4
-        before = (FAR_SLOTS // block_size if memory == "far" else 0) + _GIVEN_BACK + 1
+        before = (first_far(spec, block_size) if memory == "far" else 0) + _NULL + 1
+        self._null = 0 if zero_in_use and memory != "far" and spec.sliding_window is not None else _NULL
         self.num_blocks = num_blocks + before + spare
         self.layers = Layers(spec, layout, self.num_blocks, block_size, writer, memory=memory, layers=layers, poison=poison)
         self.generator = torch.Generator().manual_seed(seed)
         self.numbers = Numbers(spec, scores, self.generator)
         self._wide_tables = wide_tables
         for foreign in (*self.layers.given, *self.layers.right):
-            foreign.fill_block(_GIVEN_BACK, 0.0)
+            foreign.fill_block(self._null, 0.0)
         order = torch.randperm(num_blocks, generator=self.generator) + before
         self._free: list[int] = order.tolist()
+        if zero_in_use and memory != "far" and self._null:
+            self._free.insert(_ZERO_AT, 0)
         self.attention = PagedAttention(LayerSpecs([spec] * layers), [foreign.cache for foreign in self.layers.given], writer)
         self.buffers = [StepInputs.allocate(spec, max_tokens, merged=layer % 2 == 1) for layer in range(layers)]
         self.previous: list[int] = []
         """kv_len of each row of the step before."""
+        self.previous_blocks: list[tuple[int, ...]] = []
+        """Blocks of each row of the step before."""
         self.planned = 0
         """The longest kv_len that a captured decode was planned for; 0: none was."""
 
@@ -157,6 +166,7 @@ class Session:
         for turn in work:
             turn.seq.length += turn.query_len
         self.previous = [turn.seq.length for turn in work]
+        self.previous_blocks = [tuple(turn.seq.blocks) for turn in work]
 
     def _metadata(self, work: StepTurns, padding_rows: int) -> AttentionMetadata:
         for turn in work:
@@ -181,7 +191,7 @@ class Session:
         """The blocks of a sequence's table, once those that no later query sees are given back."""
         window = self.spec.sliding_window
         behind = 0 if window is None else max(seq.length - window + 1, 0) // self.block_size
-        return [_GIVEN_BACK] * behind + seq.blocks[behind:]
+        return [self._null] * behind + seq.blocks[behind:]
 
     def _inputs(self, buffers: StepInputs, positions: Tensor) -> StepInputs:
         """Fresh numbers at the old addresses."""

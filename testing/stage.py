@@ -10,6 +10,7 @@ import torch
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
 from headway.testing.cells import PHASES, CheckCell, Finding, Skipped
 from headway.testing.cover import Claimed
 from headway.testing.model_layers import ModelLayer
@@ -55,14 +56,16 @@ class Stage:
         parts: tuple[str, str] | None = None,
         seed: int = 0,
         extra_tokens: int = 0,
+        spec: AttentionSpec | None = None,
     ) -> Session:
         """A session with room for steps of these lengths.
 
-        parts: backends of the first and the second part of a step; None: the subject, else the baseline.
+        parts: backends of the first and the second part of a step; None: the subject, else the baseline. spec: another layer than
+        the cell's.
 
         :raises Skipped: the subject rightly refuses the cell's cache.
         """
-        subject, spec = self.subject, self.claimed.spec(cell)
+        subject, spec = self.subject, spec or self.claimed.spec(cell)
         prefill, decode = parts or self.parts(cell)
         made = {name: subject.make(spec, cell.layout, cell.block_size, name) for name in dict.fromkeys((prefill, decode))}
         session = Session(
@@ -79,6 +82,7 @@ class Stage:
             layers=1 if cell.memory == "far" else layers,
             scores=cell.scores,
             wide_tables=cell.work == "tables",
+            zero_in_use=cell.work in ("many", "again"),
             poison=self.poison if poison is None else poison,
             seed=seed,
         )
@@ -106,13 +110,17 @@ class Stage:
         raise Skipped.refused(support)
 
 
-def open_all(session: Session, lens: Lens) -> list[Turn]:
-    """The sequences of a step, their contexts cached; the second and third of several blocks share blocks of the first."""
+def open_all(session: Session, lens: Lens, like: Sequence[Turn] = ()) -> list[Turn]:
+    """The sequences of a step, their contexts cached; the second and third of several blocks share blocks of the first.
+
+    like: turns whose sequences are still open, each of which shares every full block of its context with the sequence in its row,
+    as after a prefix hit.
+    """
     work: list[Turn] = []
     first: Tokens | None = None
     sharing = 0
-    for query_len, context, drafts in lens:
-        share = first if context > session.block_size and sharing < 2 else None
+    for number, (query_len, context, drafts) in enumerate(lens):
+        share = like[number].seq if like else first if context > session.block_size and sharing < 2 else None
         seq = session.open(context, share)
         sharing += share is not None
         if first is None and context > session.block_size:

@@ -20,7 +20,16 @@ from headway.testing.steps import GUARD, StepTensors
 
 SEQUENCE_FACTOR = 8.0
 """How much farther from the reference than the tolerance of a whole step one sequence may be: few numbers scatter more."""
+_STRIDED = "wrong in a strided view of memory: go by the strides of the cache, or declare contiguous_blocks"
+_MEMORY = {
+    "packed": _STRIDED,
+    "interleaved": _STRIDED,
+    "spaced": _STRIDED,
+    "far": "wrong where numbers of blocks and slots are beyond 16 bits, and offsets of elements beyond 32",
+}
 _LISTED = 6
+_EXPONENT = 88.0
+"""Where the exponential of a float32 ends."""
 
 
 class Watched(Protocol):
@@ -28,10 +37,12 @@ class Watched(Protocol):
 
     spec: AttentionSpec
     block_size: int
+    memory: str
     num_blocks: int
     layers: Layers
     layouts: Sequence[CacheLayout]
     previous: list[int]
+    previous_blocks: list[tuple[int, ...]]
     planned: int
     prefill: AttentionBackend | None
     decode: AttentionBackend | None
@@ -115,7 +126,9 @@ def _answers(session: Watched, step: StepTensors, layer: int, tolerance: float) 
     shared = trait(rows, bad) if bad else ""
     raise Finding(
         f"{_count(bad, rows)}layer {layer}: {_numbers(worst, rows, outs, right)}",
-        guess=_unwritten(step, layer, numbers, shared) or _looks(wrong, errors, tolerance, shared, bool(bad)),
+        guess=_unwritten(step, layer, numbers, shared)
+        or _looks(wrong, errors, tolerance, shared, bool(bad), session.numbers.lift)
+        or _MEMORY.get(session.memory, ""),
         error=error,
         tolerance=tolerance,
     )
@@ -127,13 +140,16 @@ def _wrong(session: Watched, step: StepTensors, layer: int, number: int) -> Wron
     others = [*(rows[number] for at, rows in enumerate(step.rows) if at != layer), *same[:8]]
     earlier = [length for length in (session.planned, *session.previous[number : number + 1]) if length]
     dense = None
-    if number < step.metadata.num_prefills:
+    prefills = number < step.metadata.num_prefills
+    asked = given.q[0 if prefills else step.metadata.num_prefill_tokens : tokens.stop]
+    if prefills:
         first = step.tokens[0].start
         dense = given.k[first : tokens.stop], given.v[first : tokens.stop]
     rows = step.rows[layer]
     places = {"before": number - 1, "after": number + 1}
     neighbours = {place: rows[at].kv_len for place, at in places.items() if 0 <= at < len(rows)}
-    return Wrong(number, row, given.out[tokens].clone(), dense, others, earlier, session.layouts, neighbours)
+    blocks = next(iter(session.previous_blocks[number : number + 1]), ())
+    return Wrong(number, row, given.out[tokens].clone(), dense, asked, others, earlier, blocks, session.layouts, neighbours)
 
 
 def _unwritten(step: StepTensors, layer: int, numbers: Sequence[int], shared: str) -> str:
@@ -146,9 +162,11 @@ def _unwritten(step: StepTensors, layer: int, numbers: Sequence[int], shared: st
     )
 
 
-def _looks(wrong: list[Wrong], errors: Sequence[float], tolerance: float, shared: str, bad: bool) -> str:
+def _looks(wrong: list[Wrong], errors: Sequence[float], tolerance: float, shared: str, bad: bool, lift: float) -> str:
     if all(bool(each.out.isnan().any()) for each in wrong):
         looks = "NaN for one sequence" if len(wrong) == 1 and len(errors) > 1 else "NaN"
+        if abs(lift) > _EXPONENT and wrong[0].row.spec.sliding_window is None:  # with one there may be no key that is seen
+            looks += f" where scores are near {lift:+.0f}: exponentials that are not relative to the largest score"
     elif not bad:
         looks = "a rounding that is coarser than the declared tolerance"
     else:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cells import CheckCell, Finding
+from headway.testing.cells import PHASES, CheckCell, Finding, Skipped, sibling_of
 from headway.testing.inputs import steps_of
-from headway.testing.oracle import attend, distance
+from headway.testing.oracle import StepSequence, attend, distance
 from headway.testing.stage import Stage, close_all, open_all, sequences, without_stray_reads
-from headway.testing.steps import Before, Lens, first_step, padding_rows
+from headway.testing.steps import Before, Lens, Turn, first_step, padding_rows
 
 _LSE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
 """How far a log-sum-exp may be from the right one, which is about 4: sums of 16-bit inputs are kept in float32."""
@@ -26,12 +27,37 @@ def answer(stage: Stage, cell: CheckCell) -> str:
     def run(poison: float) -> None:
         steps = steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
         session = stage.session(cell, steps, poison=poison)
-        for lens in steps:
-            work = open_all(session, lens)
+        kept: list[Turn] = []
+        for number, lens in enumerate(steps):
+            work = open_all(session, lens, like=kept)
             session.step(work, padding_rows(cell.phase))
-            close_all(session, sequences(work))
+            if cell.work == "again" and number == 2:  # the step after it has its lengths, and all but the last blocks
+                kept = work
+            else:
+                close_all(session, sequences([*kept, *work]))
 
     without_stray_reads(run, stage.poison)
+    return ""
+
+
+def siblings(stage: Stage, cell: CheckCell) -> str:
+    """Layers that differ in numbers alone, by turns in one process: what is kept for one must not be taken for the other."""
+    own = stage.claimed.spec(cell)
+    other = sibling_of(own)
+    for phase in PHASES[cell.phase]:
+        if not (support := stage.subject.supports(other, cell.layout, cell.block_size, phase)):
+            raise Skipped.refused(support)
+    lens = first_step(cell.phase, cell.block_size)
+    sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (other, own)]
+    for session in (*sessions, sessions[0]):
+        work = open_all(session, lens)
+        try:
+            session.step(work)
+        except Finding as finding:
+            if not finding.guess or finding.guess.startswith("wrong in"):
+                finding.guess = "keeps something of one layer for another that differs in numbers alone"
+            raise
+        close_all(session, sequences(work))
     return ""
 
 
@@ -113,14 +139,16 @@ def lse(stage: Stage, cell: CheckCell) -> str:
     allowed = _LSE[session.spec.dtype]
     if session.spec.cache_dtype != session.spec.dtype:  # a key may be rounded to the layer's type once its scale is in it
         allowed += (8 + abs(session.numbers.lift)) * torch.finfo(session.spec.dtype).eps
+    answers = [attend(row.spec, row.q, *row.kv(), row.context) for row in step.rows[0]]
     for number, (row, tokens) in enumerate(zip(step.rows[0], step.tokens, strict=True)):
-        out, right = attend(row.spec, row.q, *row.kv(), row.context)
+        out, right = answers[number]
         apart = float((sums[:, tokens].double() - right).abs().nan_to_num(torch.inf).max())
         if apart > allowed + session.numbers.slack:
             raise Finding(
                 f"lse of sequence {number} (query_len {row.query_len}, kv_len {row.kv_len}): expected {float(right[0, 0]):.5g}, "
                 f"got {float(sums[0, tokens][0]):.5g}; apart by up to {apart:.2g}, allowed {allowed:.2g}",
-                guess=_looks_of_lse(sums[:, tokens].double(), right),
+                guess=_looks_of_lse(sums[:, tokens].double(), right)
+                or _looks_of_sums(sums.double(), [sums for _, sums in answers], step.rows[0], allowed + session.numbers.slack),
             )
         limit = 8 * float(session.backends[0][session.spec].tolerance[session.spec.dtype]) + session.numbers.slack
         if not distance(given.out[tokens], out) <= limit:
@@ -137,4 +165,17 @@ def _looks_of_lse(got: torch.Tensor, right: torch.Tensor) -> str:
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         if torch.equal(got, got.to(dtype).double()):
             return f"lse is rounded to {name}"
+    return ""
+
+
+def _looks_of_sums(got: torch.Tensor, right: list[torch.Tensor], rows: Sequence[StepSequence], allowed: float) -> str:
+    """A guess about a step's sums, [num_heads, num_tokens], as a whole."""
+    count = sum(sums.shape[1] for sums in right)
+    got = got[:, :count]
+    if torch.allclose(got.reshape(count, -1).T, torch.cat(right, 1), rtol=0.0, atol=allowed):
+        return "lse in the order [num_tokens, num_heads]; it is [num_heads, num_tokens]"
+    if rows[0].spec.sinks is not None:
+        plain = [attend(replace(row.spec, sinks=None), row.q, *row.kv(), row.context)[1] for row in rows]
+        if torch.allclose(got, torch.cat(plain, 1), rtol=0.0, atol=allowed):
+            return "lse without the sinks"
     return ""

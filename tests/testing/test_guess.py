@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -54,6 +54,51 @@ class ClaimsAWindow(PlainBackend):
         return 1 << 20
 
 
+class TakesQForOnePiece(PlainBackend):
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        strides = (q.shape[1] * q.shape[2], q.shape[2], 1)
+        super().decode(q.as_strided(q.shape, strides, q.storage_offset()), cache, plan, out, lse)
+
+
+class HidesByANumber(PlainBackend):
+    def mask(self, scores: Tensor, context: int) -> Tensor:
+        return scores.masked_fill(super().mask(scores, context) == -torch.inf, -100.0)
+
+
+class KeepsPlansByFirstBlocks(PlainBackend):
+    def plan(self, metadata: AttentionMetadata) -> PlainPlan:
+        key = (tuple(metadata.query_lens), tuple(metadata.kv_lens), tuple(metadata.block_table[:, 0].tolist()))
+        if getattr(self, "key", None) != key:
+            self.key, self.kept = key, PlainPlan(replace(metadata, block_table=metadata.block_table.clone()))
+        return self.kept
+
+
+class KeepsSinksByHeads(PlainBackend):
+    kept: ClassVar[dict[int, tuple[float, ...]]] = {}
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.spec.sinks is not None:
+            self.spec = replace(self.spec, sinks=self.kept.setdefault(self.spec.num_heads, self.spec.sinks))
+
+
+class LosesHeadsBehind64(PlainBackend):
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        super().decode(q, cache, plan, out, lse)
+        out[:, 64:] = 0.0
+
+
+class EndsTablesAtZero(PlainBackend):
+    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        kept = blocks[blocks != 0]
+        return super().rows(cache, torch.cat([kept, blocks.new_zeros(len(blocks) - len(kept))]), kv_len)
+
+
+class NumbersBlocksIn16Bits(PlainBackend):
+    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        return super().rows(cache, blocks % (1 << 15), kv_len)
+
+
 class ForgetsTheValuesScales(PlainBackend):
     capabilities = replace(PlainBackend.capabilities, kv_dtypes=(torch.int8,))
 
@@ -84,3 +129,28 @@ def test_a_first_mistake_is_named(made: type[PlainBackend], feature: str, words:
     result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, feature=feature))
     assert result.status == "failed"
     assert words in result.guess, result
+
+
+@pytest.mark.parametrize(
+    ("made", "changes", "words"),
+    [
+        (TakesQForOnePiece, {}, "ignores the strides of q"),
+        (HidesByANumber, {"phase": "extend", "scores": "low"}, "what hides them is no -inf"),
+        (KeepsPlansByFirstBlocks, {"work": "again"}, "had in the step before: a plan that is kept too long"),
+        (KeepsSinksByHeads, {"check": "siblings", "feature": "sinks"}, "keeps something of one layer for another"),
+        (LosesHeadsBehind64, {"phase": "verify", "kv_heads": 40}, ""),
+        (EndsTablesAtZero, {"work": "again"}, ""),
+        (EndsTablesAtZero, {"work": "many", "feature": "window-16", "phase": "extend"}, ""),
+        (NumbersBlocksIn16Bits, {"memory": "far"}, "numbers of blocks and slots are beyond 16 bits"),
+    ],
+)
+def test_an_input_brings_a_mistake_out(
+    made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(planted.PLANTED, "made", made)
+    cell = replace(CELL, **changes)
+    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(cell)
+    assert result.status == "failed"
+    assert words in result.guess, result
+    monkeypatch.setitem(planted.PLANTED, "made", PlainBackend)
+    assert Kit(load_subject("broken:made", torch.device("cpu"))).run(cell).status == "passed"

@@ -10,6 +10,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.testing.cells import KV_HEADS, PHASES, SCALES, SCORES, WORKS, CheckCell
 from headway.testing.inputs import Numbers, deal, possible, steps_of
 from headway.testing.oracle import attend
+from headway.testing.pool import first_far
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,23 @@ def test_the_scores_of_a_regime_are_where_it_says_whatever_the_scale(scores: str
     found = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * scale
     assert float(found.min()) >= lowest
     assert float(found.max()) <= highest
+
+
+def test_far_blocks_have_numbers_beyond_16_bits_where_addresses_cost_nothing() -> None:
+    usual = AttentionSpec(8, 2, 64, 0.1, torch.float32, torch.device("cpu"))
+    assert first_far(usual, 16) == 1 << 15
+    assert first_far(usual, 256) == 1 << 15
+    wide = AttentionSpec(64, 32, 256, 0.1, torch.float32, torch.device("cpu"))
+    assert 1 << 15 <= first_far(wide, 256) * 256 < 1 << 23  # of slots alone
+
+
+def test_some_rows_of_an_fp8_cache_are_beyond_its_range() -> None:
+    kv_dtype = {"kv_dtype": torch.float8_e4m3fn, "k_scale": 0.02, "v_scale": 0.05}
+    spec = AttentionSpec(4, 2, 64, 0.1, torch.float32, torch.device("cpu"), **kv_dtype)
+    k, v = Numbers(spec, "normal", torch.Generator().manual_seed(1)).rows(torch.arange(40))
+    for rows, scale in ((k, 0.02), (v, 0.05)):
+        beyond = (rows.abs() > 448 * scale).any(-1).any(-1)
+        assert 0 < int(beyond.sum()) < len(rows) / 2
 
 
 def test_one_dominant_key_has_the_answer_for_itself() -> None:

@@ -154,7 +154,7 @@ def test_a_mistaken_target_is_one_line(target: str, words: str) -> None:
 
 
 def test_a_layout_that_nobody_registered_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="one of nhd, hnd, vllm_5d, latent, got 'zz'"):
+    with pytest.raises(ConfigError, match="one of nhd, hnd, vllm_5d, latent, nhd_int8, got 'zz'"):
         Kit(load_subject("sdpa.math", torch.device("cpu"))).listed(layout="zz")
 
 

@@ -22,7 +22,10 @@ def mutants(
     floor: Annotated[float, typer.Option(min=0.0, max=1.0, help="Exit with 1 where the score is lower.")] = 0.0,
     guesses: Annotated[bool, typer.Option("--guesses", help="Print what each failure was taken for.")] = False,
 ) -> None:
-    """Caught / planted, by kind; what raises in its first call is left out of both, and what is missed is listed."""
+    """Caught / planted, by kind, and what is missed.
+
+    Left out of both are what raises in its first call, and changes of the text that change no bit of any of 300 random steps.
+    """
     from headway.bench.studies.mutants.score import everything, score
 
     known = everything()
@@ -32,12 +35,15 @@ def mutants(
     console = Terminal()
     tried, caught, easy, seconds = Counter[str](), Counter[str](), 0, 0.0
     missed: list[str] = []
+    equivalent: list[str] = []
     with console.status("") as status:
         for done, outcome in enumerate(score(numbers, quick=quick, jobs=jobs), start=1):
             status.update(f"{done} of {len(numbers)} mistakes, {len(missed)} missed")
             seconds += outcome.seconds
             easy += outcome.raises
-            if outcome.raises:
+            if outcome.equivalent:
+                equivalent.append(f"{outcome.kind} {outcome.where}")
+            if outcome.raises or outcome.equivalent:
                 continue
             tried[outcome.kind] += 1
             caught[outcome.kind] += bool(outcome.caught)
@@ -49,9 +55,12 @@ def mutants(
         console.print(f"{name:<10} {caught[name]:>4} of {tried[name]:>4}")
     for line in sorted(missed):
         console.print(f"missed: {line}", soft_wrap=True, highlight=False)
+    for line in sorted(equivalent):
+        console.print(f"changes nothing: {line}", soft_wrap=True, highlight=False)
     whole = sum(caught.values()) / max(1, tried.total())
     way = "quick" if quick else "whole"
-    console.print(f"caught {caught.total()} of {tried.total()} ({whole:.3f}, {way}); {easy} more raise at once; {seconds:.0f} s")
+    rest = f"{easy} more raise at once, {len(equivalent)} change nothing"
+    console.print(f"caught {caught.total()} of {tried.total()} ({whole:.3f}, {way}); {rest}; {seconds:.0f} s")
     if whole < floor:
         raise typer.Exit(1)
 

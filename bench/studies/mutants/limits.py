@@ -102,6 +102,25 @@ class SlotsOfSixteenBits(TiledAttention):
 
 
 @plant("limit")
+class BlockNumbersOfSixteenBits(TiledAttention):
+    """A block's number is held in 16 bits."""
+
+    def read(self, logical: Tensor, blocks: Tensor, places: Tensor) -> Tensor:
+        """The number modulo 2**15."""
+        return super().read(logical, blocks % (1 << 15), places)
+
+
+@plant("limit")
+class BlockZeroIsNone(_Edges):
+    """A zero in the table is taken for its end."""
+
+    def blocks_of(self, table: Tensor) -> Tensor:
+        """The other blocks, then zeros."""
+        kept = table[table != 0]
+        return torch.cat([kept, table.new_zeros(len(table) - len(kept))])
+
+
+@plant("limit")
 class OffsetsOf32Bits(TiledAttention):
     """An element's offset is held in 32 bits."""
 
@@ -150,6 +169,16 @@ class MoreThan32HeadsWrap(TiledAttention):
         super().sequence(q, keys, values, context, out, lse)
         if q.shape[1] > 32:
             out[:, 32:] = out[:, : q.shape[1] - 32][:, : q.shape[1] - 32] if q.shape[1] <= 64 else out[:, :1]
+
+
+@plant("limit")
+class HeadsBehind64(TiledAttention):
+    """There are 64 places for heads."""
+
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, out: Tensor, lse: Tensor | None) -> None:
+        """Heads from the 65th on are zero."""
+        super().sequence(q, keys, values, context, out, lse)
+        out[:, 64:] = 0.0
 
 
 @plant("limit")
@@ -248,6 +277,16 @@ class HeadSizesAreMultiplesOf16(TiledAttention):
         super().sequence(q[..., :whole], keys[..., :whole], values, context, out, lse)
 
 
+@plant("limit")
+class HeadSizesAreMultiplesOf8(TiledAttention):
+    """What is left of a head behind the last whole 8 elements is not read."""
+
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, out: Tensor, lse: Tensor | None) -> None:
+        """Cut the products."""
+        whole = keys.shape[2] // 8 * 8
+        super().sequence(q[..., :whole], keys[..., :whole], values, context, out, lse)
+
+
 class _PerHead(TiledAttention):
     """Changes numbers that a layer has for each head."""
 
@@ -290,6 +329,15 @@ class SoftcapBehindTheMask(TiledAttention):
         masked = super().masked(scores, positions, first, last)
         cap = self.spec.softcap
         return masked if cap is None else masked.masked_fill(masked == -math.inf, -cap)
+
+
+@plant("limit")
+class SoftcapBeforeTheCachesScale(TiledAttention):
+    """The keys' scale multiplies what the soft-cap leaves of the scores."""
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Divide before, multiply behind."""
+        return super().capped(scores / self.spec.k_scale) * self.spec.k_scale
 
 
 @plant("limit")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from headway.bench.studies.mutants import reference
+from headway.bench.studies.mutants.equivalent import changes_nothing
 from headway.bench.studies.mutants.grammar import mistakes
 from headway.bench.studies.mutants.states import planted
 from headway.core.contract.backend import AttentionBackend
@@ -45,6 +46,8 @@ class Outcome:
     raises: bool = False
     """Whether the backend raised there: too easy a find to count."""
     seconds: float = 0.0
+    equivalent: bool = False
+    """Whether nothing found it because it changes nothing: `changes_nothing`."""
 
 
 def everything() -> list[tuple[str, str]]:
@@ -97,6 +100,8 @@ def _run(task: tuple[int, bool]) -> Outcome:
         outcome = dataclasses.replace(outcome, caught="hangs")
     finally:
         signal.alarm(0)
+    if not outcome.caught and number < len(_grammar()):  # those planted by hand are mistakes beyond what small steps show
+        outcome = dataclasses.replace(outcome, equivalent=changes_nothing(found))
     return dataclasses.replace(outcome, seconds=round(time.monotonic() - started, 1))
 
 

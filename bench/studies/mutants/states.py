@@ -108,6 +108,15 @@ class PlansByNumberOfSequences(_Plans):
 
 
 @plant("state")
+class PlansByFirstBlocks(_Plans):
+    """A plan is kept by the step's lengths and each sequence's first block, which two requests may share."""
+
+    def key(self, metadata: AttentionMetadata) -> object:
+        """Lengths and the table's first column."""
+        return tuple(metadata.query_lens), tuple(metadata.kv_lens), tuple(metadata.block_table[:, 0].tolist())
+
+
+@plant("state")
 class CountsSteps(TiledAttention):
     """A ring of buffers ends after 700 steps."""
 
@@ -148,6 +157,21 @@ class SinksOfTheFirstLayer(TiledAttention):
         super().__init__(*arguments, **options)
         scale = self.scales.setdefault(self.spec.head_dim, self.spec.scale)
         self.spec = dataclasses.replace(self.spec, scale=scale)
+
+
+@plant("state")
+class NumbersOfAnotherLayer(TiledAttention):
+    """Sinks and slopes are kept by the class for each number of heads."""
+
+    kept: ClassVar[dict[tuple[str, int], tuple[float, ...]]] = {}
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for name in ("sinks", "alibi_slopes"):
+            numbers = getattr(self.spec, name)
+            if numbers is not None:
+                first = self.kept.setdefault((name, len(numbers)), numbers)
+                self.spec = dataclasses.replace(self.spec, **{name: first})  # type: ignore[arg-type]
 
 
 @plant("state")
