@@ -129,6 +129,11 @@ class Registry:
         source = self.source_of(backend)
         return "" if source is None else source.digest()
 
+    def state_digest_of(self, backend: str) -> str:
+        """Hash of the plugin that brought a backend for layers with a state; see `digest_of`."""
+        digests = (source.digest() for name, source in self.sources.items() if backend in self.brought[name].state_backends)
+        return next(digests, "")
+
     def source_of(self, backend: str) -> PluginSource | None:
         """Return the plugin that brought a backend; None for built-ins and objects."""
         return next((source for name, source in self.sources.items() if backend in self.brought[name].backends), None)

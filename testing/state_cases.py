@@ -51,6 +51,7 @@ def make_state_case(
     checkpoints: bool = True,
     in_place: bool = True,
     strided: bool = False,
+    draw_on: torch.device | None = None,
 ) -> StateCase:
     """Fill every slot with random numbers, and give each sequence its slots in shuffled order.
 
@@ -59,9 +60,10 @@ def make_state_case(
     lens: (query_len, kv_len) of each sequence, prompts and extensions first; one with a context and at most 8 new tokens decodes,
     and has a slot for each of its tokens. padding_rows: rows without slots at the end, as a CUDA graph's unused rows are.
     checkpoints: at every multiple of CHECKPOINT_TOKENS of every prompt. in_place: the first slot written is the one read.
-    strided: x and gates are slices of wider tensors.
+    strided: x and gates are slices of wider tensors. draw_on: draws the numbers; a GPU draws others than the CPU, and sooner.
     """
     generator = torch.Generator().manual_seed(seed)
+    numbers = generator if draw_on is None else torch.Generator(draw_on).manual_seed(seed)
     decodes = [kv > query and query <= 8 for query, kv in lens]
     widths = [query if decode else 1 for (query, _), decode in zip(lens, decodes, strict=True)]
     width = max(widths, default=1)
@@ -90,10 +92,10 @@ def make_state_case(
     cache = layout.allocate(spec, num_slots)
     empty = [slot for slot, (query, kv) in zip(slots, lens, strict=True) if query == kv]
     for tensor in cache.tensors.values():
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        tensor.copy_(torch.randn(tensor.shape, generator=numbers, device=numbers.device))
         tensor[[*empty, *order[::2]]] = torch.nan
-    x, *gates = random_inputs(spec, step.num_tokens, generator, strided=strided)
-    return StateCase(spec, random_parameters(spec, generator), metadata, cache, x, gates)
+    x, *gates = random_inputs(spec, step.num_tokens, numbers, strided=strided)
+    return StateCase(spec, random_parameters(spec, numbers), metadata, cache, x, gates)
 
 
 def _metadata(
@@ -119,9 +121,9 @@ def random_inputs(spec: StateSpec, num_tokens: int, generator: torch.Generator, 
     found = []
     for number, shape in enumerate(shapes):
         size = torch.Size(shape).numel()
-        wide = torch.full((num_tokens, size + 16), torch.nan)
+        wide = torch.full((num_tokens, size + 16), torch.nan, device=generator.device)
         spread = spec.key_dim**-0.5 if number == 0 and spec.kind in (GATED_DELTA, KDA, LIGHTNING) and not spec.qk_norm else 1.0
-        wide[:, 8:-8] = torch.randn(num_tokens, size, generator=generator) * spread
+        wide[:, 8:-8] = torch.randn(num_tokens, size, generator=generator, device=generator.device) * spread
         rows = wide.to(spec.device, spec.dtype)[:, 8:-8]
         found.append(torch.unflatten(rows if strided else rows.contiguous(), 1, shape))
     return found
@@ -145,7 +147,7 @@ def random_parameters(spec: StateSpec, generator: torch.Generator, *, bias: bool
     """Return weights with decays from nearly none to strong ones."""
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(spec.device)
+        return torch.randn(*shape, generator=generator, device=generator.device).to(spec.device)
 
     heads, keys, conv = spec.num_heads, spec.key_dim, spec.conv_channels
     weights: dict[str, Tensor] = {}

@@ -112,9 +112,19 @@ def with_plugins(command: Callable[..., None], **options: tuple[Any, object]) ->
 
 
 def measure_kernels(
-    options: KernelOptions, plugin: Sequence[str] | None, fail_if_slower: float | None = None, than: str | None = None
+    options: KernelOptions,
+    plugin: Sequence[str] | None,
+    fail_if_slower: float | None = None,
+    than: str | None = None,
+    model: str | None = None,
+    states: bool = False,
 ) -> None:
-    """Time attention kernels, each checked against float64 first."""
+    """Time attention kernels, or with --states those of layers with a state, each checked against float64 first."""
+    if states or model is not None:
+        measure_states(
+            options, plugin, model if states else None, asked_to_compare=fail_if_slower is not None or than is not None
+        )
+        return
     from headway.bench.kernel.comparison import check_request, compare
     from headway.bench.kernel.report import print_report
     from headway.bench.kernel.run import run_kernel_bench
@@ -148,10 +158,63 @@ def measure_kernels(
         raise typer.Exit(1)
 
 
+def measure_states(
+    options: KernelOptions, plugin: Sequence[str] | None, model: str | None, *, asked_to_compare: bool = False
+) -> None:
+    """Time `scan` and `step` of the state backends for a model's layers with a state.
+
+    :raises ConfigError: an option that goes without --states only, or a model that has no such layers.
+    """
+    import torch
+
+    from headway.backends.compile_ahead import compile_ahead
+    from headway.bench.kernel.peaks import peak_of
+    from headway.bench.kernel.state_report import print_state_report
+    from headway.core.contract.spec import DTYPE_NAMES
+    from headway.models.layer_specs import read_layer_specs
+    from headway.tuning.isolated.trial import create_registry
+    from headway.tuning.measure.device import measured_rates
+    from headway.tuning.measure.state_run import StateOptions, run_state_level
+    from headway.tuning.measure.timing import InterleavedTimer
+
+    if model is None:
+        raise ConfigError("--states", "the model whose layers are timed, and --model goes with --states", "one without the other")
+    if asked_to_compare or options.cases or options.layouts or options.block_sizes or options.kv_dtype:
+        need = "no --cases, --layouts, --block-sizes, --kv-dtype, --fail-if-slower or --than, which are of attention"
+        raise ConfigError("--states", need, "one of them")
+    found = read_layer_specs(model, options.device, options.dtype or (torch.float32 if options.device.type == "cpu" else None))
+    specs = list(dict.fromkeys(found.states))
+    if len(specs) != 1:
+        raise ConfigError("--states", "a model whose layers with a state are all of one kind", f"{len(specs)} kinds in {model}")
+    table = run_state_level(
+        StateOptions(
+            specs[0],
+            options.backends,
+            turns=InterleavedTimer(round_ms=options.timer.rep_ms / 3),
+            seed=options.seed,
+            output=options.output,
+            command=options.command,
+            compile_ahead=compile_ahead(options.device),
+        ),
+        create_registry(plugin or ()),
+        Terminal(stderr=True),
+    )
+    console = Terminal()
+    peak = peak_of(table.device.name, DTYPE_NAMES[specs[0].dtype], options.peak_gbps, options.peak_tflops)
+    print_state_report(table, specs[0], peak, measured_rates(options.device, specs[0].dtype, options.timer)[0], console)
+    if options.output is not None:
+        console.print(f"written to {options.output}", highlight=False)
+
+
 FAIL_IF_SLOWER = Annotated[
     float | None, typer.Option(help="Exit with 1 where a backend takes more than this many times as long as that of --than.")
 ]
 THAN = Annotated[str | None, typer.Option(help="The backend that --fail-if-slower holds the others to.")]
 
-kernel = with_plugins(measure_kernels, fail_if_slower=(FAIL_IF_SLOWER, None), than=(THAN, None))
+MODEL = Annotated[str | None, typer.Option(help="With --states: a folder, a config.json or a name; no weights are read.")]
+STATES = Annotated[bool, typer.Option("--states", help="Time scan and step of the model's layers with a state instead.")]
+
+kernel = with_plugins(
+    measure_kernels, fail_if_slower=(FAIL_IF_SLOWER, None), than=(THAN, None), model=(MODEL, None), states=(STATES, False)
+)
 kernel.__name__ = "kernel"

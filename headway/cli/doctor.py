@@ -37,7 +37,8 @@ def doctor(
     from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())
-    names = [library(entry.info.extra) for entry in (*registry.backends.values(), *registry.state_backends.values())]
+    entries: list[BackendEntry[Any]] = [*registry.backends.values(), *registry.state_backends.values()]
+    names = [library(entry.info.extra) for entry in entries]
     machine = examine(tuple(name for name in dict.fromkeys([*PACKAGES, *names]) if name not in ("", "torch")))
     findings = diagnose(registry, machine)
     if as_json:

@@ -132,7 +132,7 @@ def explain(
     spec = kind.in_phase(kind.cached[0], shape.phase)
     times = None if costs is None else _step_costs(selector, kind, costs)
     found = explanation(selector, registry, spec, shape, len(kind.cached), tables[spec], times)
-    states = explain_states(kind.states, registry, state_backend, None, Workload.parse(workload)) if kind.states else None
+    states = explain_states(kind.states, registry, state_backend, Workload.parse(workload)) if kind.states else None
     if as_json:
         print(json.dumps(_plain(found) | ({} if states is None else {"states": states}), indent=2))
         return

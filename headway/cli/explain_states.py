@@ -13,27 +13,25 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from headway.core.contract.state import StateSpec
-    from headway.core.select.costs import CostTable
     from headway.core.select.state_selector import RatedState
     from headway.core.select.workload import Workload
     from headway.registry import Registry
 
 
-def explain_states(
-    specs: Sequence[StateSpec],
-    registry: Registry,
-    asked: str,
-    costs: Mapping[StateSpec, CostTable] | None,
-    workload: Workload,
-) -> dict[str, Any]:
-    """Say what would serve layers with a state, as plain data. specs: that of each layer; asked: the option --state-backend.
+def explain_states(specs: Sequence[StateSpec], registry: Registry, asked: str, workload: Workload) -> dict[str, Any]:
+    """Say what would serve layers with a state, as plain data, by the times that auto would use; nothing is measured.
+
+    specs: that of each layer. asked: the option --state-backend.
 
     :raises HeadwayError: what was asked for cannot be had, with every reason.
     """
-    from headway.core.select.backend_request import BackendRequest
+    from headway.core.select.backend_request import ALL_AUTO, BackendRequest
     from headway.core.select.state_candidates import VERBS
     from headway.core.select.state_selector import StateSelector
+    from headway.tuning.autotune import TableRequest
+    from headway.tuning.autotune_states import state_costs_for
 
+    costs = state_costs_for(specs, registry, ALL_AUTO, TableRequest(budget=0.0))
     selector = StateSelector(registry, specs, BackendRequest.parse(asked, "state_backend"), costs, workload)
     chosen = selector.selection
     return {

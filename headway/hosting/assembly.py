@@ -22,6 +22,7 @@ from headway.machine.threads import set_threads
 from headway.models.loader import LoadedModel, identity_of, load_model
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for
+from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.self_test import check_named
@@ -65,12 +66,13 @@ def assemble(args: EngineArgs) -> Assembly:
         bound_kernel_caches()
         num_threads = set_threads(args.num_threads)
     model = _load(args, device)
-    decoder, costs = model.decoder, None
+    decoder, costs, state_costs = model.decoder, None, None
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     check_named(registry, config.backend_request.names, layers.cached)
     if not deterministic:  # which pins one backend, whatever is fastest
         table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
         costs = costs_for(layers, registry, config.backend_request, table, ahead)
+        state_costs = state_costs_for(layers.states, registry, config.state_request, table, ahead)
         choose_experts(decoder.expert_kinds, table.seconds(device), ahead)
     # torch's operations are those with which deterministic mode was shown to keep a request's bits.
     sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device, decoder.vocab_size, ahead)
@@ -87,6 +89,7 @@ def assemble(args: EngineArgs) -> Assembly:
         eos_token_ids=eos,
         sampling=sampling,
         costs=costs,
+        state_costs=state_costs,
         proposer=proposer,
         compile_ahead=ahead,
         hosts=hosts,

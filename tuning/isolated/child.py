@@ -33,7 +33,7 @@ from headway.registry.hookspecs import PROJECT
 from headway.registry.isolation import Verdict
 from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins
 from headway.tuning.isolated import trial_steps
-from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
+from headway.tuning.isolated.measured_kinds import KINDS
 
 _DUMP_SECONDS = 0.5
 """Seconds for a process that hangs to write where."""
@@ -164,11 +164,11 @@ def _try(request: Mapping[str, Any], replies: TextIO) -> None:
 def _measure(request: Mapping[str, Any], replies: TextIO) -> None:
     faulthandler.enable(2)
     torch.set_num_threads(int(request["threads"]))
-    options: CrossoverOptions = pickle.loads(base64.b64decode(request["options"]))
+    options = pickle.loads(base64.b64decode(request["options"]))
     options = replace(options, compile_ahead=compile_ahead(options.spec.device))
     try:
         registry = create_registry(request["plugins"], block=request["block"])  # what takes part has had its trial
-        run_kernel_level(options, registry, tell=lambda at, point: reply(replies, {"at": at, "point": point}))
+        KINDS[request["kind"]].run(options, registry, tell=lambda at, point: reply(replies, {"at": at, "point": point}))
     except (HeadwayError, OSError) as error:
         reply(replies, {"error": str(error)})
     else:

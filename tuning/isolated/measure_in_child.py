@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -20,10 +21,15 @@ from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
+from headway.tuning.isolated.measured_kinds import ATTENTION, MeasuredKind
 from headway.tuning.isolated.trial import CHILD
 from headway.tuning.measure.run import CrossoverOptions
-from headway.tuning.table.files import read_table
+from headway.tuning.measure.state_run import StateOptions
 from headway.tuning.table.schema import CrossoverTable
+from headway.tuning.table.state_schema import StateTable
+
+O = TypeVar("O", CrossoverOptions, StateOptions)
+T = TypeVar("T", CrossoverTable, StateTable)
 
 log = logging.getLogger("headway")
 
@@ -36,26 +42,40 @@ CRASHED, HUNG = "crashed the measuring process", "hung the measuring process"
 """How the reason of a backend begins that ended that process, or gave it no answer."""
 
 
-def third_party_files(registry: Registry, names: Collection[str]) -> dict[str, str]:
+def third_party_files(
+    registry: Registry,
+    names: Collection[str],
+    kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
+) -> dict[str, str]:
     """Map each of some backends that an installed plugin or a file brings to where the plugin's files lie."""
     return {
         name: record.file
         for record in registry.plugins
         if record.state == "loaded"
-        for name in record.brought.backends
+        for name in kind.brought(record.brought)
         if name in names
     }
 
 
-def can_measure_in_child(registry: Registry, names: Collection[str]) -> bool:
+def can_measure_in_child(
+    registry: Registry,
+    names: Collection[str],
+    kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
+) -> bool:
     """Whether another process finds all of some backends; an object that a program hands in exists in that program alone."""
-    return {name for name in names if registry.backends[name].owner != BUILTIN_OWNER} <= third_party_files(registry, names).keys()
+    entries = kind.entries(registry)
+    brought = {name for name in names if entries[name].owner != BUILTIN_OWNER}
+    return brought <= third_party_files(registry, names, kind).keys()
 
 
-def measure_in_child(options: CrossoverOptions, registry: Registry) -> CrossoverTable:
-    """Run `run_kernel_level` in a child process, and in another one after each crash, without the backends at fault.
+def measure_in_child(
+    options: O,
+    registry: Registry,
+    kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
+) -> T:
+    """Run a measurement in a child process, and in another one after each crash, without the backends at fault.
 
-    options: with the names of its backends, and the file of its table.
+    options: with the names of its backends, and the file of its table. kind: what is measured.
 
     :raises HeadwayError: as there.
     """
@@ -65,7 +85,7 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
     targets = [record.target for record in registry.plugins if record.target]
     loaded = {record.name for record in registry.plugins if record.state == "loaded"}
     block = [record.name for record in registry.plugins if record.name not in loaded]
-    began, budget, files = time.monotonic(), options.budget, third_party_files(registry, options.backends)
+    began, budget, files = time.monotonic(), options.budget, third_party_files(registry, options.backends, kind)
     before = _written(output)
     while True:
         options = replace(options, compile_ahead=None)
@@ -73,6 +93,7 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
         try:
             with Child(python_command(CHILD)) as child:
                 message = {
+                    "kind": kind.name,
                     "options": base64.b64encode(pickle.dumps(options)).decode(),
                     "threads": torch.get_num_threads(),
                     "plugins": targets,
@@ -84,7 +105,7 @@ def measure_in_child(options: CrossoverOptions, registry: Registry) -> Crossover
                     answer = child.answer(ANSWER_SECONDS[options.spec.device.type])
             if "error" in answer:
                 raise HeadwayError(str(answer["error"]))
-            return read_table(output)
+            return kind.read(output)
         except OSError as error:
             raise ConfigError("auto", "a process to measure in", "none", str(error)) from error
         except ChildDied as died:

@@ -41,19 +41,7 @@ def graph_contender(
     def layer() -> None:
         run_layer(backend, case, plan, out, writer)
 
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
-            layer()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage first, for longer than the capture takes
-        graph.capture_begin()
-        try:
-            layer()
-        finally:
-            graph.capture_end()
+    graph = captured(layer)
     current = _loaded(static, step)
     backend.plan_for_replay(plan, current)
 
@@ -69,6 +57,24 @@ def graph_contender(
         plan=lambda: backend.plan_for_replay(plan, current),
         kernel=type(backend).kernel(case.spec, Phase.DECODE),
     )
+
+
+def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Capture one call in a CUDA graph, after two that warm it up."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage first, for longer than the capture takes
+        graph.capture_begin()
+        try:
+            layer()
+        finally:
+            graph.capture_end()
+    return graph
 
 
 def worst_case(step: AttentionMetadata, graph_len: int) -> AttentionMetadata:

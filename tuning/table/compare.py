@@ -11,6 +11,7 @@ from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.table.identity import DeviceIdentity
 from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.schema import Cell, CrossoverTable, SpecRecord, points, without_refusals
+from headway.tuning.table.state_schema import StateSpecRecord, StateTable
 
 _AGAIN = "headway bench crossover measures again"
 _UNUSED = ("flashinfer-python",)
@@ -18,14 +19,15 @@ _UNUSED = ("flashinfer-python",)
 
 
 def differences(
-    table: CrossoverTable,
+    table: CrossoverTable | StateTable,
     device: DeviceIdentity,
-    spec: SpecRecord | None = None,
+    spec: SpecRecord | StateSpecRecord | None = None,
     owners: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[Reason]:
     """Everything that makes a table's times those of another machine, other software or another layer.
 
-    owners: (distribution, its version) of each backend that is registered here, by `self_test.owners`.
+    owners: (distribution, its version) of each backend that is registered here, by `self_test.owners`, or of states by
+    `state_run.state_owners`.
     """
     was = table.device
     rows: list[tuple[str, object, object]] = [
@@ -43,7 +45,7 @@ def differences(
         elif record.available and owner != BUILTIN_OWNER:  # Headway's own version is among the libraries
             rows.append((f"backend {record.name} of {owner}", record.version, version))
     if spec is not None and table.spec.kind != spec.kind:
-        rows.append(("attention layer", table.spec, spec))
+        rows.append((spec.named, table.spec, spec))
     return [Reason(what, str(need or "none"), str(got or "none"), _AGAIN) for what, need, got in rows if need != got]
 
 

@@ -6,7 +6,10 @@ from collections.abc import Collection
 
 from headway.core.contract.metadata import Phase
 from headway.core.select.costs import CostTable, Sample, Shape
+from headway.core.select.state_costs import NO_BLOCKS, state_shape
+from headway.tuning.table.noise import LEAST_DIFFERENCE
 from headway.tuning.table.schema import Cell, CrossoverTable, PointKey
+from headway.tuning.table.state_schema import StateTable, Verb
 
 CORE_PHASE = {"decode": Phase.DECODE, "verify": Phase.DECODE, "prefill": Phase.PREFILL, "extend": Phase.EXTEND}
 """A table's phase -> the contract's. Verification is DECODE with several query tokens."""
@@ -46,3 +49,25 @@ def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] 
     ]
     excluded = {record.name: record.reason for record in table.backends if record.available and record.reason}
     return CostTable(samples, table.noise, source or f"crossover table of {table.date[:10]}", excluded, phases)
+
+
+VERB_PHASE: dict[Verb, Phase] = {"scan": Phase.PREFILL, "step": Phase.DECODE}
+"""A method of state backends -> the phase that it stands for in a `CostTable`."""
+
+
+def to_state_costs(table: StateTable) -> CostTable:
+    """Times of a table of layers with a state; a backend that failed as a whole is excluded with the reason."""
+    samples = [
+        Sample(
+            state_shape(VERB_PHASE[cell.verb], cell.batch, cell.query_len),
+            cell.backend,
+            cell.layout,
+            NO_BLOCKS,
+            cell.median_us,
+            cell.plan_us or 0.0,
+            cell.host_us or 0.0,
+        )
+        for cell in table.cells
+    ]
+    excluded = {record.name: record.reason for record in table.backends if record.available and record.reason}
+    return CostTable(samples, LEAST_DIFFERENCE, f"state table of {table.date[:10]}", excluded)

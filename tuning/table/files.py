@@ -7,17 +7,18 @@ import json
 import re
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
 from headway.core.system.folders import cache_folder
 from headway.tuning.table.identity import DeviceIdentity
-from headway.tuning.table.schema import SCHEMA, CrossoverTable, SpecRecord
+from headway.tuning.table.schema import CrossoverTable, SpecRecord
+from headway.tuning.table.state_schema import StateSpecRecord, StateTable
 
-_NEED = f"a file of schema {SCHEMA}"
+T = TypeVar("T", bound=BaseModel)
 _SPACE = " \t\n\r"
 
 
@@ -26,28 +27,38 @@ class TableError(ConfigError):
 
 
 def read_table(path: Path) -> CrossoverTable:
-    """Read a table.
+    """Read a table of attention.
 
     :raises TableError: missing, not JSON, of another schema, or with a value that cannot be.
     """
-    what = f"table {path}"
+    return _read(path, CrossoverTable)
+
+
+def read_state_table(path: Path) -> StateTable:
+    """Read a table of layers with a state; see `read_table`."""
+    return _read(path, StateTable)
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    schema: str = kind.model_fields["schema_"].default
+    what, need = f"table {path}", f"a file of schema {schema}"
     try:
         text = read_text(path)
     except OSError as error:
-        raise TableError(what, _NEED, error.strerror or str(error)) from error
+        raise TableError(what, need, error.strerror or str(error)) from error
     except UnicodeDecodeError as error:
-        raise TableError(what, _NEED, "a file that is no text") from error
+        raise TableError(what, need, "a file that is no text") from error
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         line = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
         hint = "the file ends too early: a copy that was cut short?" if _is_cut(text, error) else ""
-        raise TableError(what, _NEED, line, hint) from error
+        raise TableError(what, need, line, hint) from error
     found = data.get("schema") if isinstance(data, dict) else None
-    if found != SCHEMA:
-        raise TableError(what, _NEED, *_other_schema(found, text))
+    if found != schema:
+        raise TableError(what, need, *_other_schema(found, text, schema))
     try:
-        return CrossoverTable.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = [str(part) for part in first["loc"]]
@@ -55,18 +66,18 @@ def read_table(path: Path) -> CrossoverTable:
             place = ["cells", named.split(":")[0].split(" ")[0]]
         more = f"; {error.error_count() - 1} more" if error.error_count() > 1 else ""
         where = f"{'.'.join(place)}: " if place else ""
-        raise TableError(what, _NEED, f"line {line_of(text, place)}: {where}{first['msg']}{more}") from error
+        raise TableError(what, need, f"line {line_of(text, place)}: {where}{first['msg']}{more}") from error
 
 
 def _is_cut(text: str, error: Exception) -> bool:
     return isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip()) - 1
 
 
-def _other_schema(found: object, text: str) -> tuple[str, str]:
+def _other_schema(found: object, text: str, schema: str) -> tuple[str, str]:
     if not isinstance(found, str):
         return "line 1: no schema", "headway bench crossover writes such files"
     line = f"line {line_of(text, ['schema'])}: schema {found!r}"
-    ours, theirs = SCHEMA.rpartition("/"), found.rpartition("/")
+    ours, theirs = schema.rpartition("/"), found.rpartition("/")
     newer = theirs[0] == ours[0] and theirs[2].isdigit() and int(theirs[2]) > int(ours[2])
     return line, "written by a newer release: update headway, or measure again" if newer else ""
 
@@ -117,10 +128,19 @@ def table_folder() -> Path:
 
 def table_path(device: DeviceIdentity, spec: SpecRecord) -> Path:
     """The file that `auto` reads for a layer on a device, and that `headway bench crossover` writes unless told otherwise."""
+    return table_folder() / _file_name(device, f"{spec.num_heads}-{spec.num_kv_heads}-{spec.head_dim}-{spec.dtype}", spec.kind)
+
+
+def state_table_path(device: DeviceIdentity, spec: StateSpecRecord) -> Path:
+    """The file that `auto` reads for a layer with a state: in a folder of its own beside the tables of attention."""
+    sizes = f"{spec.recurrence}-{spec.num_heads or spec.conv_channels}-{spec.key_dim}-{spec.value_dim}-{spec.dtype}"
+    return table_folder() / "states" / _file_name(device, sizes, spec.kind)
+
+
+def _file_name(device: DeviceIdentity, sizes: str, kind: tuple[object, ...]) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:48]
-    heads = f"{spec.num_heads}-{spec.num_kv_heads}-{spec.head_dim}-{spec.dtype}"
-    key = hashlib.sha256(repr((device.name, spec.kind)).encode()).hexdigest()[:8]
-    return table_folder() / f"{name}-{heads}-{key}.json"
+    key = hashlib.sha256(repr((device.name, kind)).encode()).hexdigest()[:8]
+    return f"{name}-{sizes}-{key}.json"
 
 
 def stored_tables() -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
@@ -34,6 +34,7 @@ class SpecRecord(BaseModel):
     """The attention layer the times hold for; fields as in core.spec.AttentionSpec."""
 
     model_config = _STRICT
+    named: ClassVar[str] = "attention layer"
 
     num_heads: Count
     num_kv_heads: Count

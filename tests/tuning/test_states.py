@@ -1,0 +1,247 @@
+"""Measuring state backends: right answers first, a table for each layer, and what a start makes of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from headway.backends.states.torch_states import TorchStates
+from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.metadata import Phase
+from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateSpec
+from headway.core.contract.state_backend import StateCapabilities
+from headway.core.engine.engine import make_engine
+from headway.core.engine.state.config import EngineConfig
+from headway.core.select.backend_request import ALL_AUTO, BackendRequest
+from headway.core.select.state_costs import NO_BLOCKS, state_shape
+from headway.core.select.state_selector import StateSelector
+from headway.registry import Registry, create_registry
+from headway.tuning import autotune_states
+from headway.tuning.autotune import TableRequest
+from headway.tuning.autotune_states import state_costs_for
+from headway.tuning.isolated.measure_in_child import CRASHED, measure_in_child
+from headway.tuning.isolated.measured_kinds import STATES
+from headway.tuning.measure.state_points import StatePoint, state_grid
+from headway.tuning.measure.state_run import StateOptions, run_state_level
+from headway.tuning.table.convert import to_state_costs
+from headway.tuning.table.files import TableError, read_state_table, read_table, state_table_path, stored_tables
+from headway.tuning.table.state_schema import StateSpecRecord, StateTable
+from stateful_model import MODELS
+from tables import QUICK, a_device
+
+LAYER = StateSpec(GATED_DELTA, 4, 2, key_dim=4, value_dim=8, conv_channels=48, conv_width=4, scale=0.5, qk_norm=True)
+GRID = [StatePoint("step", 2, 1), StatePoint("scan", 1, 70), StatePoint("step", 2, 4, 1)]
+
+
+class Twin(TorchStates):
+    """As right as torch, and slow in its scans."""
+
+    name = "twin"
+
+    def scan(self, *call: Any) -> None:
+        time.sleep(0.003)
+        super().scan(*call)
+
+
+class Wrong(TorchStates):
+    name = "wrong"
+
+    def step(self, x: Tensor, gates: Sequence[Tensor], *rest: Any) -> None:
+        super().step(x, gates, *rest)
+        rest[-1].mul_(1.001)
+
+
+class Stray(TorchStates):
+    """Its answers are right, and it spoils a slot that is not its own."""
+
+    name = "stray"
+
+    def step(self, x: Tensor, gates: Sequence[Tensor], parameters: Any, cache: Any, plan: Any, out: Tensor) -> None:
+        super().step(x, gates, parameters, cache, plan, out)
+        used = {*plan.metadata.slots_cpu.tolist(), *plan.metadata.out_slots_cpu.flatten().tolist()}
+        cache.logical_recurrent[next(slot for slot in range(cache.num_slots) if slot not in used)] = 0.0
+
+
+class FailsLate(TorchStates):
+    name = "late"
+
+    def scan(self, x: Tensor, *rest: Any) -> None:
+        if x.shape[0] == 70:
+            raise RuntimeError("too long for me")
+        super().scan(x, *rest)
+
+
+class Bare(TorchStates):
+    name = "bare"
+    capabilities = StateCapabilities(frozenset({GATED_DELTA}), convolution=False, devices=("cpu",))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, and a quick grid."""
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(autotune_states, "TIMER", QUICK)
+    monkeypatch.setattr(autotune_states, "state_grid", lambda device: GRID)
+    real = autotune_states.StateOptions
+    monkeypatch.setattr(autotune_states, "StateOptions", lambda **options: real(**options, grid=GRID))
+    return tmp_path
+
+
+def registry_of(*backends: object) -> Registry:
+    return create_registry(backends, load_entry_points=False)
+
+
+def measure(*backends: type[TorchStates], **changes: Any) -> StateTable:
+    options = StateOptions(**{"spec": LAYER, "grid": GRID, "turns": QUICK, **changes})
+    return run_state_level(options, registry_of(*backends))
+
+
+def test_every_backend_over_every_layout_is_checked_and_timed() -> None:
+    table = measure(Twin)
+    assert table.complete
+    assert len(table.cells) == len(GRID) * 2 * 2
+    assert {(cell.status, cell.layout) for cell in table.cells} == {("ok", "key_value"), ("ok", "value_key")}
+    assert all(cell.relative_error is not None and cell.relative_error < 2e-5 for cell in table.cells)
+    costs = to_state_costs(table)
+    scan = state_shape(Phase.EXTEND, 1, 70)
+    assert costs.at(scan, "twin", "key_value", NO_BLOCKS)[0] > 3000
+    assert StateSelector(registry_of(Twin), [LAYER], costs={LAYER: costs}).selection.scan == "torch"
+
+
+@pytest.mark.parametrize("kind", [MAMBA1, MAMBA2, CONV])
+def test_other_kinds_of_layers_can_be_measured(kind: str) -> None:
+    heads = {CONV: (0, 0, 0, 0, 12, 3), MAMBA1: (6, 6, 4, 1, 6, 4), MAMBA2: (4, 2, 4, 8, 48, 4)}[kind]
+    table = measure(spec=StateSpec(kind, *heads, activation="none" if kind == CONV else "silu"))
+    assert {cell.status for cell in table.cells} == {"ok"}
+
+
+@pytest.mark.parametrize(("backend", "words"), [(Wrong, "relative error 0.001"), (Stray, "relative error inf")])
+def test_a_wrong_backend_takes_no_part(backend: type[TorchStates], words: str) -> None:
+    table = measure(backend)
+    record = next(record for record in table.backends if record.name == backend.name)
+    assert record.reason.startswith(f"self-test, step of {backend.name} over key_value: {words}")
+    assert {cell.backend for cell in table.cells} == {"torch"}
+    with pytest.raises(UnsupportedError, match="a backend that runs and passes its self-test"):
+        measure(backend, backends=[backend.name])
+
+
+def test_a_point_at_which_a_backend_fails_has_no_time_and_is_never_chosen() -> None:
+    table = measure(FailsLate)
+    late = [cell for cell in table.cells if cell.backend == "late" and cell.verb == "scan"]
+    assert {(cell.status, cell.reason) for cell in late} == {("error", "RuntimeError: too long for me")}
+    assert StateSelector(registry_of(FailsLate), [LAYER], costs={LAYER: to_state_costs(table)}).selection.scan == "torch"
+
+
+def test_a_helper_for_the_convolution_is_measured_along() -> None:
+    cells = [cell for cell in measure(Bare).cells if cell.backend == "bare"]
+    assert {(cell.status, cell.convolution) for cell in cells} == {("ok", "torch")}
+
+
+def test_the_first_start_measures_and_the_next_one_reads(caplog: pytest.LogCaptureFixture) -> None:
+    registry = registry_of(Twin)
+    first = state_costs_for([LAYER] * 3, registry, ALL_AUTO, TableRequest(budget=60))
+    assert "measuring the state backends for gated_delta" in caplog.text
+    path = state_table_path(a_device(), StateSpecRecord.of(LAYER))
+    assert read_state_table(path).complete
+    assert stored_tables() == [], "tables of attention are files of their own"
+    caplog.clear()
+    second = state_costs_for([LAYER], registry, ALL_AUTO, TableRequest(budget=60))
+    assert caplog.text == ""
+    assert first is not None
+    assert second is not None
+    step = state_shape(Phase.DECODE, 2, 1)
+    assert first[LAYER].at(step, "twin", "key_value", NO_BLOCKS) == second[LAYER].at(step, "twin", "key_value", NO_BLOCKS)
+    assert "auto: measured" in str(StateSelector(registry, [LAYER], costs=second).selection)
+
+
+def test_nothing_is_measured_without_a_budget_a_choice_or_states(cache: Path) -> None:
+    registry, request = registry_of(Twin), TableRequest(budget=60)
+    assert state_costs_for([LAYER], registry, ALL_AUTO, TableRequest(budget=0)) is None
+    assert state_costs_for([], registry, ALL_AUTO, request) is None
+    assert state_costs_for([LAYER], registry_of(), ALL_AUTO, request) is None, "one backend"
+    assert state_costs_for([LAYER], registry, BackendRequest("torch", "twin"), request) is None
+    assert state_costs_for([LAYER], registry_of(Bare), ALL_AUTO, TableRequest(budget=0)) is None
+    assert not (cache / "crossover").exists()
+
+
+def test_a_table_that_does_not_fit_is_measured_again(caplog: pytest.LogCaptureFixture) -> None:
+    path = state_table_path(a_device(), StateSpecRecord.of(LAYER))
+    path.parent.mkdir(parents=True)
+    for content, word in (("nonsense", "line 1"), ('{"schema": "headway.states/2"}', "newer release")):
+        path.write_text(content)
+        assert state_costs_for([LAYER], registry_of(Twin), ALL_AUTO, TableRequest(budget=0)) is None
+        assert word in caplog.text
+    state_costs_for([LAYER], registry_of(Twin), ALL_AUTO, TableRequest(budget=60))
+    caplog.clear()
+    state_costs_for([LAYER], registry_of(Twin, Bare), ALL_AUTO, TableRequest(budget=60))
+    assert "backends: bare not in it" in caplog.text
+    assert "bare" in {cell.backend for cell in read_state_table(path).cells}
+    with pytest.raises(TableError, match=r"needs a file of schema headway\.crossover/1, got line 2: schema 'headway\.states/1'"):
+        read_table(path)
+
+
+def test_a_start_that_ran_out_of_time_is_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = [*GRID, StatePoint("scan", 2, 40), StatePoint("step", 3, 1)]
+    monkeypatch.setattr(autotune_states, "state_grid", lambda device: more)
+    monkeypatch.setattr(autotune_states, "StateOptions", lambda **options: StateOptions(**options, grid=more))
+    path, counts = state_table_path(a_device(), StateSpecRecord.of(LAYER)), []
+    for _ in range(2):
+        state_costs_for([LAYER], registry_of(Twin), ALL_AUTO, TableRequest(budget=1e-9))
+        counts.append(len({cell.point for cell in read_state_table(path).cells}))
+    assert counts[0] == 2, "a point of each verb"
+    assert counts[1] > 2
+    state_costs_for([LAYER], registry_of(Twin), ALL_AUTO, TableRequest(budget=60))
+    assert read_state_table(path).complete
+
+
+def test_the_grid_of_a_device_has_both_verbs_and_drafts_on_its_lowest_levels() -> None:
+    for device in ("cpu", "cuda"):
+        grid = state_grid(device)
+        assert {point.verb for point in grid if point.level == 0} == {"scan", "step"}
+        assert any(point.verb == "step" and point.query_len == 4 for point in grid)
+        assert len({point.key for point in grid}) == len(grid)
+
+
+def test_an_engine_takes_what_was_measured(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model, registry = MODELS["gated delta"], registry_of(Twin)
+    specs = [layer.spec for layer in model.state_layers]
+    costs = state_costs_for(specs, registry, ALL_AUTO, TableRequest(budget=60))
+    config = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**21, max_num_seqs=2)
+    make_engine(model=model, source=registry, config=config, state_costs=costs)
+    assert "states: prefill=torch,decode=" in caplog.text or "states: torch, " in caplog.text
+    assert "auto: measured, scan" in caplog.text
+
+
+CRASHES = """
+import os
+from headway.backends.states.torch_states import TorchStates
+
+class Filed(TorchStates):
+    name = "filed"
+
+    def scan(self, x, *rest):
+        if x.shape[0] == 70:
+            os.abort()
+        super().scan(x, *rest)
+"""
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_a_plugin_that_crashes_ends_its_process_and_no_start(tmp_path: Path) -> None:
+    file = tmp_path / "in_a_file.py"
+    file.write_text(CRASHES)
+    registry = create_registry([f"{file}:Filed"], load_entry_points=False)
+    options = StateOptions(LAYER, ["filed", "torch"], GRID, QUICK, budget=60.0, output=tmp_path / "states.json")
+    table = measure_in_child(options, registry, STATES)
+    reason = {record.name: record.reason for record in table.backends}
+    assert reason["filed"].startswith(f"{CRASHED} in scan 1x70")
+    assert reason["torch"] == ""
+    assert {cell.backend for cell in table.cells} == {"torch"}
+    assert table.complete

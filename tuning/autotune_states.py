@@ -1,0 +1,149 @@
+"""The times behind `--state-backend auto`: a table of states that fits, or a short measurement at the first start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.errors import HeadwayError
+from headway.core.contract.state import StateSpec
+from headway.core.select.backend_request import BackendRequest
+from headway.core.select.costs import CostTable
+from headway.core.select.state_candidates import VERBS, StateCandidates
+from headway.core.system.files import clean
+from headway.registry import Registry
+from headway.tuning.autotune import TIMER, TableRequest
+from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
+from headway.tuning.isolated.measured_kinds import STATES
+from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.state_points import state_grid
+from headway.tuning.measure.state_run import StateOptions, run_state_level, state_owners, state_plugin_digest
+from headway.tuning.table.compare import differences
+from headway.tuning.table.convert import to_state_costs
+from headway.tuning.table.files import TableError, read_state_table, state_table_path
+from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.state_schema import StateSpecRecord, StateTable
+
+log = logging.getLogger("headway")
+
+
+def state_costs_for(
+    specs: Sequence[StateSpec],
+    registry: Registry,
+    backend_request: BackendRequest,
+    table_request: TableRequest,
+    compile_ahead: CompileAhead | None = None,
+) -> dict[StateSpec, CostTable] | None:
+    """Measured times of each distinct layer with a state; None where `auto` has nothing to choose from, or no times.
+
+    Tables are kept beside those of attention; a faulty or stale one is logged, and measured again where the budget allows it.
+
+    :raises ConfigError: a budget that is no number.
+    """
+    distinct = list(dict.fromkeys(specs))
+    available = [name for name in registry.state_backends if registry.state_availability(name)]
+    if not distinct or not backend_request.auto_phases or not _rivals(registry, distinct, available):
+        return None
+    tables = _StateTables(registry, available, identify_device(distinct[0].device), table_request, compile_ahead)
+    found: dict[StateSpec, CostTable] = {}
+    for spec in distinct:
+        table = tables.find(spec)
+        if table is None:
+            return None
+        found[spec] = to_state_costs(table)
+    return found
+
+
+def _rivals(registry: Registry, specs: Sequence[StateSpec], names: Sequence[str]) -> bool:
+    """Whether two backends can serve some phase of every layer."""
+    able, layouts = StateCandidates(registry, specs), registry.state_layouts.values()
+    serving = ([name for name in names if any(able.serves(name, layout, phase) for layout in layouts)] for phase in VERBS)
+    return any(len(each) > 1 for each in serving)
+
+
+@dataclass(frozen=True)
+class _StateTables:
+    """The tables of states that are kept for this machine."""
+
+    registry: Registry
+    available: Sequence[str]
+    """Names of the backends that can run here."""
+    device: DeviceIdentity
+    request: TableRequest
+    compile_ahead: CompileAhead | None
+
+    def find(self, spec: StateSpec) -> StateTable | None:
+        """The table of a kind of layer, measured or completed where needed and the budget allows; None where there is none."""
+        path = state_table_path(self.device, StateSpecRecord.of(spec))
+        clean(path.parent)
+        table, budget = self._kept(path, spec), self.request.seconds(spec.device)
+        if (table is not None and _suffices(table, spec)) or budget <= 0:
+            return table
+        return self._measure(spec, path, budget, table)
+
+    def _kept(self, path: Path, spec: StateSpec) -> StateTable | None:
+        """The table at a path if it can be used here; the log says why not."""
+        if not os.path.exists(path):  # a folder that may not be read counts as empty
+            return None
+        try:
+            table = read_state_table(path)
+        except TableError as error:
+            log.warning("table of states not used: %s", error)
+            return None
+        found = differences(table, self.device, StateSpecRecord.of(spec), state_owners(self.registry))
+        reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in found]
+        records = {record.name: record for record in table.backends if record.available}
+        new = [name for name in self.available if name not in records]
+        reasons += [f"backends: {', '.join(new)} not in it"] if new else []
+        failed = {name for name, record in records.items() if record.reason}
+        failed |= {cell.backend for cell in table.cells if cell.status in ("error", "incorrect")}
+        digests = {name: state_plugin_digest(self.registry, name) for name in self.available if name in failed}
+        mended = [name for name, digest in digests.items() if digest and digest != records[name].digest]
+        reasons += [f"{name} failed in it, and its plugin's files are others now" for name in mended]
+        if reasons:
+            log.warning("table of states %s not used: %s", path, "; ".join(reasons))
+        return None if reasons else table
+
+    def _measure(self, spec: StateSpec, path: Path, budget: float, old: StateTable | None) -> StateTable | None:
+        """Measure a table in `budget` seconds, or complete the old one, which is returned where nothing can be measured."""
+        log.warning("auto: measuring the state backends for %s, about %.0f s, once; --no-autotune does without", spec, budget)
+        started = time.perf_counter()
+        options = StateOptions(
+            spec=spec,
+            backends=self.available,
+            turns=TIMER,
+            budget=budget,
+            output=path,
+            resume=old is not None,
+            command=f"autotune {budget:g} s",
+            compile_ahead=self.compile_ahead,
+        )
+        if old is not None:  # what failed fails again
+            failed = {record.name: record.reason for record in old.backends if record.available and record.reason}
+            options = replace(options, excluded={name: why for name, why in failed.items() if name in self.available})
+        names = self.available
+        try:
+            if third_party_files(self.registry, names, STATES) and can_measure_in_child(self.registry, names, STATES):
+                table = measure_in_child(options, self.registry, STATES)
+            else:
+                table = run_state_level(options, self.registry)
+        except (HeadwayError, OSError) as error:
+            instead = "rank order instead" if old is None else "the old one is used as it is"
+            log.warning("auto: no table of states could be measured, %s: %s", instead, error)
+            return old
+        for record in table.backends:
+            if record.available and record.reason:
+                log.warning("auto leaves out state backend %s: %s", record.name, record.reason)
+        log.info("auto: states: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
+        return table
+
+
+def _suffices(table: StateTable, spec: StateSpec) -> bool:
+    """Whether a table holds the points that the choice cannot do without."""
+    measured = {cell.point for cell in table.cells}
+    return table.complete or all(point.key in measured for point in state_grid(spec.device.type) if point.level == 0)

@@ -1,0 +1,295 @@
+"""Measuring backends of layers with a state: every one over every layout at the points of a grid, kept as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.errors import UnsupportedError, known_cause
+from headway.core.contract.state import StateLayout, StateSpec
+from headway.core.contract.support import Reason
+from headway.core.select.state_candidates import VERBS
+from headway.core.system.json_files import write_json
+from headway.core.system.provenance import Origin
+from headway.core.system.terminal import progress_bar
+from headway.registry import Registry
+from headway.tuning.measure.device import crowding, identify_device
+from headway.tuning.measure.self_test import version_of
+from headway.tuning.measure.state_contender import SelfTestStep, StateContender, StatePointStep, TimedState, state_contenders
+from headway.tuning.measure.state_points import StatePoint, state_grid
+from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, host_us, on_device
+from headway.tuning.table.compare import differences
+from headway.tuning.table.files import read_state_table
+from headway.tuning.table.schema import BackendRecord
+from headway.tuning.table.state_schema import StateCell, StateSpecRecord, StateTable
+
+_FAR = 4.0
+"""Times the fastest: a call that takes that long, and longer than the timer's `long_ms`, is timed roughly."""
+_DIGEST_LENGTH = 16
+Tell = Callable[[str, str], None]
+"""(names of the backends that are about to run, what they are about to do)"""
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """What to measure; the defaults suit the device."""
+
+    spec: StateSpec
+    backends: Sequence[str] | None = None
+    """None: all that are available here."""
+    grid: Sequence[StatePoint] | None = None
+    """None: the device's usual points."""
+    turns: InterleavedTimer = field(default_factory=InterleavedTimer)
+    budget: float | None = None
+    """Seconds of measuring, to which compiling kernels adds at most twice as many; None: everything is measured."""
+    seed: int = 0
+    output: Path | None = None
+    """Written anew after each point."""
+    resume: bool = False
+    """Go on with the table at `output`."""
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Backends that are not called -> why: they stand in the table as not usable."""
+    command: str = ""
+    compile_ahead: CompileAhead | None = None
+    """What the device's kernels are compiled in, before the first point; None: each when it is needed."""
+
+    @property
+    def points(self) -> Sequence[StatePoint]:
+        """The grid."""
+        return state_grid(self.spec.device.type) if self.grid is None else self.grid
+
+
+def run_state_level(
+    options: StateOptions, registry: Registry, console: Console | None = None, tell: Tell = lambda names, point: None
+) -> StateTable:
+    """Measure the grid. What a backend does wrong is in the table, never an exception.
+
+    console: where the progress bar goes; None shows none.
+
+    :raises HeadwayError: unknown backends, none that can serve the layer, or a table that cannot be resumed.
+    """
+    with torch.no_grad(), on_device(options.spec.device), progress_bar(console) as progress:
+        budget, asked = Budget(options.budget), list(options.backends or registry.state_backends)
+        for name in asked:
+            registry.state_backend(name)  # raises, naming all that are registered
+        able = [name for name in asked if name not in options.excluded and registry.state_availability(name)]
+        contenders = state_contenders(registry, options.spec, able)
+        layouts = list(dict.fromkeys(contender.layout for contender in contenders))
+        tests = {phase: SelfTestStep.of(options.spec, layouts[0], phase) for phase in VERBS} if layouts else {}
+        task = progress.add_task("compiling", total=len(options.points))
+        if options.compile_ahead is not None and layouts:
+            with options.compile_ahead():
+                _launch_all(options, contenders, layouts, tests)
+        wrong = {} if not layouts else dict(_self_tests(contenders, tests, tell))
+        table = _begin(options, registry, asked, wrong)
+        contenders = [contender for contender in contenders if contender.name not in wrong]
+        budget.begin()
+        for point in _todo(options, table, budget):
+            progress.update(task, advance=1, description=str(point))
+            rivals = [contender for contender in contenders if contender.phase is point.phase]
+            table.cells += _measure_point(point, options, rivals, tell)
+            _save(table, options.output)
+        measured = {cell.point for cell in table.cells}
+        table.complete = all(point.key in measured for point in options.points)
+        table.busy = table.busy or crowding()
+        if table.cells:
+            _save(table, options.output)
+    return table
+
+
+def _todo(options: StateOptions, table: StateTable, budget: Budget) -> Iterator[StatePoint]:
+    """The points that a table lacks, until the time is up; at least one of each verb, so that every start gets on."""
+    done, slowest = {cell.point for cell in table.cells}, 0.0
+    tried = set[str]()
+    for point in options.points:
+        if point.key in done or (point.verb in tried and budget.left is not None and budget.left <= slowest):
+            continue
+        before = budget.spent
+        tried.add(point.verb)
+        yield point
+        slowest = max(0.5 * slowest, budget.spent - before)
+
+
+def _launch_all(
+    options: StateOptions,
+    contenders: Sequence[StateContender],
+    layouts: Sequence[StateLayout],
+    tests: Mapping[Any, SelfTestStep],
+) -> None:
+    """Run everything that will be measured, so that the kernels are compiled together."""
+    for contender in contenders:
+        with suppress(Exception):  # the test that counts will meet it again, and name it
+            tests[contender.phase].run(contender)
+    for point in options.points:
+        with suppress(torch.OutOfMemoryError):
+            step = StatePointStep(point, options.spec, layouts, options.seed)
+            for contender in contenders:
+                if contender.phase is point.phase:
+                    step.launch(contender)
+
+
+def _self_tests(contenders: Sequence[StateContender], tests: Mapping[Any, SelfTestStep], tell: Tell) -> Iterator[tuple[str, str]]:
+    """Backends that compute a small step wrong, each with what is wrong first."""
+    failed = set()
+    for contender in contenders:
+        if contender.name in failed:
+            continue
+        tell(contender.name, f"the self-test, {contender}")
+        try:
+            error = tests[contender.phase].error(contender)
+            why = f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}" if error > contender.tolerance else ""
+        except (Exception, SystemExit) as raised:
+            why = _told(raised)
+        if why:
+            failed.add(contender.name)
+            yield contender.name, f"self-test, {contender}: {why}"
+
+
+def _told(raised: BaseException) -> str:
+    """An exception in one line."""
+    if isinstance(raised, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+    cause = known_cause(str(raised))
+    return f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}{f' ({cause})' if cause else ''}"
+
+
+def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[StateContender], tell: Tell) -> list[StateCell]:
+    """Check every contender's answer and time those that are right, in turns."""
+    tell(",".join(dict.fromkeys(contender.name for contender in rivals)), str(point))
+    device, cells, ready = options.spec.device, list[StateCell](), list[tuple[StateContender, TimedState, float, float]]()
+    if not rivals:
+        return cells
+    try:
+        step = StatePointStep(point, options.spec, list(dict.fromkeys(contender.layout for contender in rivals)), options.seed)
+    except torch.OutOfMemoryError as raised:
+        return [_cell(point, contender, "oom", _told(raised)) for contender in rivals]
+    for contender in rivals:
+        tell(contender.name, f"{point}, {contender}")
+        try:
+            timed = step.timed(contender)
+            timed.call()
+            error = step.error(timed.out)
+            if error > contender.tolerance:
+                why = f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}"
+                cells.append(_cell(point, contender, "incorrect", why))
+                continue
+            ready.append((contender, timed, error, options.turns.estimate(timed.call, device)))
+        except (Exception, SystemExit) as raised:
+            status = "oom" if isinstance(raised, torch.OutOfMemoryError) else "error"
+            cells.append(_cell(point, contender, status, _told(raised)))
+    best = min((us for _, _, _, us in ready), default=0.0)
+    slow = [each for each in ready if each[3] > max(_FAR * best, 1e3 * options.turns.long_ms)]
+    for contender, timed, error, us in slow:
+        why = f"{us / best:.1f} times the fastest in a rough timing"
+        cells.append(_cell(point, contender, "dropped", why, timed, error, timing=Timing(us, us, us)))
+    near = [each for each in ready if each not in slow]
+    timings = options.turns.time([timed.call for _, timed, _, _ in near], device)
+    for (contender, timed, error, _), timing in zip(near, timings, strict=True):
+        if isinstance(timing, Exception):
+            cells.append(_cell(point, contender, "error", _told(timing)))
+        else:
+            cells.append(_cell(point, contender, "ok", "", timed, error, timing, options.turns, device))
+    return cells
+
+
+def _cell(
+    point: StatePoint,
+    contender: StateContender,
+    status: str,
+    reason: str,
+    timed: TimedState | None = None,
+    error: float | None = None,
+    timing: Timing | None = None,
+    turns: InterleavedTimer | None = None,
+    device: torch.device | None = None,
+) -> StateCell:
+    """What became of one contender. turns, device: the host's times are taken, too."""
+    found: dict[str, Any] = {
+        "verb": point.verb,
+        "batch": point.batch,
+        "query_len": point.query_len,
+        "backend": contender.name,
+        "layout": contender.layout.name,
+        "convolution": contender.convolution,
+        "status": status,
+        "reason": reason,
+        "relative_error": error,
+    }
+    if timed is not None and timing is not None:
+        found |= {"median_us": timing.median_us, "p20_us": timing.p20_us, "p80_us": timing.p80_us, "drift": timing.drift}
+        found["graph"] = timed.plan is None
+        if timed.plan is not None and turns is not None and device is not None:
+            found["plan_us"] = host_us(timed.plan, device, turns.host_seconds)
+            found["host_us"] = host_us(timed.call, device, turns.host_seconds) if device.type == "cuda" else None
+    return StateCell.model_validate(found)
+
+
+def _begin(options: StateOptions, registry: Registry, asked: Sequence[str], wrong: Mapping[str, str]) -> StateTable:
+    records = []
+    for name in asked:
+        here = registry.state_availability(name)
+        reason = options.excluded.get(name) or (wrong.get(name, "") if here else here.brief)
+        records.append(_record_of(registry, name, bool(here), reason))
+    serving = [record.name for record in records if record.usable]
+    if not serving:
+        reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]
+        raise UnsupportedError(f"a table of states for {options.spec}", reasons)
+    table = StateTable(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=options.command or " ".join(sys.argv),
+        origin=Origin.here(),
+        busy=crowding(),
+        complete=False,
+        device=identify_device(options.spec.device),
+        spec=StateSpecRecord.of(options.spec),
+        backends=records,
+        cells=[],
+    )
+    return _resumed(table, options) if options.resume else table
+
+
+def _resumed(table: StateTable, options: StateOptions) -> StateTable:
+    """The new table with the cells of the old one, as far as their backends may still be called.
+
+    :raises UnsupportedError: the old one is of another machine or layer.
+    """
+    path = options.output
+    if path is None or not path.exists():
+        return table
+    old = read_state_table(path)
+    reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.backends})
+    if reasons:
+        raise UnsupportedError(f"the table of states {path}", reasons, "measure anew, or into another file")
+    usable = {record.name for record in table.backends if record.usable}
+    table.cells = [cell for cell in old.cells if cell.backend in usable]
+    return table
+
+
+def _record_of(registry: Registry, name: str, available: bool, reason: str) -> BackendRecord:
+    """What a table says of a backend: whose it is, and which code of it was measured."""
+    owner, digest = registry.state_backends[name].owner, state_plugin_digest(registry, name)
+    return BackendRecord(name=name, owner=owner, version=version_of(owner), available=available, reason=reason, digest=digest)
+
+
+def state_plugin_digest(registry: Registry, name: str) -> str:
+    """Hash of the files of the plugin that brought a backend, as a table holds it; empty for built-ins and objects."""
+    return registry.state_digest_of(name)[:_DIGEST_LENGTH]
+
+
+def state_owners(registry: Registry) -> dict[str, tuple[str, str]]:
+    """Each backend's owner and the version of that distribution that is installed now; "" where it has none."""
+    return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.state_backends.items()}
+
+
+def _save(table: StateTable, path: Path | None) -> None:
+    if path is not None:
+        write_json(table, path)
