@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pluggy
 
@@ -34,6 +34,17 @@ from headway.registry.validate import (
 )
 
 _RANK, _RANK_STATES = "headway_rank_backends", "headway_rank_state_backends"
+
+
+class _Answers(NamedTuple):
+    """What a plugin's hooks have handed in."""
+
+    layouts: list[LayoutInfo]
+    backends: list[BackendInfo]
+    proposers: list[ProposerInfo]
+    processors: list[LogitsProcessorInfo]
+    state_layouts: list[StateLayout]
+    state_backends: list[StateBackendInfo]
 
 
 class Registry:
@@ -73,34 +84,7 @@ class Registry:
         try:
             self._manager.register(plugin, name=name)
             self._manager.check_pending()
-            if not self._manager.get_hookcallers(plugin):
-                raise PluginError(
-                    f"plugin {name!r} of {owner} implements no hook of ours: mark its functions with headway.hookimpl"
-                )
-            where = f"plugin {name!r} of {owner}"
-            layouts: list[LayoutInfo] = self._ask("headway_register_layouts", LayoutInfo, plugin, where)
-            backends: list[BackendInfo] = self._ask("headway_register_backends", BackendInfo, plugin, where)
-            proposers: list[ProposerInfo] = self._ask("headway_register_proposers", ProposerInfo, plugin, where)
-            processors: list[LogitsProcessorInfo] = self._ask(
-                "headway_register_logits_processors", LogitsProcessorInfo, plugin, where
-            )
-            state_layouts: list[StateLayout] = self._ask("headway_register_state_layouts", StateLayout, plugin, where)
-            state_backends: list[StateBackendInfo] = self._ask("headway_register_state_backends", StateBackendInfo, plugin, where)
-            for layout in layouts:
-                check_layout_info(layout, where)
-            for backend in backends:
-                check_backend_info(backend, where)
-            for state_backend in state_backends:
-                check_backend_info(state_backend, where)
-            self._check_state_layouts(state_layouts, where)
-            for proposer in proposers:
-                check_proposer_info(proposer, where)
-            self._check_processors(processors, where)
-            for number, layout in enumerate(layouts):
-                self._check_layout(layout, layouts[:number])
-            self._attention.check_new(backends, owner)
-            self._states.check_new(state_backends, owner)
-            self._check_proposer_names([each.name for each in proposers], where)
+            found = self._answers(f"plugin {name!r} of {owner}", owner, plugin)
         except BaseException as error:
             if self._manager.is_registered(plugin):
                 self._manager.unregister(plugin)
@@ -110,19 +94,48 @@ class Registry:
         self._owners[name] = owner
         self.brought[name] = Brought(
             tuple(caller.name for caller in self._manager.get_hookcallers(plugin) or ()),
-            tuple(info.name for info in backends),
-            tuple(info.layout.name for info in layouts),
-            tuple(info.name for info in proposers),
-            tuple(info.name for info in processors),
-            tuple(info.name for info in state_backends),
-            tuple(layout.name for layout in state_layouts),
+            tuple(info.name for info in found.backends),
+            tuple(info.layout.name for info in found.layouts),
+            tuple(info.name for info in found.proposers),
+            tuple(info.name for info in found.processors),
+            tuple(info.name for info in found.state_backends),
+            tuple(layout.name for layout in found.state_layouts),
         )
-        self.layouts.update({info.layout.name: info for info in layouts})
-        self.proposers.update({info.name: info for info in proposers})
-        self._attention.add(backends, owner)
-        self._states.add(state_backends, owner)
-        self.state_layouts.update({layout.name: layout for layout in state_layouts})
-        self.logits_processors.update({processor.name: processor for processor in processors})
+        self.layouts.update({info.layout.name: info for info in found.layouts})
+        self.proposers.update({info.name: info for info in found.proposers})
+        self._attention.add(found.backends, owner)
+        self._states.add(found.state_backends, owner)
+        self.state_layouts.update({layout.name: layout for layout in found.state_layouts})
+        self.logits_processors.update({processor.name: processor for processor in found.processors})
+
+    def _answers(self, where: str, owner: str, plugin: object) -> _Answers:
+        """Ask a plugin's hooks, and check all that they hand in."""
+        if not self._manager.get_hookcallers(plugin):
+            raise PluginError(f"{where} implements no hook of ours: mark its functions with headway.hookimpl")
+        found = _Answers(
+            layouts=self._ask("headway_register_layouts", LayoutInfo, plugin, where),
+            backends=self._ask("headway_register_backends", BackendInfo, plugin, where),
+            proposers=self._ask("headway_register_proposers", ProposerInfo, plugin, where),
+            processors=self._ask("headway_register_logits_processors", LogitsProcessorInfo, plugin, where),
+            state_layouts=self._ask("headway_register_state_layouts", StateLayout, plugin, where),
+            state_backends=self._ask("headway_register_state_backends", StateBackendInfo, plugin, where),
+        )
+        for layout in found.layouts:
+            check_layout_info(layout, where)
+        for backend in found.backends:
+            check_backend_info(backend, where)
+        for state_backend in found.state_backends:
+            check_backend_info(state_backend, where)
+        self._check_state_layouts(found.state_layouts, where)
+        for proposer in found.proposers:
+            check_proposer_info(proposer, where)
+        self._check_processors(found.processors, where)
+        for number, layout in enumerate(found.layouts):
+            self._check_layout(layout, found.layouts[:number])
+        self._attention.check_new(found.backends, owner)
+        self._states.check_new(found.state_backends, owner)
+        self._check_proposer_names([each.name for each in found.proposers], where)
+        return found
 
     def digest_of(self, backend: str) -> str:
         """Hash of the version and the files of the plugin that brought a backend; empty for built-ins and objects."""

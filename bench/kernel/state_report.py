@@ -12,7 +12,7 @@ from rich.text import Text
 from headway.bench.kernel.peaks import DevicePeak
 from headway.core.contract.state import KEY_VALUE, StateSpec
 from headway.testing.state_cases import gate_shapes
-from headway.tuning.table.state_schema import StateCell, StateTable
+from headway.tuning.table.state_schema import MeasuredState, StateTable
 
 
 def step_bytes(spec: StateSpec, batch: int, query_len: int) -> int:
@@ -48,11 +48,11 @@ def print_state_report(table: StateTable, spec: StateSpec, peak: DevicePeak, cop
         console.print(Text(line + f" [{', '.join(where)}]" * bool(where)), soft_wrap=True)
 
 
-def _case(cell: StateCell) -> str:
+def _case(cell: MeasuredState) -> str:
     return f"{cell.batch}x{cell.query_len}"
 
 
-def _table(title: str, cells: list[StateCell], spec: StateSpec, most: float) -> Table:
+def _table(title: str, cells: list[MeasuredState], spec: StateSpec, most: float) -> Table:
     """One row for each cell, the fastest of a case first. most: GB/s of which rates are shares."""
     steps = bool(cells) and cells[0].verb == "step"
     hosts = any(cell.graph or cell.host_us is not None for cell in cells)

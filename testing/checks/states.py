@@ -86,12 +86,13 @@ def answer(subject: StateSubject, cell: StateCell) -> str:
     return ""
 
 
-def _case(subject: StateSubject, cell: StateCell, **options: bool) -> StateCase:
+def _case(subject: StateSubject, cell: StateCell, strided: bool = False, in_place: bool = True) -> StateCase:
     spec, layout = subject.spec(cell), subject.layouts[cell.layout]
     most = subject.claims.max_draft_tokens + 1
     lens = [(min(new, most), kv) if kv > new and new <= _MOST_DRAFTS + 1 else (new, kv) for new, kv in LENS[cell.phase]]
     padding = 2 if cell.phase in _PADDED else 0
-    case = make_state_case(lens, spec, layout, padding_rows=padding, seed=len(str(cell)), **options)
+    seed = len(str(cell))
+    case = make_state_case(lens, spec, layout, padding_rows=padding, seed=seed, strided=strided, in_place=in_place)
     if cell.decays == "strong" and case.gates:
         strong = torch.rand(case.gates[0].shape, generator=torch.Generator().manual_seed(1)) < 0.2
         case.gates[0].copy_(torch.where(strong, 300.0, -8.0))

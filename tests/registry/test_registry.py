@@ -66,7 +66,7 @@ def make(*plugins: object, **named: object) -> Registry:
 def test_built_ins_come_first_and_are_named_so(registry: Registry) -> None:
     with_plugin = make(mine=Plugin([info("aaa")], [layout("aaa")]))
     assert list(with_plugin.backends) == [*registry.backends, "aaa"]
-    assert list(with_plugin.layouts) == ["nhd", "hnd", "vllm_5d", "latent", "aaa"]
+    assert list(with_plugin.layouts) == ["nhd", "hnd", "vllm_5d", "latent", "nhd_int8", "aaa"]
     assert {"sdpa", "sdpa.math"} <= set(registry.backends)
     assert {entry.owner for entry in registry.backends.values()} == {BUILTIN_OWNER}
     assert with_plugin.backends["aaa"].owner == "mine"
@@ -121,7 +121,7 @@ def test_availability_of_an_unknown_name_is_an_error_not_a_no(registry: Registry
 
 
 def test_an_unknown_layout_is_answered_with_those_there_are(registry: Registry) -> None:
-    with pytest.raises(ConfigError, match=r"kv_layout: needs auto or one of nhd, hnd, vllm_5d, latent, got 'nope'"):
+    with pytest.raises(ConfigError, match=r"kv_layout: needs auto or one of nhd, hnd, vllm_5d, latent, nhd_int8, got 'nope'"):
         registry.layout("nope")
 
 

@@ -31,7 +31,7 @@ class StatePoint:
 
     @property
     def key(self) -> tuple[Verb, int, int]:
-        """What `StateCell.point` is."""
+        """What `MeasuredState.point` is."""
         return self.verb, self.batch, self.query_len
 
     @property

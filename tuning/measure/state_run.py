@@ -30,7 +30,7 @@ from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, host
 from headway.tuning.table.compare import differences
 from headway.tuning.table.files import read_state_table
 from headway.tuning.table.schema import BackendRecord
-from headway.tuning.table.state_schema import StateCell, StateSpecRecord, StateTable
+from headway.tuning.table.state_schema import MeasuredState, StateSpecRecord, StateTable
 
 _FAR = 4.0
 """Times the fastest: a call that takes that long, and longer than the timer's `long_ms`, is timed roughly."""
@@ -162,10 +162,10 @@ def _told(raised: BaseException) -> str:
     return f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}{f' ({cause})' if cause else ''}"
 
 
-def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[StateContender], tell: Tell) -> list[StateCell]:
+def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[StateContender], tell: Tell) -> list[MeasuredState]:
     """Check every contender's answer and time those that are right, in turns."""
     tell(",".join(dict.fromkeys(contender.name for contender in rivals)), str(point))
-    device, cells, ready = options.spec.device, list[StateCell](), list[tuple[StateContender, TimedState, float, float]]()
+    device, cells, ready = options.spec.device, list[MeasuredState](), list[tuple[StateContender, TimedState, float, float]]()
     if not rivals:
         return cells
     try:
@@ -211,7 +211,7 @@ def _cell(
     timing: Timing | None = None,
     turns: InterleavedTimer | None = None,
     device: torch.device | None = None,
-) -> StateCell:
+) -> MeasuredState:
     """What became of one contender. turns, device: the host's times are taken, too."""
     found: dict[str, Any] = {
         "verb": point.verb,
@@ -230,7 +230,7 @@ def _cell(
         if timed.plan is not None and turns is not None and device is not None:
             found["plan_us"] = host_us(timed.plan, device, turns.host_seconds)
             found["host_us"] = host_us(timed.call, device, turns.host_seconds) if device.type == "cuda" else None
-    return StateCell.model_validate(found)
+    return MeasuredState.model_validate(found)
 
 
 def _begin(options: StateOptions, registry: Registry, asked: Sequence[str], wrong: Mapping[str, str]) -> StateTable:

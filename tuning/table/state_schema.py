@@ -60,7 +60,7 @@ class StateSpecRecord(BaseModel):
         return f"{heads}, {self.state_dtype} states{f', {conv}' if conv else ''}"
 
 
-class StateCell(BaseModel):
+class MeasuredState(BaseModel):
     """One backend at one point over one layout of states. Only an answer that was right has a time."""
 
     model_config = _STRICT
@@ -127,7 +127,7 @@ class StateTable(BaseModel):
     device: DeviceIdentity
     spec: StateSpecRecord
     backends: list[BackendRecord]
-    cells: list[StateCell]
+    cells: list[MeasuredState]
 
     @model_validator(mode="after")
     def _one_cell_each(self) -> Self:

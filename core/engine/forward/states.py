@@ -24,7 +24,7 @@ from headway.core.engine.state.step import StepInput
 from headway.core.system.logs import log_traceback
 
 
-class StatePart(NamedTuple):
+class StateStepPart(NamedTuple):
     """A part of a step: the tokens that one backend serves in one phase. Its instances and plans are by kind of layer."""
 
     phase: Phase
@@ -45,7 +45,7 @@ class LayersWithState:
         self.kinds: list[StateSpec] = list(dict.fromkeys(layer.spec for layer in layers))
         """The distinct specs, in the order of the layers."""
         self._kind_of = [self.kinds.index(layer.spec) for layer in layers]
-        self._parts: list[StatePart] = []
+        self._parts: list[StateStepPart] = []
         self._handle = next(_HANDLES)
         _LIVE[self._handle] = self
 
@@ -73,17 +73,17 @@ class LayersWithState:
             except (Exception, SystemExit) as error:
                 work = f"plan of {view.step.num_seqs} sequences, {view.step.num_tokens} tokens"
                 raise _blame(error, serving[0].name, view.step.phase, work) from error
-            self._parts.append(StatePart(view.step.phase, tokens, serving, plans))
+            self._parts.append(StateStepPart(view.step.phase, tokens, serving, plans))
             start = tokens.stop
 
-    def begin_graph(self, metadata: StateMetadata) -> list[StatePart]:
+    def begin_graph(self, metadata: StateMetadata) -> list[StateStepPart]:
         """Plan a decode that is captured; what is returned is kept for its replays, see `resume`."""
         serving = [self._step[kind] for kind in self.kinds]
         plans = [backend.plan_for_capture(metadata) for backend in serving]
-        self._parts = [StatePart(Phase.DECODE, slice(0, metadata.step.num_tokens), serving, plans)]
+        self._parts = [StateStepPart(Phase.DECODE, slice(0, metadata.step.num_tokens), serving, plans)]
         return self._parts
 
-    def resume(self, parts: list[StatePart]) -> None:
+    def resume(self, parts: list[StateStepPart]) -> None:
         """Set the step of `begin_graph` up once more, after others."""
         self._parts = parts
 

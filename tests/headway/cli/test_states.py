@@ -14,7 +14,7 @@ from headway.core.contract.state import GATED_DELTA, KEY_VALUE, StateSpec
 from headway.core.system.json_files import write_json
 from headway.models.layer_specs import read_layer_specs
 from headway.tuning.table.files import read_state_table, state_table_path
-from headway.tuning.table.state_schema import StateCell, StateSpecRecord, StateTable
+from headway.tuning.table.state_schema import MeasuredState, StateSpecRecord, StateTable
 from hybrid_models import ROWS
 from sandbox import Result, assert_refused
 from tables import a_device
@@ -104,7 +104,7 @@ def test_states_of_a_model_are_timed_in_a_narrow_table_and_explained(
 def test_a_time_that_is_known_stands_in_the_place_of_yes(headway: Headway, model: str, twin: str) -> None:
     record = StateSpecRecord.of(read_layer_specs(model, torch.device("cpu"), torch.float32).states[0])
     cells = [
-        StateCell(
+        MeasuredState(
             verb=verb,
             batch=1,
             query_len=length,
