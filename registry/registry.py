@@ -25,7 +25,6 @@ from headway.registry.shelf import BackendShelf
 from headway.registry.validate import (
     answers_of,
     check_backend_class,
-    check_backend_info,
     check_layout_info,
     check_processor_info,
     check_proposer_info,
@@ -88,18 +87,14 @@ class Registry:
             state_backends: list[StateBackendInfo] = self._ask("headway_register_state_backends", StateBackendInfo, plugin, where)
             for layout in layouts:
                 check_layout_info(layout, where)
-            for backend in backends:
-                check_backend_info(backend, where)
-            for state_backend in state_backends:
-                check_backend_info(state_backend, where)
             self._check_state_layouts(state_layouts, where)
             for proposer in proposers:
                 check_proposer_info(proposer, where)
             self._check_processors(processors, where)
             for number, layout in enumerate(layouts):
                 self._check_layout(layout, layouts[:number])
-            self._attention.check_new(backends, owner)
-            self._states.check_new(state_backends, owner)
+            self._attention.check_new(backends, owner, where)
+            self._states.check_new(state_backends, owner, where)
             self._check_proposer_names([each.name for each in proposers], where)
         except BaseException as error:
             if self._manager.is_registered(plugin):
