@@ -25,7 +25,6 @@ from headway.registry.shelf import BackendShelf
 from headway.registry.validate import (
     answers_of,
     check_backend_class,
-    check_backend_info,
     check_layout_info,
     check_processor_info,
     check_proposer_info,
@@ -122,18 +121,14 @@ class Registry:
         )
         for layout in found.layouts:
             check_layout_info(layout, where)
-        for backend in found.backends:
-            check_backend_info(backend, where)
-        for state_backend in found.state_backends:
-            check_backend_info(state_backend, where)
         self._check_state_layouts(found.state_layouts, where)
         for proposer in found.proposers:
             check_proposer_info(proposer, where)
         self._check_processors(found.processors, where)
         for number, layout in enumerate(found.layouts):
             self._check_layout(layout, found.layouts[:number])
-        self._attention.check_new(found.backends, owner)
-        self._states.check_new(found.state_backends, owner)
+        self._attention.check_new(found.backends, owner, where)
+        self._states.check_new(found.state_backends, owner, where)
         self._check_proposer_names([each.name for each in found.proposers], where)
         return found
 

@@ -12,6 +12,7 @@ from headway.core.contract.state_backend import StateBackend, StateBackendInfo
 from headway.core.contract.support import Support
 from headway.core.system.logs import log_traceback
 from headway.registry.records import PluginFailure
+from headway.registry.validate import check_backend_info
 
 I_co = TypeVar("I_co", bound=BackendInfo | StateBackendInfo, covariant=True)
 I = TypeVar("I", bound=BackendInfo | StateBackendInfo)
@@ -40,8 +41,13 @@ class BackendShelf(Generic[I, B]):
         self._support: dict[str, Support] = {}
         self.entries: dict[str, BackendEntry[I]] = {}
 
-    def check_new(self, infos: Sequence[I], owner: str) -> None:
-        """:raises PluginError: a name that is taken already, or that is given twice."""
+    def check_new(self, infos: Sequence[I], owner: str, where: str) -> None:
+        """Check what a plugin registers. where: the plugin and its owner, for the error.
+
+        :raises PluginError: a field of the wrong kind, or a name that is taken already or given twice.
+        """
+        for info in infos:
+            check_backend_info(info, where)
         names = [info.name for info in infos]
         for name in names:
             known = self.entries.get(name)
