@@ -25,6 +25,8 @@ _ROW_LOGITS = 4
 """Logits a program of one token: few, so that many programs read the router."""
 _FEW = 64
 """Tokens up to which a router row for each is read faster than tiles of tokens are chosen for."""
+_SCORES = 16384
+"""Most scores, of tokens times experts, that one program chooses from."""
 _NORMED = 8192
 """Elements of the rows that a program norms: they are held in registers."""
 _COUNTERS = 8192
@@ -115,10 +117,15 @@ class Router:
         return block
 
     def _tile(self, num_tokens: int) -> tuple[int, int]:
-        """Tokens and logits of a program: small tiles until they are enough to keep the GPU busy."""
+        """Tokens and logits of a program: small tiles until they are enough to keep the GPU busy.
+
+        The last program of a tile holds the scores of all its tokens, and Triton takes minutes over more than these at once.
+        """
+        most = max(16, _SCORES // self._block_e)
         if num_tokens <= 256 or self._one_size:
-            return 16, 16
-        return (32, min(64, self._block_e)) if num_tokens <= 2048 else (64, min(128, self._block_e))
+            return min(16, most), 16
+        block_t, block_l = (32, min(64, self._block_e)) if num_tokens <= 2048 else (64, min(128, self._block_e))
+        return min(block_t, most), block_l
 
     def _tensors(
         self, x: Tensor, norm: Norm, weights: ExpertWeights, block_t: int, counted: bool

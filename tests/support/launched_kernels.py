@@ -64,7 +64,7 @@ def with_experts() -> DecoderConfig:
     small = shipped("qwen3-30b-a3b")
     assert small.experts is not None
     experts = replace(small.experts, intermediate_size=1536)
-    layers = replace(small.layers[0], experts=False), small.layers[1]
+    layers = replace(small.layers[0], mlp="dense"), small.layers[1]
     return replace(small, hidden_size=4096, intermediate_size=12288, num_heads=64, experts=experts, layers=layers)
 
 
