@@ -14,7 +14,20 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cells import AXES, CACHE_TYPES, INPUTS, KV_HEADS, PLAIN_INPUTS, SCALE, SCALES, SCORES, WORKS, CheckCell
+from headway.testing.cells import (
+    AXES,
+    BIDIRECTIONAL,
+    CACHE_TYPES,
+    INPUTS,
+    KV_HEADS,
+    PLAIN_INPUTS,
+    SCALE,
+    SCALES,
+    SCORES,
+    WINDOWS,
+    WORKS,
+    CheckCell,
+)
 from headway.testing.steps import TABLE_BLOCKS, Lens, first_step, second_step
 
 _KEY = 4.0
@@ -134,8 +147,10 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
     latent = cell.feature == "latent"
     if latent and (cell.scores == "mean" or (not cell.layer and cell.kv_heads != PLAIN_INPUTS["kv_heads"])):
         return False
-    if cell.scores in ("high", "low") and cell.feature in ("softcap", "sinks", "together", "fp8-together"):
+    if cell.scores in ("high", "low") and (cell.feature in ("softcap", "sinks") or cell.feature.endswith("together")):
         return False  # saturated, or all the weight is the sink's
+    if _hides(cell, steps):
+        return False
     kv_width = cell.head_dim * (1 if latent else cell.kv_heads)
     if cell.memory == "far" and (kv_width > _WIDEST_FAR or cell.work not in ("edges", "again")):
         return False
@@ -148,6 +163,15 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
     if cell.layer:  # however large the layer is, as much as its plainest cell takes
         most_work = max(most_work, _work(cell, kv_width, steps_of("edges", cell.phase, PLAIN_BLOCK_SIZE)))
     return _work(cell, kv_width, steps) <= most_work
+
+
+def _hides(cell: CheckCell, steps: Sequence[Lens]) -> bool:
+    """Whether the inputs hide a window: no sequence of many is longer, or each query that sees not all sees the dominant key."""
+    window = (WINDOWS | BIDIRECTIONAL).get(cell.feature)
+    if window is None:
+        return False
+    longest = max(query_len + context for lens in steps for query_len, context, _ in lens)
+    return (cell.work == "many" and longest <= window) or (cell.scores == "dominant" and cell.feature in BIDIRECTIONAL)
 
 
 def _work(cell: CheckCell, kv_width: int, steps: Sequence[Lens]) -> float:
