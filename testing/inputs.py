@@ -37,6 +37,8 @@ _LIFT = {"high": 200.0, "low": -200.0, "dominant": 30.0, "alternating": 30.0}
 _MEAN = 100.0
 _MEAN_8_BITS = 10.0
 _BEYOND = 1.5
+_SHORT = 40
+"""Cached tokens of a short sequence."""
 _ROUNDINGS = 64
 """Roundings of a lifted score, each of half a unit in the last place, that a right sum over head_dim elements may add up."""
 MOST_WORK, MOST_QUICK_WORK = 6e7, 2e7
@@ -122,7 +124,11 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
         "mixed": [(3, 0, 0), (4, length // 2, 0), (1, length, 0), (1, 9, 0)],
         "verify": [(4, length, 3), (3, 20, 2)],
     }
-    return [found[phase]] if phase in found else []
+    if phase not in found:
+        return []
+    if work == "deep":  # long ones alone: beside a short sequence's large results their errors would not count
+        return [[turn for turn in found[phase] if turn[1] > _SHORT]]
+    return [[turn for turn in found[phase] if turn[1] <= _SHORT], found[phase]]  # whoever keeps the first step's width shows it
 
 
 def _many(phase: str, count: int) -> Lens:
@@ -149,6 +155,8 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
         return False
     if cell.scores in ("high", "low") and (cell.feature in ("softcap", "sinks") or cell.feature.endswith("together")):
         return False  # saturated, or all the weight is the sink's
+    if cell.feature.startswith("int8") and cell.dtype != "float32" and cell.scores in _LIFT:
+        return False  # each key has a scale of its own: one that is rounded to 16 bits moves a lifted score by much
     if _hides(cell, steps):
         return False
     kv_width = cell.head_dim * (1 if latent else cell.kv_heads)
