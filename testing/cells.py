@@ -30,25 +30,13 @@ and as many as models have."""
 BIDIRECTIONAL: dict[str, int | None] = {"bidirectional": None, "bidirectional-37": 37}
 """Layers that are not causal -> their window."""
 FEATURES = (
-    *(
-        "none",
-        *WINDOWS,
-        "softcap",
-        "alibi",
-        "sinks",
-        "together",
-        "fp8",
-        "fp8-together",
-        "int8",
-        "v_head_dim",
-        "longer_v",
-        "latent",
-    ),
-    *BIDIRECTIONAL,
+    *("none", *WINDOWS, "softcap", "alibi", "sinks", "together"),
+    *("fp8", "fp8-together", "int8", "int8-together"),
+    *("v_head_dim", "longer_v", "latent", *BIDIRECTIONAL),
 )
-"""together: every feature the backend claims, in one layer; fp8, int8: the type of the cache; fp8-together: every feature over an
-fp8 cache; v_head_dim, longer_v: values shorter and longer than keys; latent: values inside keys; bidirectional: queries see later
-keys, all of them or those nearer than a window."""
+"""together: every feature the backend claims, in one layer; fp8, int8: the type of the cache; fp8-together, int8-together: every
+feature over such a cache; v_head_dim, longer_v: values shorter and longer than keys; latent: values inside keys; bidirectional:
+queries see later keys, all of them or those nearer than a window."""
 MEMORIES = ("own", "packed", "interleaved", "spaced", "far")
 """own: as the layout allocates; packed: K and V of a block side by side in foreign memory; interleaved: a head's K and V side by
 side, so that no block is one piece of memory; spaced: every other block is somebody else's, in any layout; far: slots above
@@ -172,7 +160,8 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "sinks": telling_sinks(heads),
     }
     together = {name: features[name] for name in sorted(claims & features.keys())}
-    fp8 = {"kv_dtype": CACHE_TYPES["fp8"], "k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]}
+    caches: dict[str, dict[str, object]] = {name: {"kv_dtype": dtype} for name, dtype in CACHE_TYPES.items()}
+    caches["fp8"] |= {"k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]}
     inside = 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: what follows is the key's alone
     changes: dict[str, dict[str, object]] = {
         "none": {},
@@ -182,9 +171,8 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "sinks": {"sinks": features["sinks"]},
         "together": together,
         **{name: {"causal": False, "dense": True, "sliding_window": window} for name, window in BIDIRECTIONAL.items()},
-        "fp8": fp8,
-        "fp8-together": {**fp8, **together},
-        "int8": {"kv_dtype": CACHE_TYPES["int8"]},
+        **caches,
+        **{f"{name}-together": {**cache, **together} for name, cache in caches.items()},
         "v_head_dim": {"v_head_dim": v_head_dim or max(8, head_dim // 9 * 8)},
         "longer_v": {"v_head_dim": v_head_dim or head_dim + max(8, head_dim // 2)},
         "latent": {"v_head_dim": v_head_dim or inside, "value_in_key": True},

@@ -17,7 +17,7 @@ import numpy
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
-from headway.testing.cells import AXES, FEATURES, MEMORIES, PHASES, CheckCell, make_spec
+from headway.testing.cells import AXES, CACHE_TYPES, FEATURES, MEMORIES, PHASES, CheckCell, make_spec
 from headway.testing.covering import greedy
 from headway.testing.model_layers import ModelLayer
 from headway.testing.subject import Subject
@@ -53,8 +53,8 @@ class Claimed:
         own = sorted({*(claims.head_dims or ()), *(pair[0] for pair in claims.v_head_dims or ())} - {*HEAD_DIMS})
         dims = {*HEAD_DIMS, *(own if len(own) <= MOST_OWN_DIMS else (own[0], own[-1]))}
         dims |= {LATENT_DIM} if claims.value_in_key else set()
-        idle = {"together" if len(claims.features) < 2 else "", "" if claims.features else "fp8-together"}
-        features = [each for each in FEATURES if each not in idle]
+        least = {"together": 2, **{f"{name}-together": 1 for name in CACHE_TYPES}}
+        features = [each for each in FEATURES if len(claims.features) >= least.get(each, 0)]
         return {
             "layout": tuple(self.subject.layouts),
             "memory": MEMORIES,

@@ -14,7 +14,20 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cells import AXES, CACHE_TYPES, INPUTS, KV_HEADS, PLAIN_INPUTS, SCALE, SCALES, SCORES, WORKS, CheckCell
+from headway.testing.cells import (
+    AXES,
+    BIDIRECTIONAL,
+    CACHE_TYPES,
+    INPUTS,
+    KV_HEADS,
+    PLAIN_INPUTS,
+    SCALE,
+    SCALES,
+    SCORES,
+    WINDOWS,
+    WORKS,
+    CheckCell,
+)
 from headway.testing.steps import TABLE_BLOCKS, Lens, first_step, second_step
 
 _KEY = 4.0
@@ -24,6 +37,8 @@ _LIFT = {"high": 200.0, "low": -200.0, "dominant": 30.0, "alternating": 30.0}
 _MEAN = 100.0
 _MEAN_8_BITS = 10.0
 _BEYOND = 1.5
+_SHORT = 40
+"""Cached tokens of a short sequence."""
 _ROUNDINGS = 64
 """Roundings of a lifted score, each of half a unit in the last place, that a right sum over head_dim elements may add up."""
 MOST_WORK, MOST_QUICK_WORK = 6e7, 2e7
@@ -109,7 +124,11 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
         "mixed": [(3, 0, 0), (4, length // 2, 0), (1, length, 0), (1, 9, 0)],
         "verify": [(4, length, 3), (3, 20, 2)],
     }
-    return [found[phase]] if phase in found else []
+    if phase not in found:
+        return []
+    if work == "deep":  # long ones alone: beside a short sequence's large results their errors would not count
+        return [[turn for turn in found[phase] if turn[1] > _SHORT]]
+    return [[turn for turn in found[phase] if turn[1] <= _SHORT], found[phase]]  # whoever keeps the first step's width shows it
 
 
 def _many(phase: str, count: int) -> Lens:
@@ -134,8 +153,12 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
     latent = cell.feature == "latent"
     if latent and (cell.scores == "mean" or (not cell.layer and cell.kv_heads != PLAIN_INPUTS["kv_heads"])):
         return False
-    if cell.scores in ("high", "low") and cell.feature in ("softcap", "sinks", "together", "fp8-together"):
+    if cell.scores in ("high", "low") and (cell.feature in ("softcap", "sinks") or cell.feature.endswith("together")):
         return False  # saturated, or all the weight is the sink's
+    if cell.feature.startswith("int8") and cell.dtype != "float32" and cell.scores in _LIFT:
+        return False  # each key has a scale of its own: one that is rounded to 16 bits moves a lifted score by much
+    if _hides(cell, steps):
+        return False
     kv_width = cell.head_dim * (1 if latent else cell.kv_heads)
     if cell.memory == "far" and (kv_width > _WIDEST_FAR or cell.work not in ("edges", "again")):
         return False
@@ -148,6 +171,15 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
     if cell.layer:  # however large the layer is, as much as its plainest cell takes
         most_work = max(most_work, _work(cell, kv_width, steps_of("edges", cell.phase, PLAIN_BLOCK_SIZE)))
     return _work(cell, kv_width, steps) <= most_work
+
+
+def _hides(cell: CheckCell, steps: Sequence[Lens]) -> bool:
+    """Whether the inputs hide a window: no sequence of many is longer, or each query that sees not all sees the dominant key."""
+    window = (WINDOWS | BIDIRECTIONAL).get(cell.feature)
+    if window is None:
+        return False
+    longest = max(query_len + context for lens in steps for query_len, context, _ in lens)
+    return (cell.work == "many" and longest <= window) or (cell.scores == "dominant" and cell.feature in BIDIRECTIONAL)
 
 
 def _work(cell: CheckCell, kv_width: int, steps: Sequence[Lens]) -> float:

@@ -90,6 +90,7 @@ class Kit:
         cells += claimed.probes()
         cells += self._sums_of_many(quick)
         cells += self._siblings()
+        cells += self._at_a_distance()
         few = [(phase, claimed.plainest(phase)) for phase in ("verify", "extend")]
         cells += [replace(cell, phase=phase, kv_heads=32) for phase, cell in few if cell is not None and cell.feature != "latent"]
         cells += self._log_sums(single, quick)
@@ -155,6 +156,12 @@ class Kit:
             cells = [(phase, self.stage.claimed.plainest(phase, feature=feature)) for feature, phase in places]
             found += [cell.plain("siblings", phase=phase) for phase, cell in cells if cell is not None][:1]
         return found
+
+    def _at_a_distance(self) -> list[CheckCell]:
+        """What a key's distance changes, where distances are beyond a thousand and no nearer window hides them."""
+        features = ("alibi", "window-1024")
+        plain = [(phase, self.stage.claimed.plainest(phase, feature=name)) for name in features for phase in ("decode", "extend")]
+        return [cell.plain("answer", phase=phase, work="tables") for phase, cell in plain if cell is not None]
 
     def _sums_of_many(self, quick: bool) -> list[CheckCell]:
         """Thousands of equal weights, in types whose sums lose what is small beside them."""

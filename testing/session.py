@@ -34,7 +34,7 @@ class Session:
     q, k, v and out lie at the same addresses in every step, as those of an engine do. Blocks are handed out in no order, block 0
     to nobody: a table is padded with zeros, and a kernel that reads past a sequence's end meets the poison. Blocks behind a
     sliding window have been given back, and a block of zeros stands in their place. With `zero_in_use` it is as in an engine's
-    pool: block 0 is a block like any other, or with a window the one of zeros.
+    pool: block 0 is a block like any other, or with a window the one of zeros; and tables of one shape lie at one address.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class Session:
         self.generator = torch.Generator().manual_seed(seed)
         self.numbers = Numbers(spec, scores, self.generator)
         self._wide_tables = wide_tables
+        self._tables: dict[tuple[int, ...], Tensor] | None = {} if zero_in_use else None
+        """Where tables of a shape lie; None: anywhere."""
         for foreign in (*self.layers.given, *self.layers.right):
             foreign.fill_block(self._null, 0.0)
         order = torch.randperm(num_blocks, generator=self.generator) + before
@@ -180,6 +182,9 @@ class Session:
             num_draft_tokens=[turn.num_draft_tokens for turn in work] + [0] * padding_rows,
             num_blocks=self.num_blocks,
         )
+        if self._tables is not None:
+            table = self._tables.setdefault(tuple(metadata.block_table.shape), metadata.block_table)
+            return replace(metadata, block_table=table.copy_(metadata.block_table))
         if not self._wide_tables:
             return metadata
         rows, columns = metadata.block_table.shape

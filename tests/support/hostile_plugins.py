@@ -97,6 +97,7 @@ HOSTILE: dict[str, tuple[str, str, str]] = {
     "prints-on-import": ("top", "print('welcome')", "prints to standard output in its import: 'welcome'"),
     "writes-to-the-descriptor": ("top", "os.write(1, b'from C')", "prints to standard output in its import: 'from C'"),
     "changes-the-dtype": ("top", "torch.set_default_dtype(torch.float64)", "changes torch's default dtype"),
+    "seeds-random-numbers": ("top", "torch.manual_seed(0)", "changes torch's seed from "),
     "changes-the-folder": ("top", "os.chdir('/')", "changes the working folder"),
     "changes-the-umask": ("top", "os.umask(0o777)", "changes the mask of new files' modes"),
     "patches-torch": ("top", "torch.nn.functional.linear = torch.matmul", "changes torch's operations"),

@@ -44,6 +44,7 @@ STATE: dict[str, Callable[[], object]] = {
     "torch's switch for gradients": torch.is_grad_enabled,
     "torch's switch for deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "torch's precision of products": torch.get_float32_matmul_precision,
+    "torch's seed": torch.initial_seed,  # which drawing numbers leaves as it is
     "torch's operations": lambda: [getattr(owner, name) for owner, name in _OPERATIONS],
     "what Ctrl-C does": lambda: signal.getsignal(signal.SIGINT),
     "what SIGTERM does": lambda: signal.getsignal(signal.SIGTERM),
