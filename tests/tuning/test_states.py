@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from headway.backends.compile_ahead import compile_ahead
 from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
@@ -217,6 +220,17 @@ def test_an_engine_takes_what_was_measured(caplog: pytest.LogCaptureFixture) -> 
     make_engine(model=model, source=registry, config=config, state_costs=costs)
     assert "states: prefill=torch,decode=" in caplog.text or "states: torch, " in caplog.text
     assert "auto: measured, scan" in caplog.text
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_are_replays_of_graphs_and_scans_are_launched() -> None:
+    layer = replace(LAYER, key_dim=64, value_dim=64, conv_channels=512, dtype=torch.bfloat16, device=torch.device("cuda"))
+    table = measure(spec=layer, compile_ahead=compile_ahead(layer.device))
+    assert {cell.status for cell in table.cells} == {"ok"}
+    assert "triton" in {cell.backend for cell in table.cells}
+    for cell in table.cells:
+        assert cell.graph is (cell.verb == "step")
+        assert (cell.host_us is None) is cell.graph
 
 
 CRASHES = """

@@ -24,7 +24,7 @@ class MeasuredKind(Generic[O, T]):
     """One kind of measurement, and whose backends take part in it."""
 
     name: str
-    """By which a child process finds it in KINDS."""
+    """The key in KINDS, under which a child process finds it."""
     run: Callable[..., T]
     """(options, registry, tell=...) -> table."""
     read: Callable[[Path], T]

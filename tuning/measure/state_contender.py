@@ -129,13 +129,16 @@ class TimedState:
 class StatePointStep:
     """One point's step: the same numbers over every layout, and the float64 rows that outputs are held to."""
 
-    def __init__(self, point: StatePoint, spec: StateSpec, layouts: Sequence[StateLayout], seed: int) -> None:
+    def __init__(
+        self, point: StatePoint, spec: StateSpec, layouts: Sequence[StateLayout], seed: int, *, checked: bool = True
+    ) -> None:
+        """checked: whether `error` will be asked for, whose answers take a while."""
         # In place a state would move on with every run, and might grow beyond all numbers.
         case = make_state_case(
             point.lens, spec, layouts[0], seed=seed, spare_slots=0, checkpoints=False, in_place=False, draw_on=spec.device
         )
         self.cases = {layout.name: case if not number else relaid(case, layout) for number, layout in enumerate(layouts)}
-        self._rows, self._expected = _expected(case)
+        self._rows, self._expected = _expected(case) if checked else ([], torch.empty(0))
 
     def timed(self, contender: StateContender) -> TimedState:
         """Make a contender's call: on a GPU a step is a graph's replay where the backend can be captured."""
