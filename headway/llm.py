@@ -15,7 +15,7 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
 from headway.engine_args import EngineArgs, takes_arguments_of
-from headway.hosting.assembly import assemble
+from headway.hosting.assembly import assemble, checked_registry
 from headway.hosting.driver import EngineDriver
 from headway.models.loader import LoadedModel
 from headway.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
@@ -43,13 +43,14 @@ class LLM:
         args = EngineArgs.of(*model, **options)
         self._driver: EngineDriver | None = None
         self._pooling: PoolingClient | None = None
+        registry = checked_registry(args)
         found = find_pooling_model(args)
         if found is not None:
-            pooled = assemble_pooling(args, found)
+            pooled = assemble_pooling(args, found, registry)
             self.registry, self.device, self.num_threads = pooled.registry, pooled.device, pooled.num_threads
             self.tokenizer, self._pooling = pooled.model.tokenizer, PoolingClient(pooled)
             return
-        assembly = assemble(args)
+        assembly = assemble(args, registry)
         self.registry, self.device, self.num_threads = assembly.registry, assembly.device, assembly.num_threads
         self.tokenizer, self._driver = assembly.model.tokenizer, EngineDriver(assembly)
         self._processor = OutputProcessor(self.tokenizer)

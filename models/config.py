@@ -108,13 +108,13 @@ class Multipliers:
 
     qkv: tuple[float, float, float] = (1.0, 1.0, 1.0)
     attention: float = 1.0
-    """Of what attention adds to the residual stream; the next alike."""
+    """Multiplies what attention adds to the residual stream; the next does the same for other parts."""
     state: float = 1.0
     mlp: float = 1.0
     gate: float = 1.0
-    """Of the MLP's first product, whose result is activated."""
+    """Multiplies the MLP's first product, whose result is activated."""
     sections: tuple[tuple[str, float], ...] = ()
-    """Of the sections of the input product of a part with a state."""
+    """Multiplies sections of the input product of a part with a state."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class StateNames:
     from_conv: str = ""
     """The product of the convolution's output that gives dt, B and C (`mamba1`)."""
     from_conv_norms: tuple[str, ...] = ()
-    """Their norms."""
+    """The norms of these products."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Gate:
     """What multiplies the output of attention or of a recurrence before its last product, and the norm that goes with it."""
 
     activation: GateActivation
-    """Of the gate."""
+    """The activation of the gate."""
     norm: Norm | None = None
     """RMSNorm of the output, over as many elements as `size`. Its weight is as long, or as long as a whole row."""
     size: int = 0

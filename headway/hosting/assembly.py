@@ -48,16 +48,27 @@ class Assembly(NamedTuple):
     """Logs statistics; None where log_stats_interval asks for none."""
 
 
-def assemble(args: EngineArgs) -> Assembly:
-    """Load a model and make its engine.
+def checked_registry(args: EngineArgs) -> Registry:
+    """Make the registry that the options ask for, and look up every name in them, before anything slow begins.
+
+    :raises HeadwayError: an unknown backend, layout or proposer, or a plugin that cannot be used.
+    """
+    config, registry = args.engine_config(), args.make_registry()
+    for failure in registry.failures:
+        log.warning("plugin left out: %s", failure)
+    check_names(registry, config.backend_request, config.kv_layout, config.attn_options)
+    if config.speculate is not None:
+        registry.proposer(config.speculate)
+    return registry
+
+
+def assemble(args: EngineArgs, registry: Registry | None = None) -> Assembly:
+    """Load a model and make its engine. registry: of `checked_registry`, where that was asked for before.
 
     :raises HeadwayError: a mistake that the caller can put right, in one line.
     """
     config, deterministic = args.engine_config(), args.deterministic
-    registry = args.make_registry()
-    for failure in registry.failures:
-        log.warning("plugin left out: %s", failure)
-    check_names(registry, config.backend_request, config.kv_layout, config.attn_options)
+    registry = checked_registry(args) if registry is None else registry
     speculate = None if config.speculate is None else registry.proposer(config.speculate)
     device = resolve_device(args.device)
     ahead = compile_ahead(device)

@@ -13,8 +13,8 @@ from headway.core.contract.errors import ConfigError
 from headway.core.pooling.engine import PoolingEngine
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
-from headway.core.select.startup import check_names
 from headway.core.select.workload import Workload
+from headway.hosting.assembly import checked_registry
 from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
 from headway.models.pooling.loader import LoadedPoolingModel, load_pooling_model
@@ -52,18 +52,15 @@ class PoolingAssembly(NamedTuple):
     engine: PoolingEngine
 
 
-def assemble_pooling(args: EngineArgs, found: PoolingModel) -> PoolingAssembly:
-    """Load a model and make its engine.
+def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry | None = None) -> PoolingAssembly:
+    """Load a model and make its engine. registry: of `checked_registry`, where that was asked for before.
 
     :raises HeadwayError: a mistake that the caller can put right, in one line.
     """
     _refuse_generating(args)
     config = args.engine_config()
-    registry = args.make_registry()
-    for failure in registry.failures:
-        log.warning("plugin left out: %s", failure)
+    registry = checked_registry(args) if registry is None else registry
     request = config.backend_request
-    check_names(registry, request, config.kv_layout, config.attn_options)
     device = resolve_device(args.device)
     ahead, num_threads = compile_ahead(device), None
     if device.type == "cpu":

@@ -399,7 +399,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden_act": "relu2"}, ("hidden_act", "needs one of silu", "got relu2")),
+        ({"hidden_act": "mish"}, ("hidden_act", "needs one of silu", "got mish")),
         ({"rope_parameters": DYNAMIC}, ("rope_type", "needs default", "got dynamic")),
     ],
     ids=["hidden_act", "rope_type"],

@@ -143,7 +143,7 @@ def test_a_mistyped_path_is_refused_in_one_line(name: str, tmp_path: Path, monke
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ModelError) as caught:
         find(name)
-    assert (name if len(name) < 200 else name[:60]) in str(caught.value)
+    assert (name if len(name) < 200 else name[:30]) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

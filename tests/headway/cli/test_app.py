@@ -116,7 +116,7 @@ def test_json_has_a_row_for_every_backend_with_its_claims(headway: Headway, plug
     assert (toy["layouts"], toy["block_multiple"], toy["devices"], toy["features"]) == (["hnd"], 64, ["cpu"], [])
     sdpa = rows["sdpa"]
     assert (sdpa["kind"], sdpa["phases"]) == ("built-in", ["prefill", "extend", "decode"])
-    assert sdpa["layouts"] == ["nhd", "hnd", "vllm_5d", "latent"]
+    assert sdpa["layouts"] == ["nhd", "hnd", "vllm_5d", "latent", "nhd_int8"]
     assert (sdpa["head_dims"], sdpa["dtypes"]) == (None, ["float32", "bfloat16", "float16"])
     missing = rows["missing_library"]
     assert "libkernel>=2" in missing["reasons"][0]

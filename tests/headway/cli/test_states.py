@@ -20,7 +20,7 @@ from sandbox import Result, assert_refused
 from tables import a_device
 
 Headway = Callable[..., Result]
-NEXT = ("backends", "explain", "--device", "cpu", "--model", "qwen3-next")
+NEXT = ("backends", "explain", "--device", "cpu", "--model", "qwen3-next-80b-a3b")
 
 
 @pytest.fixture(autouse=True)
