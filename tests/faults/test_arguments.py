@@ -41,7 +41,7 @@ REFUSED = {
     "half an address": ("bench serve --url http://[::1", "--url: needs a URL such as"),
     "bytes in an address": ("bench serve --url \udcff", "--url: needs a URL such as"),
     "another machine's address": ("serve no/such/model --host 192.0.2.1", "--host and --port: needs an address of"),
-    "a proposer": ("serve no/such/model --speculate nonsense", "speculate: needs one of ngram, suffix, got 'nonsense'"),
+    "a proposer": ("serve smollm2 --speculate nonsense", "speculate: needs one of ngram, suffix, got 'nonsense'"),
     "no rate": ("bench serve --rate inf", "--rate: needs requests per second"),
     "no limit": ("bench serve --goodput ttft:nan", "--goodput: needs limits"),
     "a limit that is no number": ("bench crossover --level engine --cell-limit nan", "--cell-limit: needs a time such as 120s"),
