@@ -89,6 +89,7 @@ class StateStep:
             "QK_NORM": spec.qk_norm,
             "HAS_D": parameters.D is not None,
             "PDL": self._early,
+            "EARLY": spec.conv_channels > 0 and not tuning.step_fused,
         }
         first, second = (*gates, x, x)[:2]
         tensors = (
