@@ -58,42 +58,43 @@ def convolve_chunks(
         inside = (within < tl.where(key, KEY_DIM, UNIT)) & (channels < CHANNELS)
     inputs = x_ptr + (first + start)[:, None] * stride_x + channels[None, :]
     outputs = out_ptr + (first + start)[:, None] * stride_out + channels[None, :]
+    window = ()
+    for at in tl.static_range(WIDTH - 1 if WIDTH else 0):
+        token = start - (WIDTH - 1) + at
+        there = ((token < count) & (before + token >= 0))[:, None] & inside[None, :]
+        held = tl.load(inputs + (at - WIDTH + 1) * stride_x, mask=there, other=0.0)
+        if (before == 0) & (slot >= 0) & (tl.program_id(2) == 0):
+            there = (token < 0)[:, None] & inside[None, :]
+            old = conv_ptr + slot.to(tl.int64) * CONV_SLOT
+            ptrs = old + channels[None, :] * CONV_CHANNEL + (WIDTH - 1 + token)[:, None] * CONV_TIME
+            held += tl.load(ptrs, mask=there, other=0.0).to(held.dtype)  # one of both is zero
+        window = window + (held,)
+    for step in tl.static_range(RUN):
+        there = (start + step < count)[:, None] & inside[None, :]
+        window = window + (tl.load(inputs + step * stride_x, mask=there, other=0.0),)
     if WIDTH:
         tap = tl.arange(0, BLOCK_W)
-        taps = (inside[:, None]) & (tap < WIDTH)[None, :]
+        taps = inside[:, None] & (tap < WIDTH)[None, :]
         table = tl.load(weight_ptr + channels[:, None] * WIDTH + tap[None, :], mask=taps, other=0.0).to(tl.float32)
-        bias = tl.zeros([BLOCK_C], tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)
-        window = ()
         weight = ()
         for at in tl.static_range(WIDTH):
             weight = weight + (tl.sum(tl.where((tap == at)[None, :], table, 0.0), 1)[None, :],)
-        for at in tl.static_range(WIDTH - 1):
-            token = start - (WIDTH - 1) + at
-            there = ((token < count) & (before + token >= 0))[:, None] & inside[None, :]
-            held = tl.load(inputs + (at - WIDTH + 1) * stride_x, mask=there, other=0.0).to(tl.float32)
-            if (before == 0) & (slot >= 0) & (tl.program_id(2) == 0):
-                there = (token < 0)[:, None] & inside[None, :]
-                old = conv_ptr + slot.to(tl.int64) * CONV_SLOT
-                ptrs = old + channels[None, :] * CONV_CHANNEL + (WIDTH - 1 + token)[:, None] * CONV_TIME
-                held += tl.load(ptrs, mask=there, other=0.0).to(tl.float32)
-            window = window + (held,)
     for step in tl.static_range(RUN):
-        there = (start + step < count)[:, None] & inside[None, :]
-        y = tl.load(inputs + step * stride_x, mask=there, other=0.0).to(tl.float32)
         if WIDTH:
-            window = window + (y,)
-            y = tl.zeros([ROWS // RUN, BLOCK_C], tl.float32) + bias[None, :]
-            for at in tl.static_range(WIDTH):
-                y += window[step + at] * weight[at]
+            y = window[step].to(tl.float32) * weight[0]
+            for at in tl.static_range(1, WIDTH):
+                y += window[step + at].to(tl.float32) * weight[at]
+            if HAS_BIAS:
+                y += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
             y = activated(y, SILU)
+        else:
+            y = window[step].to(tl.float32)
         if KEY_UNITS:
-            if QK_NORM:
-                if key:
-                    y *= tl.rsqrt(tl.sum(tl.where(inside[None, :], y * y, 0.0), 1) + 1e-6)[:, None]
+            if QK_NORM and key:
+                y *= tl.rsqrt(tl.sum(tl.where(inside[None, :], y * y, 0.0), 1) + 1e-6)[:, None]
             if unit < KEY_UNITS // 2:
                 y *= scale
+        there = (start + step < count)[:, None] & inside[None, :]
         tl.store(outputs + step * stride_out, y.to(out_ptr.dtype.element_ty), mask=there)
 
 

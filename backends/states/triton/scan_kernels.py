@@ -86,30 +86,33 @@ def walk_chunks(
     if HAS_D:
         direct = tl.load(d_ptr + head)
 
+    # Offsets within a chunk are 32 bits wide and the same for all chunks: one instruction makes an address of one.
+    of_keys = row[:, None] * stride_x + i[None, :]
+    of_values = row[:, None] * stride_x + (v_at + j)[None, :]
+    of_square = row[:, None] * 64 + row[None, :]
+    of_rows = row[:, None] * KEY_DIM + i[None, :]
+    of_out = row[:, None] * stride_out + (head * VALUE_DIM + j)[None, :]
     for part in range(first_part, first_part + parts):
         # Not carried from part to part: Triton 3.6 begins the inner loop at 0 again where a number goes into its range so.
         begin = tl.load(parts_ptr + (part - 1) * PART_FIELDS, mask=part > first_part, other=0)
         end = tl.load(parts_ptr + part * PART_FIELDS)
         for n in range(begin, end):
             live = row < tokens - n * 64
-            token = first + n * 64 + row
+            start = first + n * 64
+            chunk_ptr = x_ptr + start * stride_x
             place = ((first_chunk + n) * HEADS + head).to(tl.int64)
-            square = place * 64 * 64 + row[:, None] * 64 + row[None, :]
-            v = tl.load(
-                x_ptr + token[:, None] * stride_x + (v_at + j)[None, :], mask=live[:, None] & in_value[None, :], other=0.0
-            ).to(DOT)
-            inner = tl.load(inner_ptr + square).to(DOT)
+            v = tl.load(chunk_ptr + of_values, mask=live[:, None] & in_value[None, :], other=0.0).to(DOT)
+            inner = tl.load(inner_ptr + place * 4096 + of_square).to(DOT)
             if KIND == "kda":
                 size = num_chunks.to(tl.int64) * HEADS * 64 * KEY_DIM
-                lines = rows_ptr + place * 64 * KEY_DIM + row[:, None] * KEY_DIM + i[None, :]
+                lines = rows_ptr + place * 64 * KEY_DIM + of_rows
                 k_in = tl.load(lines, mask=in_key[None, :], other=0.0).to(DOT)
                 k_out = tl.load(lines + size, mask=in_key[None, :], other=0.0).to(DOT)
                 q = tl.load(lines + 2 * size, mask=in_key[None, :], other=0.0).to(DOT)
                 whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0))[:, None]
             else:
-                lines = x_ptr + token[:, None] * stride_x + i[None, :]
-                k_in = tl.load(lines + k_at, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
-                q = tl.load(lines + q_at, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
+                k_in = tl.load(chunk_ptr + k_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
+                q = tl.load(chunk_ptr + q_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
                 k_out = k_in
                 sums = tl.load(sums_ptr + place * 64 + row)
                 last = tl.load(sums_ptr + place * 64 + 63)
@@ -119,7 +122,7 @@ def walk_chunks(
             state_dot = state.to(DOT)
             y = tl.dot(q, state_dot, input_precision=PRECISION)
             if KIND == "gated_delta" or KIND == "kda":
-                inverse = tl.load(inverse_ptr + square).to(DOT)
+                inverse = tl.load(inverse_ptr + place * 4096 + of_square).to(DOT)
                 seen = tl.dot(k_in, state_dot, input_precision=PRECISION)
                 if KIND == "gated_delta":
                     seen *= from_start
@@ -137,7 +140,7 @@ def walk_chunks(
             y += tl.dot(inner, written.to(DOT), input_precision=PRECISION)
             if HAS_D:
                 y += direct * v.to(tl.float32)
-            y_ptrs = out_ptr + token[:, None] * stride_out + (head * VALUE_DIM + j)[None, :]
+            y_ptrs = out_ptr + start * stride_out + of_out
             tl.store(y_ptrs, y.to(out_ptr.dtype.element_ty), mask=live[:, None] & in_value[None, :])
         target = tl.load(parts_ptr + part * PART_FIELDS + 1)
         if target >= 0:
@@ -216,29 +219,33 @@ def walk_turned(
     if HAS_D:
         direct = tl.load(d_ptr + head)
 
+    # Offsets within a chunk are 32 bits wide and the same for all chunks: one instruction makes an address of one.
+    of_keys = row[:, None] * stride_x + i[None, :]
+    of_values = row[:, None] * stride_x + (v_at + j)[None, :]
+    of_square = row[:, None] * 64 + row[None, :]
+    of_rows = row[:, None] * KEY_DIM + i[None, :]
+    of_out = row[:, None] * stride_out + (head * VALUE_DIM + j)[None, :]
     for part in range(first_part, first_part + parts):
         # Not carried from part to part: Triton 3.6 begins the inner loop at 0 again where a number goes into its range so.
         begin = tl.load(parts_ptr + (part - 1) * PART_FIELDS, mask=part > first_part, other=0)
         end = tl.load(parts_ptr + part * PART_FIELDS)
         for n in range(begin, end):
             live = row < tokens - n * 64
-            token = first + n * 64 + row
+            start = first + n * 64
+            chunk_ptr = x_ptr + start * stride_x
             place = ((first_chunk + n) * HEADS + head).to(tl.int64)
-            square = place * 64 * 64 + row[:, None] * 64 + row[None, :]
-            wanted = in_value[:, None] & live[None, :]
-            v = tl.trans(tl.load(x_ptr + token[:, None] * stride_x + (v_at + j)[None, :], mask=live[:, None] & in_value[None, :], other=0.0)).to(DOT)
-            inner = tl.load(inner_ptr + square).to(DOT)
+            v = tl.trans(tl.load(chunk_ptr + of_values, mask=live[:, None] & in_value[None, :], other=0.0)).to(DOT)
+            inner = tl.load(inner_ptr + place * 4096 + of_square).to(DOT)
             if KIND == "kda":
                 size = num_chunks.to(tl.int64) * HEADS * 64 * KEY_DIM
-                lines = rows_ptr + place * 64 * KEY_DIM + row[:, None] * KEY_DIM + i[None, :]
+                lines = rows_ptr + place * 64 * KEY_DIM + of_rows
                 k_in = tl.load(lines, mask=in_key[None, :], other=0.0).to(DOT)
                 k_out = tl.load(lines + size, mask=in_key[None, :], other=0.0).to(DOT)
                 q = tl.load(lines + 2 * size, mask=in_key[None, :], other=0.0).to(DOT)
                 whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0))[None, :]
             else:
-                lines = x_ptr + token[:, None] * stride_x + i[None, :]
-                k_in = tl.load(lines + k_at, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
-                q = tl.load(lines + q_at, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
+                k_in = tl.load(chunk_ptr + k_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
+                q = tl.load(chunk_ptr + q_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
                 k_out = k_in
                 sums = tl.load(sums_ptr + place * 64 + row)
                 last = tl.load(sums_ptr + place * 64 + 63)
@@ -247,7 +254,7 @@ def walk_turned(
                 to_end = tl.exp(last - sums)[None, :]
             state_dot = state.to(DOT)
             if KIND == "gated_delta" or KIND == "kda":
-                inverse = tl.load(inverse_ptr + square).to(DOT)
+                inverse = tl.load(inverse_ptr + place * 4096 + of_square).to(DOT)
                 seen = tl.dot(state_dot, tl.trans(k_in), input_precision=PRECISION)
                 if KIND == "gated_delta":
                     seen *= from_start
@@ -266,8 +273,8 @@ def walk_turned(
             y = tl.dot(written.to(DOT), tl.trans(inner), acc=y, input_precision=PRECISION)
             if HAS_D:
                 y += direct * v.to(tl.float32)
-            y_ptrs = out_ptr + token[None, :] * stride_out + (head * VALUE_DIM + j)[:, None]
-            tl.store(y_ptrs, y.to(out_ptr.dtype.element_ty), mask=wanted)
+            y_ptrs = out_ptr + start * stride_out + of_out
+            tl.store(y_ptrs, tl.trans(y.to(out_ptr.dtype.element_ty)), mask=live[:, None] & in_value[None, :])
         target = tl.load(parts_ptr + part * PART_FIELDS + 1)
         if target >= 0:
             ptrs = state_ptr + target.to(tl.int64) * STATE_SLOT + within

@@ -107,7 +107,9 @@ def convolved_once(
 def activated(y, SILU: tl.constexpr):
     """The activation after a convolution."""
     if SILU:
-        y = y / (1.0 + tl.exp(-y))
+        # y sigmoid(y), in two functions that the GPU has as such: a division would be eight instructions.
+        half = tl.rsqrt(1.0 + tl.exp2(y * -1.4426950408889634))
+        y = y * half * half
     return y
 
 
