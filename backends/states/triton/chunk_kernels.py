@@ -19,30 +19,38 @@ def diagonal(blocks):
 
 
 @triton.jit
-def inverse_of(a, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 of a strictly lower triangle [64, 64].
+def inverse_of(a, scratch_ptr, BLOCKS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a strictly lower triangle [64, 64]; scratch: 2,048 float32 numbers.
 
-    The four blocks of 16 on the diagonal are inverted by forward substitution. With D their inverses and N = D times what lies
-    below them, the whole is (I + N)^-1 D, and since N^4 = 0, (I + N)^-1 = (I - N)(I + N^2). To double so from the start would
-    raise a to the 32nd power, whose elements overflow where keys are alike.
+    The four blocks of 16 on the diagonal are inverted by forward substitution, a thread to a column: with BLOCKS twice the warps
+    the tile's last axis lies within a thread, and nothing is exchanged. What the threads of a block need of a row, memory has.
+
+    With D their inverses and N = D times what lies below them, the whole is (I + N)^-1 D, and since N^4 = 0,
+    (I + N)^-1 = (I - N)(I + N^2). To double so from the start would raise a to the 32nd power, whose elements overflow where keys
+    are alike.
     """
-    b = tl.arange(0, 4)
-    same = b[:, None, None, None] == b[None, None, :, None]
-    own = tl.sum(tl.where(same, tl.reshape(a, (4, 16, 4, 16)), 0.0), 2)
-    r = tl.arange(0, 16)
-    x = tl.broadcast_to(tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :], (4, 16, 16))
-    for i in range(1, 16):
-        at = (r == i)[None, :, None]
-        row = tl.sum(tl.where(at, own, 0.0), 1)
-        x -= tl.where(at, tl.sum(x * row[:, :, None], 1)[:, None, :], 0.0)
-    d = diagonal(x)
-    n64 = tl.arange(0, 64) // 16
-    below = tl.where(n64[:, None] > n64[None, :], a, 0.0)
+    n = tl.arange(0, 64)
+    own = n[:, None] // 16 == n[None, :] // 16
+    below = tl.where(n[:, None] // 16 > n[None, :] // 16, a, 0.0).to(DOT)
+    turned = scratch_ptr + (n[:, None] // 16) * 256 + (n[None, :] % 16) * 16 + n[:, None] % 16
+    tl.store(turned, a, mask=own)
+    tl.debug_barrier()
+    c = tl.arange(0, 16)[:, None, None]
+    b = tl.arange(0, BLOCKS)[None, :, None] % 4
+    r = tl.arange(0, 16)[None, None, :]
+    x = tl.where((r == c) & (b >= 0), 1.0, 0.0)
+    for i in tl.static_range(1, 16):
+        row = tl.load(scratch_ptr + b * 256 + r * 16 + i + c * 0, mask=(r < i) & (b >= 0) & (c >= 0), other=0.0)
+        x -= tl.where(r == i, tl.sum(x * row, 2)[:, :, None], 0.0)
+    tl.store(scratch_ptr + 1024 + b * 256 + r * 16 + (c ^ 1), x)  # xor: no vectors, which would turn the layout of x
+    tl.debug_barrier()
+    d = tl.load(scratch_ptr + 1024 + n[:, None] * 16 + (n[None, :] % 16 ^ 1), mask=own, other=0.0)
+    tl.debug_barrier()  # the scratch may be written over
     d_dot = d.to(DOT)
-    n = tl.dot(d_dot, below.to(DOT), input_precision=PRECISION)
-    n_dot = n.to(DOT)
+    n1 = tl.dot(d_dot, below, input_precision=PRECISION)
+    n_dot = n1.to(DOT)
     square = tl.dot(n_dot, n_dot, input_precision=PRECISION)
-    rest = square - n - tl.dot(n_dot, square.to(DOT), input_precision=PRECISION)
+    rest = square - n1 - tl.dot(n_dot, square.to(DOT), input_precision=PRECISION)
     return d + tl.dot(rest.to(DOT), d_dot, input_precision=PRECISION)
 
 
@@ -113,6 +121,7 @@ def cut_chunks(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,  # twice the warps, at least 4: see `inverse_of`
     DOT: tl.constexpr,
     INVERSE_DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -169,19 +178,19 @@ def cut_chunks(
             steps = tl.where(live, -slope * dt, 0.0)
         sums = tl.cumsum(steps, 0)
         tl.store(sums_ptr + place * 64 + row, sums)
-        k_turned = tl.load(
-            x_ptr + (first + row)[None, :] * stride_x + (k_at + i)[:, None], mask=live[None, :] & in_key[:, None], other=0.0
-        ).to(DOT)
+        k_turned = tl.trans(k)
         earlier = row[:, None] >= row[None, :]
         decay = tl.where(earlier, tl.exp(tl.where(earlier, sums[:, None] - sums[None, :], 0.0)), 0.0)
         qk = tl.dot(q, k_turned, input_precision=PRECISION) * decay
-        if KIND == "gated_delta":
-            kk = tl.dot(k, k_turned, input_precision=PRECISION) * decay
     square = place * 64 * 64 + row[:, None] * 64 + row[None, :]
     tl.store(inner_ptr + square, qk.to(inner_ptr.dtype.element_ty))
+    if KIND == "gated_delta":
+        kk = tl.dot(k, k_turned, input_precision=PRECISION) * decay
     if KIND == "gated_delta" or KIND == "kda":
         b = tl.load(b_ptr + (first + row) * stride_b + head, mask=live, other=0.0).to(tl.float32)
         beta = tl.where(live, beta_scale * tl.sigmoid(b), 0.0)
         lower = tl.where(row[:, None] > row[None, :], kk * beta[:, None], 0.0)
-        inverse = inverse_of(lower, INVERSE_DOT, PRECISION) * beta[None, :]
+        # What the inverse itself will take, or half of it.
+        scratch = (inverse_ptr + place * 64 * 64).to(tl.pointer_type(tl.float32))
+        inverse = inverse_of(lower, scratch, BLOCKS, INVERSE_DOT, PRECISION) * beta[None, :]
         tl.store(inverse_ptr + square, inverse.to(inverse_ptr.dtype.element_ty))

@@ -29,15 +29,17 @@ def convolve_chunks(
     UNIT: tl.constexpr,  # channels of a unit after those
     BLOCK_C: tl.constexpr,  # the longer of both, rounded up to a power of two
     ROWS: tl.constexpr,  # tokens of a program
+    RUN: tl.constexpr,  # tokens that a thread takes one after another
     CONV_SLOT: tl.constexpr,
     CONV_CHANNEL: tl.constexpr,
     CONV_TIME: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):
-    """Grid (units, chunks, 64 / ROWS). q is scaled."""
+    """Grid (units, chunks, 64 / ROWS). q is scaled. The inputs under the taps stay in registers from token to token."""
     unit = tl.program_id(0)
     slot = tl.load(chunks_ptr + tl.program_id(1) * CHUNK_FIELDS)
     first = tl.load(chunks_ptr + tl.program_id(1) * CHUNK_FIELDS + 1).to(tl.int64)
@@ -45,38 +47,55 @@ def convolve_chunks(
     count = tl.load(chunks_ptr + tl.program_id(1) * CHUNK_FIELDS + 3)
     if tl.program_id(2) * ROWS >= count:
         return
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(2) * ROWS + RUN * tl.arange(0, ROWS // RUN)
     within = tl.arange(0, BLOCK_C)
     key = unit < KEY_UNITS
     channels = tl.where(key, unit * KEY_DIM, KEY_UNITS * KEY_DIM + (unit - KEY_UNITS) * UNIT) + within
-    inside = (within < tl.where(key, KEY_DIM, UNIT)) & (channels < CHANNELS)
-    live = row < count
-    if WIDTH:
-        y = tl.zeros([ROWS, BLOCK_C], tl.float32)
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
-        for tap in tl.static_range(WIDTH):
-            weight = tl.load(weight_ptr + channels * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
-            token = row - (WIDTH - 1) + tap
-            there = (live & (before + token >= 0))[:, None] & inside[None, :]
-            ptrs = x_ptr + (first + token)[:, None] * stride_x + channels[None, :]
-            y += tl.load(ptrs, mask=there, other=0.0).to(tl.float32) * weight[None, :]
-            if (before == 0) & (slot >= 0):
-                there = (live & (token < 0))[:, None] & inside[None, :]
-                old = conv_ptr + slot.to(tl.int64) * CONV_SLOT
-                ptrs = old + channels[None, :] * CONV_CHANNEL + (WIDTH - 1 + token)[:, None] * CONV_TIME
-                y += tl.load(ptrs, mask=there, other=0.0).to(tl.float32) * weight[None, :]
-        y = activated(y, SILU)
+    # A mask that Triton cannot prove to be the same for neighbours makes it read element by element.
+    if BLOCK_C == UNIT and (KEY_UNITS == 0 or KEY_DIM == UNIT) and CHANNELS % UNIT == 0:
+        inside = within >= 0
     else:
-        ptrs = x_ptr + (first + row)[:, None] * stride_x + channels[None, :]
-        y = tl.load(ptrs, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    if KEY_UNITS:
-        if QK_NORM:
-            norm = tl.rsqrt(tl.sum(tl.where(inside[None, :], y * y, 0.0), 1) + 1e-6)
-            y = tl.where(key, y * norm[:, None], y)
-        y = tl.where(unit < KEY_UNITS // 2, y * scale, y)
-    ptrs = out_ptr + (first + row)[:, None] * stride_out + channels[None, :]
-    tl.store(ptrs, y.to(out_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        inside = (within < tl.where(key, KEY_DIM, UNIT)) & (channels < CHANNELS)
+    inputs = x_ptr + (first + start)[:, None] * stride_x + channels[None, :]
+    outputs = out_ptr + (first + start)[:, None] * stride_out + channels[None, :]
+    window = ()
+    for at in tl.static_range(WIDTH - 1 if WIDTH else 0):
+        token = start - (WIDTH - 1) + at
+        there = ((token < count) & (before + token >= 0))[:, None] & inside[None, :]
+        held = tl.load(inputs + (at - WIDTH + 1) * stride_x, mask=there, other=0.0)
+        if (before == 0) & (slot >= 0) & (tl.program_id(2) == 0):
+            there = (token < 0)[:, None] & inside[None, :]
+            old = conv_ptr + slot.to(tl.int64) * CONV_SLOT
+            ptrs = old + channels[None, :] * CONV_CHANNEL + (WIDTH - 1 + token)[:, None] * CONV_TIME
+            held += tl.load(ptrs, mask=there, other=0.0).to(held.dtype)  # one of both is zero
+        window = window + (held,)
+    for step in tl.static_range(RUN):
+        there = (start + step < count)[:, None] & inside[None, :]
+        window = window + (tl.load(inputs + step * stride_x, mask=there, other=0.0),)
+    if WIDTH:
+        tap = tl.arange(0, BLOCK_W)
+        taps = inside[:, None] & (tap < WIDTH)[None, :]
+        table = tl.load(weight_ptr + channels[:, None] * WIDTH + tap[None, :], mask=taps, other=0.0).to(tl.float32)
+        weight = ()
+        for at in tl.static_range(WIDTH):
+            weight = weight + (tl.sum(tl.where((tap == at)[None, :], table, 0.0), 1)[None, :],)
+    for step in tl.static_range(RUN):
+        if WIDTH:
+            y = window[step].to(tl.float32) * weight[0]
+            for at in tl.static_range(1, WIDTH):
+                y += window[step + at].to(tl.float32) * weight[at]
+            if HAS_BIAS:
+                y += tl.load(bias_ptr + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
+            y = activated(y, SILU)
+        else:
+            y = window[step].to(tl.float32)
+        if KEY_UNITS:
+            if QK_NORM and key:
+                y *= tl.rsqrt(tl.sum(tl.where(inside[None, :], y * y, 0.0), 1) + 1e-6)[:, None]
+            if unit < KEY_UNITS // 2:
+                y *= scale
+        there = (start + step < count)[:, None] & inside[None, :]
+        tl.store(outputs + step * stride_out, y.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["stride_x"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from headway.backends.states.triton.arguments import (
 )
 from headway.backends.states.triton.chunk_kernels import cut_chunks
 from headway.backends.states.triton.prepare_kernels import convolve_chunks, leave_inputs
-from headway.backends.states.triton.scan_kernels import walk_chunks, walk_tokens
+from headway.backends.states.triton.scan_kernels import walk_chunks, walk_tokens, walk_turned
 from headway.backends.states.triton.scan_plan import CHUNK, ChunkedPlan
 from headway.backends.states.triton.tuning import StateTuning
 from headway.backends.triton.launch import Launcher, shared_memory
@@ -30,17 +31,27 @@ from headway.core.contract.state import GATED_DELTA, KDA, LIGHTNING, MAMBA1, Sta
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+@dataclass(frozen=True, slots=True)
+class _WalkCut:
+    turned: bool
+    """Whether the state lies with its values as rows: its products then take it from registers."""
+    block_v: int
+    """Elements of the value that a program takes."""
+    warps: int
+    stages: int
+    """Chunks on their way from memory at a time."""
+
+
 class StateScan:
     """Launches the prompts of one kind of layer."""
 
     def __init__(self, spec: StateSpec, multiprocessors: int) -> None:
         self._spec, self._multiprocessors = spec, multiprocessors
         self._shared = shared_memory(spec.device)
-        kernels = convolve_chunks, leave_inputs, cut_chunks, walk_chunks, walk_tokens
-        self._convolve, self._leave, self._cut, self._walk, self._walk_tokens = map(Launcher, kernels)
-        whole = spec.dtype == torch.float32
+        kernels = convolve_chunks, leave_inputs, cut_chunks, walk_chunks, walk_tokens, walk_turned
+        self._convolve, self._leave, self._cut, self._walk, self._walk_tokens, self._walk_turned = map(Launcher, kernels)
+        whole = spec.dtype == torch.float32  # products without matrix units keep both operands in registers: they take 8 warps
         exact = whole or INTERPRETED
-        self._warps = 8 if whole else 4  # products without matrix units keep both operands in registers
         self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
         self._inverse_dot = tl.float32 if exact else tl.float16  # its elements are at most about 2, and float16 has more digits
 
@@ -73,8 +84,7 @@ class StateScan:
         self, x: Tensor, parameters: StateParameters, cache: StateCache, plan: ChunkedPlan, mixed: Tensor, tuning: StateTuning
     ) -> None:
         spec = self._spec
-        convolution = dict(convolution_constants(spec, cache, parameters))
-        block_w = convolution.pop("BLOCK_W")
+        convolution = convolution_constants(spec, cache, parameters)
         heads = spec.kind in (GATED_DELTA, KDA, LIGHTNING)
         unit = spec.value_dim if heads else tuning.channels
         key_units = 2 * spec.num_key_heads if heads else 0
@@ -85,6 +95,7 @@ class StateScan:
             "UNIT": unit,
             "BLOCK_C": triton.next_power_of_2(max(unit, spec.key_dim if heads else 1)),
             "ROWS": tuning.rows,
+            "RUN": tuning.run,
             **convolution,
             "QK_NORM": spec.qk_norm,
         }
@@ -95,12 +106,11 @@ class StateScan:
         numbers = x.stride(0), mixed.stride(0), float(spec.scale)
         launch(self._convolve, grid, (x, conv, weight, bias, mixed, plan.chunks), numbers, constants, tuning.row_warps)
         if spec.conv_channels and plan.num_places:
-            names = ("CONV_SLOT", "CONV_CHANNEL", "CONV_TIME", "WIDTH")
+            names = ("CONV_SLOT", "CONV_CHANNEL", "CONV_TIME", "WIDTH", "BLOCK_W")
             constants = {
                 "CHANNELS": spec.conv_channels,
                 "BLOCK_C": tuning.channels,
                 **{name: convolution[name] for name in names},
-                "BLOCK_W": block_w,
             }
             grid = triton.cdiv(spec.conv_channels, tuning.channels), plan.num_places, 1
             launch(self._leave, grid, (x, conv, plan.places), (x.stride(0),), constants, tuning.channel_warps)
@@ -125,31 +135,35 @@ class StateScan:
         numbers = x.stride(0), first.stride(0), second.stride(0), float(spec.beta_scale), *map(float, spec.dt_limits)
         constants: dict[str, Any] = {**shared, "DOT": self._dots["DOT"], "INVERSE_DOT": self._inverse_dot}
         constants["PRECISION"] = self._dots["PRECISION"]
-        warps = tuning.chunk_warps or self._warps
+        warps = tuning.chunk_warps or (8 if spec.dtype == torch.float32 else 2)
+        constants["BLOCKS"] = max(4, 2 * warps)
         launch(self._cut, (spec.num_heads, plan.num_chunks, 1), tensors, numbers, constants, warps)
 
-        block_v, stages = self._walk_cut(plan, block_k, tuning)
+        cut = self._walk_cut(plan, block_k, tuning)
         recurrent, _ = states(cache, x)
         strides = {name: value for name, value in head_constants(spec, cache).items() if name.startswith("STATE_")}
-        constants = {**shared, "BLOCK_V": block_v, **strides, "HAS_D": parameters.D is not None, **self._dots}
+        constants = {**shared, "BLOCK_V": cut.block_v, **strides, "HAS_D": parameters.D is not None, **self._dots}
         tensors = x, out, recurrent, d, plan.seqs, plan.parts, sums, put, inverse, inner, rows
         numbers = x.stride(0), out.stride(0), plan.num_chunks
-        grid = triton.cdiv(spec.value_dim, block_v), spec.num_heads, plan.num_seqs
-        launch(self._walk, grid, tensors, numbers, constants, tuning.walk_warps or self._warps, stages)
+        grid = triton.cdiv(spec.value_dim, cut.block_v), spec.num_heads, plan.num_seqs
+        walk = self._walk_turned if cut.turned else self._walk
+        launch(walk, grid, tensors, numbers, constants, cut.warps, cut.stages)
 
-    def _walk_cut(self, plan: ChunkedPlan, block_k: int, tuning: StateTuning) -> tuple[int, int]:
-        """Elements of the value that a program takes, and how many chunks are on their way from memory at a time."""
+    def _walk_cut(self, plan: ChunkedPlan, block_k: int, tuning: StateTuning) -> _WalkCut:
         spec = self._spec
         whole = max(16, triton.next_power_of_2(spec.value_dim))
-        programs = plan.num_seqs * spec.num_heads * (whole // 64)
-        small, many = spec.dtype == torch.float32, programs >= 2 * self._multiprocessors
-        block_v = tuning.walk_value or (16 if small else 64 if many else 32)
-        block_v = min(block_v, whole)
+        exact = spec.dtype == torch.float32
+        many = plan.num_seqs * spec.num_heads * triton.cdiv(whole, 128) >= self._multiprocessors
+        turned = tuning.walk_turned if tuning.walk_turned is not None else many and not exact
+        block_v = min(tuning.walk_value or (16 if exact else 128 if turned else 32), whole)
         keys = 3 if spec.kind == KDA else 2
         stage = CHUNK * (keys * block_k + block_v + 2 * CHUNK) * spec.dtype.itemsize
-        rest = (block_k + 2 * CHUNK) * block_v * spec.dtype.itemsize  # the state and the values as operands of products
-        fitting = max(1, (self._shared - rest) // stage)
-        return block_v, tuning.walk_stages or max(2, min(3, fitting))
+        rest = (block_k + 2 * CHUNK) * block_v * spec.dtype.itemsize  # the state and the values as operands, the output
+        stages = tuning.walk_stages or max(1, min(2 if turned else 3, (self._shared - rest) // stage))
+        warps = tuning.walk_warps or (8 if exact or block_v > 64 else 4)
+        if stages < 2 and not exact:
+            warps = min(warps, 2)  # wgmma without chunks ahead: Triton 3.6 compiles wrong programs on Hopper
+        return _WalkCut(turned, block_v, warps, stages)
 
     def _run_tokens(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: ChunkedPlan,

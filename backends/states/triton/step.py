@@ -75,7 +75,7 @@ class StateStep:
         out: Tensor, tuning: StateTuning,
     ) -> None:  # fmt: skip
         spec = self._spec
-        block_v, num_warps = self._cut(tuning)
+        block_v, num_warps = self._cut(plan, tuning)
         convolution = dict(convolution_constants(spec, cache, parameters))
         if not tuning.step_fused:
             convolution["WIDTH"] = 0
@@ -89,6 +89,7 @@ class StateStep:
             "QK_NORM": spec.qk_norm,
             "HAS_D": parameters.D is not None,
             "PDL": self._early,
+            "EARLY": spec.conv_channels > 0 and not tuning.step_fused,
         }
         first, second = (*gates, x, x)[:2]
         tensors = (
@@ -123,9 +124,10 @@ class StateStep:
         grid = triton.cdiv(channels["CHANNELS"], tuning.channels), plan.num_seqs, 1
         launch(self._channels, grid, tensors, strides, constants, tuning.channel_warps)
 
-    def _cut(self, tuning: StateTuning) -> tuple[int, int]:
-        """Elements of the value that a program owns, and its warps: a state's tile takes 32 registers of a thread."""
+    def _cut(self, plan: StatesStepPlan, tuning: StateTuning) -> tuple[int, int]:
+        """Elements of the value that a program owns, and its warps: a state's tile takes 32 or 64 registers of a thread."""
         spec = self._spec
-        block_v = min(tuning.step_value or 32, triton.next_power_of_2(spec.value_dim))
+        chosen = 64 if plan.num_seqs * spec.num_heads >= 256 else 32
+        block_v = min(tuning.step_value or chosen, triton.next_power_of_2(spec.value_dim))
         elements = triton.next_power_of_2(spec.key_dim) * block_v
         return block_v, tuning.step_warps or max(1, min(4, elements // 1024))

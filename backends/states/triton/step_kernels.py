@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.states.triton.window_kernels import convolved, leave_windows, out_slot_of, softplus
+from headway.backends.states.triton.window_kernels import convolved, convolved_once, leave_windows, out_slot_of, softplus
 
 
 @triton.jit(do_not_specialize=["stride_x", "stride_a", "stride_b", "stride_out", "stride_slots"])
@@ -58,6 +58,7 @@ def step_heads(
     QK_NORM: tl.constexpr,
     HAS_D: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,  # the kernel before writes no state, and waited for those before it: states are read at once
 ):
     """Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program keeps a tile [BLOCK_K, BLOCK_V] of a state in registers.
 
@@ -67,7 +68,7 @@ def step_heads(
     The programs of a key head all read its channels' conv state, which may be written in place: each adds 1 to the key head's
     counter once it has read, and the one that finds itself the last writes, for all.
     """
-    if PDL:
+    if PDL and not EARLY:
         gdc_wait()
         gdc_launch_dependents()
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -85,6 +86,9 @@ def step_heads(
     inside = in_key[:, None] & in_value[None, :]
     within = head * STATE_HEAD + i[:, None] * STATE_KEY + j[None, :] * STATE_VALUE
     state = tl.load(state_ptr + slot.to(tl.int64) * STATE_SLOT + within, mask=inside, other=0.0).to(tl.float32)
+    if PDL and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
     first = tl.load(query_start_ptr + seq)
     if SINGLE:
@@ -259,7 +263,12 @@ def step_channels(
 
     for t in range(count):
         token = (first + t).to(tl.int64)
-        if WIDTH:
+        if WIDTH and SINGLE:
+            y = convolved_once(
+                rows_ptr, conv_ptr, weight_ptr, bias_ptr, slot, tl.load(out_slots_ptr), c, live,
+                CONV_SLOT, CONV_CHANNEL, CONV_TIME, WIDTH, HAS_BIAS, SILU,
+            )  # fmt: skip
+        elif WIDTH:
             y = convolved(
                 rows_ptr, base_ptr, weight_ptr, bias_ptr, t, c, live, stride_x,
                 CONV_CHANNEL, CONV_TIME, WIDTH, HAS_BIAS, SILU,
@@ -281,7 +290,7 @@ def step_channels(
                 tl.store(there, state.to(state_ptr.dtype.element_ty), mask=inside)
         tl.store(out_ptr + token * stride_out + c, y.to(out_ptr.dtype.element_ty), mask=live)
 
-    if WIDTH:
+    if WIDTH and not SINGLE:
         leave_windows(
             rows_ptr, conv_ptr, out_slots_ptr, slot, count, c, live, stride_x,
             SINGLE, OUT_WIDTH, CONV_SLOT, CONV_CHANNEL, CONV_TIME, WIDTH, BLOCK_W,

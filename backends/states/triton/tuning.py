@@ -19,9 +19,13 @@ class StateTuning:
     channel_warps: int = 4
     rows: int = 32
     """Tokens that one program of a prompt's convolution takes: 16, 32 or 64."""
-    row_warps: int = 4
+    run: int = 16
+    """Tokens of them that a thread takes one after another."""
+    row_warps: int = 2
     chunk_warps: int | None = None
     """Warps of the kernel within chunks."""
+    walk_turned: bool | None = None
+    """Whether the walk keeps values as rows of its state, so that its products take it from registers."""
     walk_value: int | None = None
     """Elements of a head's value that one program takes from chunk to chunk."""
     walk_warps: int | None = None

@@ -19,7 +19,7 @@ from headway.bench.studies.command import run_study
 from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
-    from headway.bench.studies.states.sweep import StateCell
+    from headway.bench.studies.states.sweep import StateTimes
 
 _WIDTH = 80
 
@@ -84,7 +84,7 @@ def states(
         raise typer.Exit(1)
 
 
-def _table(cells: Sequence[StateCell]) -> Table:
+def _table(cells: Sequence[StateTimes]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, width=_WIDTH)
     for column in ("cell", "floor", "best", "alone", "cut and kernels, us"):
         table.add_column(column, justify="left" if column[0] == "c" else "right")
