@@ -16,6 +16,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.device.launched import Launched
 from headway.core.engine.device.model_runner import ModelRunner
 from headway.core.engine.forward.attention import PagedAttention
+from headway.core.engine.forward.states import LayersWithState
 from headway.core.engine.graphs.captured_step import name_of
 from headway.core.engine.state.groups import CacheGroup
 from headway.core.engine.state.pool import PoolSize
@@ -65,6 +66,8 @@ class WarmUp:
             self._launch(step)
         for spec in self._attention.layers.distinct:
             self._attend(spec)
+        if self._attention.states is not None:
+            self._run_states(self._attention.states)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._runner.forget_tokens()
@@ -129,6 +132,22 @@ class WarmUp:
                         if fits(whole, self._limits):
                             self._attend_once(layer, self._metadata(whole, group), backends, (q, k, v))
 
+    def _run_states(self, states: LayersWithState) -> None:
+        """One layer of each kind with a state, for the steps by which its backends choose kernels."""
+        for kind in states.kinds:
+            layer = states.first_of(kind)
+            x, *gates = self.state_inputs(layer)
+            for phase in Phase:
+                for lengths in states.serving_in(kind, phase).warmup_steps(phase, self._limits):
+                    if not fits(lengths, self._limits):
+                        continue
+                    try:
+                        metadata = self._metadata(lengths, self._groups[0])
+                        states.begin(states.metadata_of_rows(metadata, max(each.num_drafts for each in lengths)))
+                        states(layer, x[: metadata.num_tokens], [gate[: metadata.num_tokens] for gate in gates])
+                    except Exception as error:
+                        self._note(f"states in {phase}", error)
+
     def _steps_of(self, spec: AttentionSpec, phase: Phase, backends: Backends) -> Iterator[Sequence[Lengths]]:
         """The steps by which the backends of a phase choose kernels. spec: of a layer's cache."""
         yield from backends[self._attention.layers.in_phase(spec, phase)].warmup_steps(phase, self._limits)
@@ -189,6 +208,27 @@ class WarmUp:
 
         # As a graph of decode hands positions over:
         self._model(few, few.int(), AttentionFunctions(attention, state))
+        return self._lengthened(seen)
+
+    def state_inputs(self, wanted: int) -> list[Tensor]:
+        """The input and the gates of a layer with a state for the largest step: zeros, with the strides that the model gives."""
+        seen: list[Tensor] = []
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return q.new_zeros((*q.shape[:2], self._attention.value_head_dims[layer]))
+
+        def state(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+            assert self._attention.states is not None
+            if layer == wanted:
+                seen.extend((x, *gates))
+            return x.new_zeros(x.shape[0], self._attention.states.out_channels(layer))
+
+        few = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self._model(few, few.int(), AttentionFunctions(attention, state))
+        return self._lengthened(seen)
+
+    def _lengthened(self, seen: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the largest step, in memory that views of one piece share as these do."""
         memory: dict[int, Tensor] = {}
         found = []
         for tensor in seen:

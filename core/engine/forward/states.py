@@ -111,6 +111,24 @@ class LayersWithState:
             except (Exception, SystemExit) as error:
                 raise _blame(error, backend.name, phase, f"layer {layer} with a state, x {list(rows.shape)}") from error
 
+    def first_of(self, kind: StateSpec) -> int:
+        """The first layer of a kind."""
+        return self._kind_of.index(self.kinds.index(kind))
+
+    def serving_in(self, kind: StateSpec, phase: Phase) -> StateBackend:
+        """The backend that serves layers of a kind in a phase."""
+        return (self._step if phase is Phase.DECODE else self._scan)[kind]
+
+    def metadata_of_rows(self, lengths: AttentionMetadata, num_drafts: int) -> StateMetadata:
+        """The slots of a step of the first rows, for a warm-up. num_drafts: most drafts of a sequence."""
+        first = torch.arange(lengths.num_seqs, dtype=torch.int32) * self.slots.per_row
+        width = min(num_drafts, self.slots.per_row - 1) + 1
+        out_slots = first[:, None] + torch.arange(width, dtype=torch.int32)
+        device = lengths.query_start_loc.device
+        return StateMetadata(
+            step=lengths, slots=first.to(device), out_slots=out_slots.to(device), slots_cpu=first, out_slots_cpu=out_slots
+        )
+
     def restore(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy checkpoints to rows: (slot, row) each."""
         sources = torch.tensor([slot for slot, _ in copies])
